@@ -19,11 +19,11 @@ from ps_protocol.row_ids import Ids
 from ps_tables.contributions import RowGradients
 from ps_tables.distinct import distinct
 from ps_tables.index import Index
-from ps_tables.memory import RowArray
 from ps_tables.native import in_use
 from ps_tables.native.loops import Loops
-from ps_tables.optimizers import row_optimizer
-from ps_tables.sums import added_up
+from ps_tables.optimizing_rows import row_optimizer
+from ps_tables.row_arrays import RowArray
+from ps_tables.row_sums import added_up
 
 TURNS = 16
 FILLED = 10_000  # ids at a time

@@ -18,10 +18,10 @@ from typing import Any
 import ps_torch
 from ps_worker import session
 from ps_worker.connecting import connect
-from ps_worker.edition import Edition, MadeOf
+from ps_worker.edition_tensors import Edition, MadeOf
+from ps_worker.followed_model import WeightFeed, subscribe
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.row_feed import RowFeed
-from ps_worker.subscription import WeightFeed, subscribe
 from ps_worker.tables import freezing, modules
 from ps_worker.tables import table_optimizers as optimizers
 from ps_worker.tables.given_rows import RowFile

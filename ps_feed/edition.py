@@ -179,6 +179,12 @@ class Arriving:
             self._checksums = {each: before.checksums[each] for each, of in contents.buckets.items() if of.frozen}
         self.missing = {each.index for each in contents.buckets.values() if not (each.frozen and has_frozen)}
 
+    @property
+    def left(self) -> int:
+        """Bytes of the buckets that are still to come, as they will lie in the edition."""
+        with self._lock:
+            return sum(self._contents.size(self._contents.buckets[index]) for index in self.missing)
+
     def take(self, sent: EditionBucket, timeline: int, what: str) -> None:
         """Takes a bucket. Raises InvalidRequest for one that was not asked for, Damaged if it is not what was sent."""
         bucket = self._contents.buckets.get(sent.bucket)
@@ -229,3 +235,19 @@ class Arriving:
             self._checksums,
             self._timelines,
         )
+
+
+class ReceivingRoom:
+    """The memory into which editions are received. This one has no limit; a relay's has one."""
+
+    def check(self, arriving: Arriving) -> None:
+        """Raises LimitExceeded where there is none for an edition: it is not even asked for."""
+
+    def begin(self, arriving: Arriving) -> None:
+        """Promises an edition what is still to come of it, before its first bucket is taken; may be called again.
+
+        Raises LimitExceeded where there is none any more: it may have been a long time until that bucket came.
+        """
+
+    def end(self, arriving: Arriving) -> None:
+        """Ends the promise: all of it has come, or no more of it comes."""

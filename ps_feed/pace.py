@@ -1,4 +1,7 @@
-"""How far ahead of a job a feed asks for its next edition."""
+"""How many updates ahead of a job a feed asks for its next edition.
+
+The distance doubles when a shard was past the version, and is halved after KEEP_AHEAD editions in a row that came.
+"""
 
 from __future__ import annotations
 

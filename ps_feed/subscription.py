@@ -1,19 +1,20 @@
-"""Follows a job: the newest edition of its weights, in memory, while it trains.
+"""Follows a job while it trains, and keeps the newest edition of its weights in memory.
 
-Editions are taken when a reader asks. In sync and local modes a reader asks all shards for the same version: first how
-far the job is, then for that version, or for one that another reader has asked for. If a shard is past it by then, the
-next try is for a version further ahead, which shards copy when they come to it. So a reader finds by itself how far
-ahead it has to ask where steps are short. A job that makes no update for a while is asked for what it has. In ssp,
-async and quorum modes each shard is asked for its weights as they are.
+Shards copy an edition only when a reader asks for it. In sync and local modes a reader asks all shards for one version.
+It first asks how far the job is. Then it asks for that version, or for one that another reader has asked for. If a
+shard is past that version by then, the reader asks for one further ahead, which shards copy when they come to it. So a
+reader finds by itself how far ahead it has to ask where steps are short (pace.py). If the job makes no update for
+IDLE_SECONDS, the reader asks for the version that is there. In ssp, async and quorum modes it asks each shard for its
+weights as they are.
 
-A reader asks for the next edition when it has the one before. So it gets the newest, however slow it is, and training
-waits for no reader. Where the network is slow, it says which versions it has: shards then send what changed since,
-where that is less, which takes both ends some time. When the job ends, a reader gets the last weights, whatever
-versions it wants otherwise: shards keep them for a while for those who follow the job.
+A reader asks for the next edition once it has the one before. So it gets the newest, however slow it is, and training
+waits for no reader. On a slow network the reader says which versions it has. Shards then send what changed since, if
+that is smaller than the bucket; this costs both ends some time. When the job ends, a reader gets the last weights,
+whatever `every` and `period` say: shards keep them for a while for readers that follow the job.
 
-A relay answers as the one shard of a cluster, and has editions of its own: it is asked for one of at least a version.
-Where several addresses are given, the next is tried when one does not answer. One relay may have an
-older edition than another: a reader keeps the edition that it has until the relay offers a newer one.
+A relay answers as if it were a cluster with one shard. It chooses its editions itself, so a reader asks it for at least
+a version, not for exactly one. If several addresses are given, the reader tries the next when one does not answer. One
+relay may have an older edition than another: the reader keeps its own until the relay offers a newer one.
 """
 
 from __future__ import annotations
@@ -26,15 +27,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
 
-from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays
+from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays, ReceivingRoom
+from ps_feed.edition_client import EachShard, ShardReader, cluster
 from ps_feed.pace import UpdatesAhead
-from ps_feed.shard import ShardReader, cluster
 from ps_protocol.errors import (
     Forbidden,
     InvalidRequest,
@@ -45,11 +44,11 @@ from ps_protocol.errors import (
     Unauthenticated,
     Unreachable,
     Unsupported,
+    anew,
 )
 from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_runtime.daemon_pool import Closed, DaemonPool
 from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_feed")
@@ -64,8 +63,6 @@ EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter ex
 CHANGES_BELOW = 2e8  # bytes a second of whole editions, below which changes are asked for
 _FINAL = (Forbidden, InvalidRequest, Unauthenticated, Unsupported)  # errors that waiting does not cure
 _RANDOM = random.Random()
-
-T = TypeVar("T")
 
 
 class _StandsStill(Exception):
@@ -85,51 +82,6 @@ class Received:
     nbytes: int = 0
     elements: int = 0
     damaged: int = 0
-
-
-class _EachShard:
-    """The shards of a cluster, as long as their number and addresses stay: one thread each."""
-
-    def __init__(self, server: str, access: Access) -> None:
-        found = cluster(server, access)
-        missing = [index for index in range(found.shards) if index not in found.addresses]
-        if missing or not found.shards:
-            raise TryLater(f"shard {missing[0] if missing else 0} of {found.shards} is not known at {server} yet")
-        self.readers = [ShardReader(index, found.addresses[index], access) for index in range(found.shards)]
-        # An executor's threads would keep a script from ending whose job stands still.
-        self._pools = [DaemonPool(1, "ps-feed-shard") for _ in self.readers]
-
-    def all(self, call: Callable[[ShardReader], T]) -> list[T]:
-        """Calls all, at the same time. Raises the first error, after the calls of the others are cancelled."""
-        for reader in self.readers:
-            reader.allow()
-        calls = [partial(call, reader) for reader in self.readers]
-        futures = [pool.submit(each) for pool, each in zip(self._pools, calls, strict=True)]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        failed = [error for each in futures if each.done() and (error := each.exception()) is not None]
-        if failed:
-            self.cancel()
-            wait(futures)
-            raise TryLater("the connections are closed") if isinstance(failed[0], Closed) else failed[0]
-        return [future.result() for future in futures]
-
-    def cancel(self) -> None:
-        """Ends what is under way."""
-        for reader in self.readers:
-            reader.cancel()
-
-    def end(self) -> None:
-        """Ends all connections, and what is under way."""
-        for reader in self.readers:
-            reader.close()
-
-    def close(self) -> None:
-        """Ends all connections, and the threads."""
-        self.end()
-        for pool in self._pools:
-            pool.close()
-        for pool in self._pools:
-            pool.join()
 
 
 _open: weakref.WeakSet[Subscription] = weakref.WeakSet()  # those that are not closed
@@ -155,6 +107,7 @@ class Subscription:
     access: needs the role of a reader
     changes: ask for what changed, where that is less; None: where the network is slow
     told:   is called by its thread whenever there is an edition, a trouble or the end
+    room:   the memory into which editions are received
 
     Raises InvalidRequest for settings that cannot be.
     """
@@ -171,6 +124,7 @@ class Subscription:
         access: Access = PLAINTEXT,
         changes: bool | None = None,
         told: Callable[[], None] | None = None,
+        room: ReceivingRoom | None = None,
     ) -> None:
         if every < 1:
             raise InvalidRequest(f"every must be a number of updates from 1, got {every}")
@@ -179,12 +133,12 @@ class Subscription:
         if not 0 <= period <= 3600:
             raise InvalidRequest(f"period must be 0 to 3600 seconds, got {period}")
         self._servers, self._job, self._access = server.split(","), job, access
-        self._told_of = told
+        self._told_of, self._room = told, room or ReceivingRoom()
         self._every, self._wire, self._period = every, wire, period
         self._wanted = None if parameters is None else frozenset(parameters)
         self._process = os.getpid()
         self._contents: Contents | None = None
-        self._shards: _EachShard | None = None
+        self._shards: EachShard | None = None
         self._ahead = UpdatesAhead()
         self._edition: EditionArrays | None = None
         self._trouble: PSError | None = None
@@ -233,6 +187,12 @@ class Subscription:
     def behind(self) -> int:
         """Updates that the newest edition lacks, as far as shards have told: -1 before the first edition."""
         return -1 if self._edition is None else max(0, self._told - self._edition.version)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the job has left the newest edition: it went back to a checkpoint, or another run has its name."""
+        edition = self._edition
+        return edition is not None and (edition.run, edition.timeline) != self._series
 
     @property
     def latest(self) -> int:
@@ -348,7 +308,7 @@ class Subscription:
         try:
             while not self._closing.is_set():
                 if self._shards is None:
-                    self._shards = _EachShard(self._servers[0], self._access)
+                    self._shards = EachShard(self._servers[0], self._access)
                     if self._closing.is_set():  # `close` may have looked for shards before
                         self._shards.end()
                 try:
@@ -370,10 +330,10 @@ class Subscription:
                 return
             self._drop_shards()
             self._ended = isinstance(error, NotFound) and self._edition is not None and not self._is_there()
-            self._trouble = error
+            trouble = self._trouble = anew(error)  # its traceback would keep what has come of an edition
             self._tell()
             self._servers.append(self._servers.pop(0))
-            self._troubles.met(self._job, "job %s: its weights cannot be followed: %s", self._job, error)
+            self._troubles.met(self._job, "job %s: its weights cannot be followed: %s", self._job, trouble)
 
     def _is_there(self) -> bool:
         """Whether the coordinator has the job; True if it does not answer."""
@@ -387,7 +347,7 @@ class Subscription:
         if shards is not None:
             shards.close()
 
-    def _next(self, shards: _EachShard) -> None:
+    def _next(self, shards: EachShard) -> None:
         """Receives the next edition, which may take as long as the job takes to come to it.
 
         Raises PSError: OutOfOrder if a shard was past the version; _StandsStill if the job does not come to it.
@@ -449,7 +409,7 @@ class Subscription:
             what = "an earlier run" if first.run < edition.run else "the weights from before a rollback"
             raise TryLater(f"job {self._job!r}: {self._servers[0]} has {what}, and no newer ones yet")
 
-    def _described(self, shards: _EachShard) -> list[WeightsHere]:
+    def _described(self, shards: EachShard) -> list[WeightsHere]:
         """Asks all shards what they have. Raises TryLater where that does not belong together."""
         run = self._series[0]
         try:
@@ -473,7 +433,7 @@ class Subscription:
             self._contents = Contents(spec, self._wanted, self._wire)
         return here
 
-    def _asked(self, shards: _EachShard, run: str) -> list[WeightsHere]:
+    def _asked(self, shards: EachShard, run: str) -> list[WeightsHere]:
         """Asks all shards what they have of a run; empty: of any."""
         is_first = self._contents is None
         return shards.all(lambda reader: self._describe(reader, run, is_first and reader.index == 0))
@@ -518,12 +478,13 @@ class Subscription:
             self._told, self._updated = version, time.monotonic()
 
     def _receive(
-        self, shards: _EachShard, here: list[WeightsHere], version: int, before: EditionArrays | None, least: int
+        self, shards: EachShard, here: list[WeightsHere], version: int, before: EditionArrays | None, least: int
     ) -> EditionArrays:
         """Receives an edition. least: the lowest version that would do; the one that is asked for may be further on"""
         contents = self._contents
         assert contents is not None
-        arriving = Arriving(contents, before)
+        arriving, room = Arriving(contents, before), self._room
+        room.check(arriving)
         wants_changes = self._is_slow if self._changes is None else self._changes
         base = before if wants_changes and not self._is_damaged else None
         came: list[tuple[float, int]] = []
@@ -541,6 +502,7 @@ class Subscription:
                 del heard[reader.index]
 
         def take(bucket: EditionBucket, timeline: int) -> None:
+            room.begin(arriving)
             came.append((time.monotonic(), len(bucket.payload)))
             arriving.take(bucket, timeline, f"edition {version}")
 
@@ -548,13 +510,16 @@ class Subscription:
             self._heard_of(told)
             self._lag = age
             heard[index] = time.monotonic() - (age or 0.0)
-            if self._told < least:
+            if before is not None and self._told <= before.version:
                 equal = min(list(heard.values()))
                 self._equal = equal if self._equal is None else max(self._equal, equal)
-            elif self._told < version and self._is_idle():
+            elif least <= self._told < version and self._is_idle():
                 raise _StandsStill
 
-        shards.all(pull)
+        try:
+            shards.all(pull)
+        finally:
+            room.end(arriving)
         edition = arriving.complete(here[0].run, max(each.timeline for each in here))
         self._note_received(arriving, came)
         return edition
@@ -573,6 +538,11 @@ class Subscription:
         """Hands out an edition. is_last: none follows; who sees the end sees the edition, too"""
         before = self._edition
         is_restored = before is not None and before.run == edition.run and edition.timeline > before.timeline
+        if before is not None and before.run != edition.run:
+            log.warning(
+                "another run of job %s has begun: version %d takes the place of %d",
+                *(self._job, edition.version, self.version),
+            )
         if is_restored:
             log.warning(
                 "job %s was rolled back to a checkpoint: version %d takes the place of %d",

@@ -1,8 +1,8 @@
-"""A data connection to one shard: calls of push and pull over frames, side by side.
+"""A data connection to one shard: concurrent calls of push and pull over frames.
 
-Requests leave in the thread that makes the call, payloads from where they are. One thread receives: it has the payload
-of an answer put where the call wants it, and tells the call. When the connection ends, whatever the reason, every call
-fails that has no answer yet. Its caller may repeat it by gRPC.
+The calling thread sends a request; its payload is not copied. One thread receives: it writes the payload of an answer
+to the memory that the call names, and notifies the call. If the connection ends, for any reason, every unanswered call
+fails. Its caller may repeat it by gRPC.
 """
 
 from __future__ import annotations
@@ -44,14 +44,17 @@ _OF_SHARDS = (Kind.ANSWER, Kind.LAST, Kind.END, Kind.ERROR)
 
 
 class Answers(Protocol):
-    """What takes the answers of one call, in the thread that receives. What it raises ends the call alone, but between
-    `place` and `take` only the connection can fail."""
+    """Receives the answers of one call, in the receiving thread. An error that it raises ends only this call; between
+    `place` and `take` only the connection can fail.
+    """
 
     def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
-        """Returns where the payload of the answer that comes belongs; None: where it may be overwritten soon."""
+        """Returns memory for the payload of the answer that is coming; None: it may be received in memory that is soon
+        reused.
+        """
 
     def take(self, payload: memoryview | None) -> bool:
-        """Takes the answer; returns whether no more are needed."""
+        """Processes the answer. Returns whether it was the last one that is needed."""
 
 
 class OneAnswer(Answers):
@@ -69,7 +72,7 @@ class OneAnswer(Answers):
 
 
 class EachAnswer(Answers):
-    """Hands each answer to a function, in memory that stays."""
+    """Passes each answer to a function, in memory that is not reused."""
 
     def __init__(self, read: Callable[[bytes, memoryview | None], None]) -> None:
         self._read = read
@@ -85,9 +88,9 @@ class EachAnswer(Answers):
 
 
 class ClientCall:
-    """A call under way. `done` has no value; it fails with CallFailed, or what its answers raised.
+    """A call under way. The result of `done` is None; it fails with CallFailed, or with what `answers` raised.
 
-    due: when its time is over, in seconds of time.monotonic; never, while its request waits for others to leave
+    due: its timeout, in seconds of time.monotonic; infinite while its request waits for others to be sent
     """
 
     def __init__(self, answers: Answers, seconds: float) -> None:
@@ -97,14 +100,14 @@ class ClientCall:
         self._seconds = seconds
 
     def progressed(self) -> None:
-        """Begins its time anew: a part of its request has left, or of its answer has come."""
+        """Restarts the timeout: a part of the request was sent, or of the answer received."""
         self.due = time.monotonic() + self._seconds
 
 
 class ClientConnection:
     """An open connection. Methods may be called from any thread.
 
-    thread: the one that receives; it ends soon after `close`
+    thread: the receiving thread; it ends soon after `close`
     """
 
     def __init__(self, frames: FrameSocket) -> None:
@@ -128,9 +131,9 @@ class ClientConnection:
         return self._ended is None
 
     def call(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> ClientCall:
-        """Makes a call: sends its request. Waits while others send, and while the kernel takes the bytes.
+        """Sends a request. Waits while other threads send, and until the kernel has accepted the bytes.
 
-        seconds: in which nothing of it moves, after which the connection is given up
+        seconds: the connection is closed if the call makes no progress for so long
         """
         number, call = self._begin(answers, seconds)
         try:
@@ -142,7 +145,7 @@ class ClientConnection:
         return call
 
     def call_now(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> ClientCall | None:
-        """Makes a call if its request is small and can be sent at once; returns None if not."""
+        """Sends a request if it is small and can be sent without waiting; otherwise returns None."""
         if len(request.head) > _SMALL_BYTES or not self._frames.sending.acquire(blocking=False):
             return None
         try:
@@ -162,13 +165,16 @@ class ClientConnection:
             self._frames.sending.release()
 
     def unary(self, kind: Kind, request: Parts, seconds: float) -> bytes:
-        """Makes a call and returns its one answer. Raises CallFailed."""
+        """Makes a call and returns its only answer. Raises CallFailed.
+
+        seconds: as in `call`
+        """
         answer = OneAnswer()
         self.call(kind, request, answer, seconds).done.result()
         return answer.message
 
     def close(self) -> None:
-        """Ends the connection. When its calls have failed, nothing lands any more."""
+        """Ends the connection, and fails its calls. Once they have failed, no answer is written to memory any more."""
         self._frames.abort()
 
     def _begin(self, answers: Answers, seconds: float) -> tuple[int, ClientCall]:
@@ -284,10 +290,10 @@ class ClientConnection:
 
 
 class DataLink:
-    """Keeps a data connection to a shard. Methods may be called from any thread.
+    """Keeps a data connection to a shard open. Methods may be called from any thread.
 
-    make:    makes a connection, in one attempt. Raises PSError or CallFailed where it cannot
-    closing: is set before `close`
+    make:    opens a connection, in one attempt. Raises PSError or CallFailed
+    closing: the owner sets it before `close`
     """
 
     def __init__(self, make: Callable[[], ClientConnection], peer: str, closing: threading.Event) -> None:
@@ -301,7 +307,7 @@ class DataLink:
 
     @property
     def current(self) -> ClientConnection | None:
-        """The connection; None: there is none now. Where it has ended another is opened in time."""
+        """The connection; None if there is none now. After it has ended, another is opened in the background."""
         data = self._data
         if data is not None and data.is_open:
             return data
@@ -318,7 +324,9 @@ class DataLink:
         return None
 
     def open(self) -> None:
-        """Opens it, in one attempt. Raises Unreachable if there can be none, other PSErrors if there is none now."""
+        """Opens the connection, in one attempt. Raises Unreachable if none is possible, other PSErrors if there is none
+        now.
+        """
         self._opened(self._make())
 
     def _open_again(self) -> None:
@@ -345,7 +353,7 @@ class DataLink:
         return [thread for thread in (receives, self._opener) if thread is not None]
 
     def close(self) -> None:
-        """Ends the connection. When its calls have failed, nothing lands any more."""
+        """Ends the connection, and fails its calls. Once they have failed, no answer is written to memory any more."""
         if self._data is not None:
             self._data.close()
 
@@ -356,12 +364,12 @@ class DataLink:
 def open_data_connection(
     offer: Offer, address: str, access: Access, directory: Path | None, peer: str
 ) -> ClientConnection:
-    """Returns a connection to a shard that offers one.
+    """Opens the connection that a shard offers.
 
-    address:   of the shard's gRPC port
-    directory: where sockets of this host are; None: over TCP only
+    address:   that of the shard's gRPC port
+    directory: the directory of unix sockets on this host; None: use TCP only
 
-    Raises Unreachable if there can be none, TryLater if it cannot be made now.
+    Raises Unreachable if no connection is possible, TryLater if it cannot be opened now.
     """
     connection: socket.socket | None = None
     if not offer.port and directory is None:

@@ -1,7 +1,8 @@
-"""Weights that are sent from where they are, and copied only if an update comes to change them before they have left.
+"""Lends weights to threads that send them, without a copy. They are copied only if an update must change them before
+they are sent.
 
 A worker that reads slowly delays no update: an update waits for no socket, at most for the bytes that the kernel is
-taking at this moment.
+copying at this moment.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ps_protocol.framing import Buffer
 
 
 class Loan:
-    """Memory that one sender reads. It stays as it is, except while the sender gives way."""
+    """Memory that one sender reads. The owner does not change it, except while the sender is in `give_way`."""
 
     def __init__(self) -> None:
         self._reading = threading.Lock()  # held by the sender, except while it gives way
@@ -22,14 +23,14 @@ class Loan:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps the memory as it is for the calling thread, the sender."""
+        """A `with` block in which the calling thread, the sender, reads the memory."""
         with self._reading:
             yield
 
     def give_way(self, left: Sequence[Buffer], wait: Callable[[], None]) -> Sequence[Buffer]:
-        """Has the sender wait, and the owner change its memory meanwhile.
+        """Calls `wait`, during which the owner may recall the memory.
 
-        left: what is still to be read. Returns it, or a copy of it as it was if the owner has recalled its memory.
+        left: the parts still to be sent. Returns them, or copies of them if the owner has recalled the memory.
         """
         self._left = list(left)
         self._reading.release()
@@ -40,7 +41,7 @@ class Loan:
         return self._left
 
     def recall(self) -> None:
-        """Copies what is still to be read, once the sender gives way or has ended."""
+        """Copies what is still to be sent. Waits until the sender is in `give_way` or has finished."""
         with self._reading:
             self._left = [bytes(part) for part in self._left]
 
@@ -54,7 +55,9 @@ class Loans:
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[Loan]:
-        """Lends the weights to the calling thread. None may change them before this has begun."""
+        """A `with` block in which the calling thread reads the weights. The caller makes sure that they do not change
+        while it begins.
+        """
         loan = Loan()
         with loan.held():
             with self._lock:
@@ -66,7 +69,7 @@ class Loans:
                     self._open.discard(loan)
 
     def recall(self) -> None:
-        """Returns when the weights may be changed. The caller sees to it that none are lent meanwhile."""
+        """Waits until the weights may be changed. The caller makes sure that none are lent meanwhile."""
         with self._lock:
             recalled, self._open = self._open, set()
         for loan in recalled:

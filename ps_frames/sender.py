@@ -1,10 +1,11 @@
-"""What leaves by one data connection: frames, one after the other, put by any thread and without waiting.
+"""Sends the frames of one data connection in order. Any thread may queue frames, and none waits.
 
-A frame that fits into the kernel's memory leaves in the thread that puts it. The rest leaves in a thread of a pool.
-Small frames that are there together leave together, because each piece wakes the other end: the end of a call, sent by
+A frame that fits into the kernel's buffer is sent by the thread that queues it, the rest by a thread of a pool. Small
+frames that are queued together are sent together, because each piece wakes the other end: the end of a call, sent by
 itself, took 8 % of the CPU of a small step over TCP (measured).
-Payloads are lent, and leave from where they are. While the sender waits for the kernel to take more, the shard may have
-its memory back (loans.py): a worker that reads slowly delays no update.
+
+Payloads are lent, and sent without a copy. While the sender waits for the kernel, the shard may take its memory back
+(loans.py): a worker that reads slowly delays no update.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ def _each(thens: Sequence[Then]) -> None:
 
 
 class FrameSender:
-    """Sends frames on a connection until that ends. Thread-safe.
+    """Sends frames on a connection until it ends. Thread-safe.
 
-    pool:    whose threads send what has to wait
-    limited: returns what watches over the time that a send takes
+    pool:    threads that send what cannot be sent at once
+    limited: returns a context that limits the time of a send
     """
 
     def __init__(
@@ -55,18 +56,23 @@ class FrameSender:
         self._is_over = False
 
     def put(self, frame: Frame, then: Then = nothing) -> None:
-        """Sends a frame, in this thread if it can be sent at once. then: is called when the kernel has it"""
+        """Queues a frame; sends it in this thread if that needs no waiting. then: is called when the kernel has
+        accepted the frame
+        """
         if self._begins(frame, then) and not self._drain(waits=False):
             self._submit()
 
     def lend(self, lender: Lender) -> None:
-        """Sends a frame that is made when its turn has come, and whose memory may be read until it is given back."""
+        """Queues a frame that is made when its turn comes.
+
+        lender: opens a context with the frame; its memory may be read until the context is closed
+        """
         if self._begins(lender, nothing):
             self._submit()
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Has what is put meanwhile leave in one piece, if it is small."""
+        """A `with` block: small frames that are queued in it are sent as one piece."""
         with self._lock:
             begins, self._is_busy = not self._is_busy, True
         try:
@@ -85,7 +91,7 @@ class FrameSender:
             return begins
 
     def end(self) -> None:
-        """Drops what is queued, and sends nothing more."""
+        """Drops all queued frames. Nothing more is sent."""
         with self._lock:
             self._is_over = True
             self._queue.clear()

@@ -48,7 +48,7 @@ class CallBroken(Exception):
 
 
 class Cancellable(Protocol):
-    """What ends where its caller sends or reads too slowly."""
+    """A call or connection that is cancelled if its caller sends or reads too slowly."""
 
     def cancel(self) -> None:
         """Cancels the call, from any thread."""
@@ -59,38 +59,38 @@ class ServerCall(Cancellable, Protocol):
 
     @property
     def worker(self) -> Identity | None:
-        """The worker whose connection it came by; None: its connection may serve several."""
+        """The worker to whom the connection belongs; None: the connection may serve several workers."""
 
     @property
     def request_bytes(self) -> int | None:
-        """The bytes of its request, where they are known before it is read."""
+        """The bytes of the request; None if they are not known before it is read."""
 
     @property
     def code(self) -> str:
-        """The name of the code with which it fails; empty: it has not failed."""
+        """The name of the error code with which the call fails; empty: it has not failed."""
 
     def peer(self) -> str:
-        """Returns where it comes from, as gRPC names peers."""
+        """Returns the caller's address, as gRPC writes it."""
 
     def invocation_metadata(self) -> Metadata:
         """Returns its metadata."""
 
     def auth_context(self) -> AuthContext:
-        """Returns what TLS knows of the caller, by name."""
+        """Returns the properties of the caller's TLS certificate, by name."""
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Has a callback when the call is over, however it ended; returns False if it already is."""
+        """Registers a function to call when the call is over, for any reason. Returns False if it is over already."""
 
     def receive(self) -> bytes | Parts | None:
-        """Returns its next request; None: there is no more. Raises CallBroken."""
+        """Returns the next request; None: there are no more. Raises CallBroken."""
 
     def fail(self, error: PSError) -> None:
-        """Has the call end with an error, when its method returns or its stream ends."""
+        """Sets the error with which the call ends, when its method returns or its stream ends."""
 
 
 @dataclass(frozen=True)
 class Opener:
-    """The call that asked for a connection: what its caller showed, the worker that it named, and who it was."""
+    """The gRPC call that asked for a data connection: the worker that it named, and the caller's credentials."""
 
     worker: Identity
     host: str
@@ -100,7 +100,10 @@ class Opener:
 
 
 class Tickets:
-    """The tickets that are good now. Thread-safe; `clock` is in seconds."""
+    """The valid tickets. Thread-safe.
+
+    clock: returns the time in seconds
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -108,7 +111,9 @@ class Tickets:
         self._good: dict[tuple[str, str, int, int], list[tuple[bytes, float, Opener]]] = {}  # the oldest first
 
     def issue(self, opener: Opener) -> bytes:
-        """Returns a ticket for a worker. Its last few are good: a call may have been made twice, side by side."""
+        """Returns a ticket for a worker. The worker's last few tickets stay valid: it may have made the call twice in
+        parallel.
+        """
         ticket, worker = secrets.token_bytes(TICKET_BYTES), opener.worker
         name = worker.job, worker.run, worker.rank, worker.member
         with self._lock:
@@ -119,9 +124,9 @@ class Tickets:
         return ticket
 
     def redeem(self, ticket: bytes, is_of: Callable[[Opener], bool] = lambda _: True) -> Opener | None:
-        """Uses a ticket up; returns the call that got it, or None if the ticket is not good.
+        """Uses up a ticket. Returns the call that got it; None if the ticket is not valid.
 
-        is_of: whether whoever shows the ticket is the one that got it; otherwise it stays good for that one
+        is_of: returns whether the caller that shows the ticket is the one that got it; if not, the ticket stays valid
         """
         digest, now = _digest(ticket), self._clock()
         with self._lock:
@@ -144,13 +149,13 @@ def _digest(ticket: bytes) -> bytes:
 
 
 class ReceiveBuffers:
-    """Lends memory for payloads by its size, again and again: to fill fresh memory costs a pass of its own (measured).
+    """Lends memory for received payloads, and reuses it: to fill fresh memory takes an extra pass (measured).
+    Thread-safe.
 
-    It comes back by itself, when nothing refers to it any more. Thread-safe.
+    Memory is free again when nothing refers to it any more. Sizes are rounded up by at most an eighth, because rows
+    have another size in each step: so they find the memory of the step before.
 
-    Sizes are rounded up, by an eighth at most: rows have another size in each step, and find memory of the step before.
-
-    keep: bytes that are kept for the next payloads; of more, those of the sizes that were used longest ago go
+    keep: the most free bytes that are kept; beyond it, sizes that were used longest ago are dropped
     """
 
     def __init__(self, keep: int) -> None:
@@ -161,7 +166,7 @@ class ReceiveBuffers:
         self._lock = threading.RLock()  # memory comes back in whatever thread, in the middle of whatever it does
 
     def take(self, size: int) -> memoryview:
-        """Returns memory of so many bytes, with anything in it."""
+        """Returns `size` bytes of memory with undefined content."""
         rounded = _rounded(size)
         with self._lock:
             whole = self._take_free(rounded)
@@ -220,12 +225,12 @@ class FrameCall(ServerCall):
 
     @property
     def request_bytes(self) -> int:
-        """The bytes of the request, which its header names."""
+        """The bytes of the request, from the frame's header."""
         return self._header.size
 
     @property
     def code(self) -> str:
-        """The name of the code with which it fails; empty: it has not failed."""
+        """The name of the error code with which the call fails; empty: it has not failed."""
         return "" if self._code is None else self._code.name
 
     def peer(self) -> str:
@@ -233,15 +238,15 @@ class FrameCall(ServerCall):
         return f"{self._connection.opener.host}:data-{self._connection.number}"
 
     def invocation_metadata(self) -> Metadata:
-        """Returns what the caller showed when it asked for the connection."""
+        """Returns the metadata of the gRPC call that asked for the connection."""
         return self._connection.opener.metadata
 
     def auth_context(self) -> AuthContext:
-        """Returns what TLS knew of the caller then."""
+        """Returns the properties of the TLS certificate of the gRPC call that asked for the connection."""
         return self._connection.opener.auth_context
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Has a callback when the call is over; returns False if it already is."""
+        """Registers a function to call when the call is over. Returns False if it is over already."""
         with self._lock:
             if self._callbacks is None:
                 return False
@@ -269,7 +274,7 @@ class FrameCall(ServerCall):
             raise CallBroken from None
 
     def skip(self) -> None:
-        """Discards the request, if it was not read: the call was refused before."""
+        """Discards the request if it was not read, because the call was refused first."""
         if not self._is_read:
             self._is_read = True
             self._connection.skip(self._header.size)
@@ -277,7 +282,7 @@ class FrameCall(ServerCall):
     # -- the answer --------------------------------------------------------------------------------------------------
 
     def send(self, answer: Answer | None) -> None:
-        """Sends an answer, or one that is lent when its turn has come; None: there are no more."""
+        """Queues an answer. A lent answer is made when its turn comes. None: ends the call"""
         if answer is None:
             self.end()
         elif isinstance(answer, Parts):
@@ -286,11 +291,11 @@ class FrameCall(ServerCall):
             self._connection.sender.lend(lambda: self._lent(answer))
 
     def end(self, answer: bytes | None = None) -> None:
-        """Ends the call: with its only answer, with the error if one was set, or after the answers that were sent.
+        """Ends the call: with its only answer, with the error that was set, or after the answers that were sent.
 
-        Where the token or certificate of the connection's ticket is known no more, the whole connection ends: its
-        worker calls by gRPC then, with what it shows now, and gets another ticket. A token that is renewed would end
-        every worker otherwise.
+        If the token or certificate of the connection's ticket is no longer valid, the whole connection is closed. The
+        worker then calls by gRPC with its current credentials, and gets another ticket. Otherwise every renewed token
+        would end its worker.
         """
         if self._code is Code.UNAUTHENTICATED:
             self._connection.cancel()
@@ -301,7 +306,7 @@ class FrameCall(ServerCall):
         self._connection.sender.put(last, self.over)
 
     def together(self) -> AbstractContextManager[None]:
-        """Has what is sent meanwhile leave in one piece, if it is small."""
+        """Returns a context: small answers that are sent in it go out as one piece."""
         return self._connection.sender.together()
 
     def _frame(self, kind: Kind, message: Parts) -> list[Buffer]:
@@ -313,7 +318,7 @@ class FrameCall(ServerCall):
             yield self._frame(Kind.ANSWER, message), loan
 
     def over(self) -> None:
-        """Calls back all who asked for the end of the call, once."""
+        """Calls the registered callbacks, once."""
         with self._lock:
             callbacks, self._callbacks = self._callbacks, None
         self._connection.forget(self._header.call)
@@ -328,11 +333,11 @@ Method = Callable[[FrameCall], None]
 class Serving:
     """What the connections of one shard share.
 
-    methods:       what carries out a call, by the kind of its request
-    senders:       threads that send
-    limited:       returns what watches over a send: it cancels the call that it is given if that takes too long
-    skipping:      likewise over the arrival of a request that is not read
-    message_bytes: that a message may have
+    methods:       the functions that carry out calls, by the kind of the request
+    senders:       the threads that send
+    limited:       returns a context for a send, which cancels the call if the send takes too long
+    skipping:      the same for receiving a request that is discarded
+    message_bytes: the most bytes of a message
     buffers:       memory for payloads
     """
 
@@ -345,7 +350,7 @@ class Serving:
 
 
 class ServerConnection(Cancellable):
-    """One connection, from the good ticket on. `number` tells it from others."""
+    """One data connection with a valid ticket. number: identifies it"""
 
     def __init__(self, frames: FrameSocket, opener: Opener, serving: Serving, number: int) -> None:
         self.opener, self.number = opener, number
@@ -385,7 +390,7 @@ class ServerConnection(Cancellable):
         call.skip()
 
     def receive(self, header: Header) -> Parts:
-        """Returns the message of a frame; its payload lies in memory that is lent."""
+        """Receives the message of a frame. Its payload lies in memory of Serving.buffers."""
         head = bytearray(header.head)
         self._frames.receive_into(memoryview(head))
         if not header.payload_bytes:
@@ -395,7 +400,7 @@ class ServerConnection(Cancellable):
         return Parts(bytes(head), payload)
 
     def skip(self, count: int) -> None:
-        """Lets so many bytes go by. The connection ends if they take too long to come."""
+        """Receives and discards `count` bytes. The connection is closed if they take too long to arrive."""
         scratch = memoryview(bytearray(min(count, _SKIPPED_AT_ONCE)))
         with self._serving.skipping(self):
             while count:
@@ -404,7 +409,7 @@ class ServerConnection(Cancellable):
                 count -= len(piece)
 
     def forget(self, call: int) -> None:
-        """Lets go of a call that is over."""
+        """Removes a call that is over."""
         with self._lock:
             self._calls.pop(call, None)
 

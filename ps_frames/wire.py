@@ -67,11 +67,12 @@ KINDS = {method: kind for kind, method in METHODS.items()}
 
 
 class Offer(NamedTuple):
-    """How a worker may open a data connection to a shard, which sends it in answer to OpenDataConnection.
+    """How a worker may open a data connection to a shard: the answer to OpenDataConnection.
 
-    port:     TCP; 0: there is none
-    location: the name of a unix socket in the shared directory, and its inode; empty: there is none
-    ticket:   to show on the connection
+    port:     the TCP port; 0: there is none
+    location: the name of the unix socket in the shared directory; empty: there is none
+    inode:    the inode number of the socket
+    ticket:   the bytes to show on the connection
     """
 
     port: int = 0

@@ -1,7 +1,7 @@
-"""Child processes of one parent: starts and restarts them, passes on what they write, notices their end, stops them.
+"""Runs child processes: starts and restarts them, passes on their output, detects their end, and stops them.
 
-A parent has one `Children` and one thread. `wait` is where it spends its time: it passes on what children write, starts
-those whose pause is over, and returns those that have ended.
+A parent has one `Children` and one thread, which spends its time in `wait`: it passes on the children's output, starts
+children whose pause is over, and returns those that have ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Stopped(Exception):
 
 
 def stop_on_signals(then: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
-    """Has the first SIGTERM or SIGINT from now on raise Stopped, in the main thread, and those after it do `then`."""
+    """Makes the first SIGTERM or SIGINT raise Stopped in the main thread. then: the handler of all later ones"""
 
     def stop(number: int, frame: FrameType | None) -> None:
         on_signals(then)  # at once: two may come together
@@ -45,11 +45,11 @@ def stop_on_signals(then: Callable[[int, FrameType | None], object] | signal.Han
 
 @dataclass(frozen=True)
 class Program:
-    """The module and arguments that a child process runs.
+    """What a child process runs.
 
-    arguments: what follows the interpreter
-    out, err:  take what the child writes; None: it goes where this process' own goes
-    is_told:   whether the child has a standard input, for `tell`; it closes when this process ends
+    arguments: the arguments of the Python interpreter
+    out, err:  take the child's output; None: the child inherits those of this process
+    is_told:   the child gets a pipe as standard input, for `tell`; it closes when this process ends
     """
 
     arguments: Sequence[str]
@@ -60,9 +60,9 @@ class Program:
 
 
 class Children:
-    """Child processes by number: those that run, and those that wait to be started again.
+    """Child processes by number: those that run, and those that wait for a restart.
 
-    program: returns what the child of a number runs, each time that it is started
+    program: returns what a child runs, given its number; is called at each start
     """
 
     def __init__(self, program: Callable[[int], Program], stack: contextlib.ExitStack) -> None:
@@ -77,7 +77,7 @@ class Children:
         self._selector.register(stack.enter_context(_child_signal()), selectors.EVENT_READ)
 
     def start(self, number: int, after: float | None = None) -> None:
-        """Starts a child: now, which raises OSError if it cannot be; or in `wait`, when so many seconds are over."""
+        """Starts a child. after: seconds until `wait` starts it; None: now, which raises OSError if it fails"""
         if after is not None:
             self._due[number] = time.monotonic() + after
             return
@@ -105,17 +105,21 @@ class Children:
                 self._selector.register(source, selectors.EVENT_READ, stream)
 
     def pid(self, number: int) -> int:
-        """Returns the process id that a child has, or had last."""
+        """Returns the process id of a child; after its end, its last one."""
         return self._pids[number]
+
+    def is_running(self, number: int) -> bool:
+        """Whether a child runs; one that waits to be started again does not."""
+        return number in self._running
 
     def seconds_run(self, number: int) -> float:
         """Returns how long ago a child was started."""
         return time.monotonic() - self._begun[number]
 
     def tell(self, number: int, line: str) -> None:
-        """Writes a short line to a child's standard input, and waits for nothing.
+        """Writes a short line to a child's standard input, without waiting.
 
-        Nothing happens if the child has ended, or does not read and its pipe is full.
+        Does nothing if the child has ended, or if it does not read and its pipe is full.
         """
         process = self._running.get(number)
         if process is not None and process.stdin is not None:
@@ -123,9 +127,10 @@ class Children:
                 os.write(process.stdin.fileno(), line.encode() + b"\n")  # a pipe takes so little as a whole or not
 
     def wait(self, until: float | None = None) -> list[tuple[int, int]]:
-        """Waits for a moment, and no longer than `until`; returns the numbers and exit codes of those that ended.
+        """Waits for a moment, but not beyond `until`. Returns the numbers and exit codes of the children that have
+        ended.
 
-        A child whose pause is over and that cannot be started has ended with CANNOT_START.
+        A child that was due and could not be started is returned with the code CANNOT_START.
         """
         ended = []
         for number in [number for number, when in self._due.items() if when <= time.monotonic()]:
@@ -147,9 +152,10 @@ class Children:
         return self._take_ended()
 
     def stop(self, seconds: float, numbers: Collection[int] | None = None) -> None:
-        """Asks children to end (all by default), passes on what they write meanwhile, and kills the late ones.
+        """Asks children to end, passes on their output meanwhile, and kills those that take longer than `seconds`.
 
-        None is started again from now on.
+        numbers: the children; None: all
+        No child is started again from now on.
         """
         self._due.clear()
         wanted = set(self._running if numbers is None else numbers)
@@ -159,6 +165,13 @@ class Children:
         if wanted & self._running.keys():
             self.kill(*wanted)
             self._await_end(wanted, _KILL_SECONDS)
+
+    def terminate(self, *numbers: int) -> None:
+        """Asks children to end, without waiting for it. Those that were to be started again are not."""
+        for number in numbers:
+            self._due.pop(number, None)
+            if number in self._running:
+                self._running[number].terminate()
 
     def kill(self, *numbers: int) -> None:
         """Kills children, all by default."""

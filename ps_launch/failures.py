@@ -1,4 +1,4 @@
-"""How a worker failed, in a few words: its exit code or signal, and the last line of its traceback."""
+"""Describes how a worker failed: its exit code or signal, and the last line of its traceback."""
 
 from __future__ import annotations
 
@@ -59,23 +59,26 @@ class Cause:
 class Failure:
     """The end of a worker that failed.
 
-    code:  of its process; negative: the signal that ended it
-    cause: the last error that it wrote; empty: not known
+    code:   of its process; negative: the signal that ended it
+    cause:  the last error that it wrote; empty: not known
+    member: of the group that the worker is, whose end it was; None: the worker is one process
     """
 
     rank: int
     code: int
     cause: str = ""
+    member: int | None = None
 
     @property
     def exit_code(self) -> int:
-        """The code that a shell would show."""
+        """The exit code as a shell would show it."""
         return 128 - self.code if self.code < 0 else self.code
 
     def __str__(self) -> str:
         """Returns it as in "worker 1 failed with code 1 (RuntimeError: no)"."""
         how = f"failed with code {self.code}" if self.code >= 0 else f"was ended by {_signal_name(-self.code)}"
-        return f"worker {self.rank} {how}" + (f" ({self.cause})" if self.cause else "")
+        who = f"worker {self.rank}" if self.member is None else f"member {self.member} of group {self.rank}"
+        return f"{who} {how}" + (f" ({self.cause})" if self.cause else "")
 
 
 def _signal_name(number: int) -> str:

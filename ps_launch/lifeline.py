@@ -1,4 +1,4 @@
-"""A supervised process' standard input: it brings one line, and is open for as long as the parent is there."""
+"""The standard input of a supervised process: it brings one line, and stays open as long as the parent lives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _READ_BYTES = 4096
 class Lifeline:
     """Reads the standard input of this process to its end, in a thread of its own.
 
-    descriptor: of the standard input. It is read without Python's buffer, whose lock a thread that waits for input
-                would hold when the process ends
-    when_cut:   called when it closes: the parent is gone
+    descriptor: that of the standard input. It is read without Python's buffer: a waiting thread would hold the buffer's
+                lock when the process ends
+    when_cut:   is called when it closes, because the parent is gone
 
-    Raises TryLater where no thread can be had: the parent starts such a process again
+    Raises TryLater if the thread cannot be started. The parent restarts such a process.
     """
 
     def __init__(self, descriptor: int, when_cut: Callable[[], object]) -> None:
@@ -30,7 +30,7 @@ class Lifeline:
         start(threading.Thread(target=self._read, name="lifeline", daemon=True))
 
     def line(self) -> str | None:
-        """Waits for the line, and returns it; None if the parent has gone without it. Signals are handled meanwhile."""
+        """Waits for the line, and returns it; None if the input was closed before. Signals are handled meanwhile."""
         await_event(self._answered)
         return self._line
 

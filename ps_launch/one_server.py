@@ -1,10 +1,11 @@
-"""One server process for a parent of any kind: it needs no main thread, no signal handler and no fork of Python code.
+"""Runs one server process for a parent of any kind: it needs no main thread, no signal handler and no fork of Python
+code.
 
-`ps-server up` and `ps-worker run` are commands, and wait for their children in their main thread (children.py). A
-process whose main thread belongs to another program, such as an actor of Ray, has its server here.
+`ps-server up` and `ps-worker run` are commands, and wait for their children in their main thread (children.py). This
+module is for a process whose main thread belongs to another program, such as an actor of Ray.
 
-The server is supervised: it prints where it is as one line of JSON, and stops when its standard input closes, which is
-when this process is gone, however that ended.
+The server is supervised: it prints its addresses as one line of JSON, and stops when its standard input closes, which
+happens when this process ends for any reason.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ LAST_LINES = 20  # of its log, for the error of one that cannot start
 
 
 class OneServer:
-    """A `ps-server coordinator` or `ps-server shard`. Making it starts it. Methods may be called from any thread.
+    """A `ps-server coordinator` or `ps-server shard`. The constructor starts it. Methods may be called from any thread.
 
     arguments:   the command and its flags
-    environment: all of its variables
-    Raises OSError if the system has no room for another process.
+    environment: the complete environment of the process
+    Raises OSError if the process cannot be started.
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -66,26 +67,28 @@ class OneServer:
         return self._process.pid
 
     def await_ready(self, seconds: float) -> dict[str, str] | None:
-        """Waits until the server is ready; returns its `address`, `metrics` and `process`; None: it is not yet."""
+        """Waits up to `seconds` for the server to be ready. Returns its `address`, `metrics` and `process`; None: it is
+        not ready.
+        """
         self._told.wait(seconds)
         return self._place
 
     def has_ended(self) -> bool:
-        """Returns whether the process is gone."""
+        """Returns whether the process has ended."""
         return self._process.poll() is not None
 
     def await_end(self) -> int:
-        """Waits until the process is gone; returns its exit code."""
+        """Waits for the process to end; returns its exit code."""
         return self._process.wait()
 
     def last_words(self) -> str:
-        """Returns the last lines that it wrote to its log."""
+        """Returns the last lines of its log. Call it after the process has ended."""
         for reader in self._readers:
             reader.join(KILL_SECONDS)
         return "\n".join(self._lines)
 
     def stop(self, seconds: float) -> None:
-        """Asks the server to end, and kills it when the time is up."""
+        """Asks the server to end, and kills it after `seconds`."""
         self._process.terminate()
         try:
             self._process.wait(seconds)

@@ -1,7 +1,7 @@
-"""What children write, as whole lines: on the console with a worker's rank in front, and in a log file.
+"""Passes on the output of children, as whole lines: to the console with the worker's rank in front, and to a log file.
 
-The console may show some workers only. Of the others it keeps the last lines of stderr, and shows them if the worker
-fails: an error is never hidden.
+The console may show only some workers. For the others it keeps the last lines of stderr, and shows them if the worker
+fails, so that no error is hidden.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _RANK_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # all that are readabl
 
 
 class OutputLines:
-    """Cuts a stream of bytes into whole lines.
+    """Splits a stream of bytes into whole lines.
 
-    A progress bar returns to the beginning of its line and writes over it. Each such state counts as a line, at most
-    one a second, and the last one before the line ends.
+    A progress bar returns to the beginning of its line and overwrites it. Each such state counts as a line, at most one
+    a second, and the last one before the line ends.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +43,7 @@ class OutputLines:
         self._passed_on = float("-inf")
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Returns the lines that are whole now, without their ends."""
+        """Returns the lines that are complete with `data`, without their ends."""
         lines: list[bytes] = []
         self._rest += data
         begin = 0
@@ -81,10 +81,11 @@ class OutputLines:
 
 
 class Console:
-    """A command's own stdout and stderr. Its work needs no reader: what cannot be written is dropped.
+    """This process's stdout and stderr. It never depends on a reader: what cannot be written is dropped.
 
-    program:    the name that stands before what the command itself says
-    log_format: of what it says on stderr: text or json
+    program:    the name in front of the command's own lines
+    log_format: the format of its own lines on stderr: text or json
+    until:      the time, in seconds of time.monotonic, after which writing gives up; None: never
     """
 
     def __init__(self, program: str, log_format: str = TEXT) -> None:
@@ -95,7 +96,7 @@ class Console:
         self.until: float | None = None
 
     def write(self, descriptor: int, data: bytes) -> None:
-        """Writes all of it, however long its reader takes until `until`."""
+        """Writes all of `data`, however slow the reader is; gives up at the time `until`, if it is set."""
         view = memoryview(data)
         while len(view) and descriptor not in self._closed:
             left = None if self.until is None else max(0.0, self.until - time.monotonic())
@@ -109,47 +110,53 @@ class Console:
                 self._closed.add(descriptor)
 
     def say(self, text: str) -> None:
-        """Writes a line of the command's own to its stderr."""
+        """Writes a line to stderr."""
         line = line_of(Speaker(self._program), text, self._log_format)
         self.write(sys.stderr.fileno(), f"{line}\n".encode(errors="replace"))
 
     def tell(self, text: str) -> None:
-        """Writes a line of the command's own to its stdout."""
+        """Writes a line to stdout."""
         self.write(sys.stdout.fileno(), f"{self._program}: {text}\n".encode(errors="replace"))
 
 
 class Output(Protocol):
-    """Takes what a child writes to one of its two outputs."""
+    """Receives one of the two outputs of a child."""
 
     def take(self, data: bytes, lines: list[bytes]) -> None:
-        """Takes bytes as they come, and the lines that are whole now, without their ends."""
+        """Processes output. data: the bytes as they came; lines: the lines that are complete with them, without their
+        ends
+        """
 
 
 class Dropped:
-    """Drops what it is told."""
+    """Discards a child's output."""
 
     def take(self, data: bytes, lines: list[bytes]) -> None:
         """Drops the bytes."""
 
 
-def rank_prefix(rank: int, target: int) -> bytes:
+def rank_prefix(rank: int, target: int, member: int | None = None) -> bytes:
     """Returns what stands before a worker's lines: in a colour of its own if a terminal shows them.
 
-    target: the descriptor that they are written to. NO_COLOR (https://no-color.org) and TERM=dumb turn colours off.
+    target: the descriptor that they are written to
+    member: whose lines they are, where the worker is a group: [1.0] is the first member of group 1
+
+    NO_COLOR (https://no-color.org) and TERM=dumb turn colours off.
     """
-    text = f"[{rank}]"
+    text = f"[{rank}]" if member is None else f"[{rank}.{member}]"
     if os.isatty(target) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
         text = f"\x1b[{_RANK_COLOURS[rank % len(_RANK_COLOURS)]}m{text}\x1b[0m"
     return f"{text} ".encode()
 
 
 class WorkerOutput:
-    """Passes one output of a worker on to the console, and its lines to the worker's log.
+    """Passes one output of a worker on to the console, and its lines to the worker's log file.
 
-    prefix: stands before each line on the console, but for log lines in JSON, which have the rank as a field; None: the
-            console gets the bytes as they come
-    shown:  whether the console shows them; if not, `reveal` shows the last of them
-    read:   is called with each line
+    prefix: is put in front of each line on the console; not of log lines in JSON, which have the rank as a field. None:
+            the console gets the bytes as they come
+    log:    the worker's log file; None: there is none
+    shown:  the console shows the output; False: only `reveal` shows its last lines
+    read:   is called with each line; None: nothing is
     """
 
     def __init__(
@@ -189,7 +196,7 @@ class WorkerOutput:
                 self._log = None
 
     def reveal(self) -> None:
-        """Writes the last lines of a worker that is not shown."""
+        """Writes the last lines of a worker that is not shown to the console."""
         self._write(self._last)
         self._last.clear()
 
@@ -209,14 +216,14 @@ class Stream:
         os.set_blocking(source.fileno(), False)
 
     def pump(self) -> bool:
-        """Passes on what there is now, once. Returns False at the end of the stream."""
+        """Reads once what is there, and passes it on. Returns False at the end of the stream."""
         data = self._read()
         if data:
             self._output.take(data, self._lines.feed(data))
         return data != b""
 
     def finish(self) -> None:
-        """Passes on what is left of a child that has ended, though others may hold its stream open."""
+        """Passes on the rest of the output of a child that has ended, even if other processes hold its stream open."""
         for _ in range(MOST_READS_AT_END):
             data = self._read()
             if not data:

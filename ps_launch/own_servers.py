@@ -1,7 +1,7 @@
 """The servers of one launch: `ps-worker run --shards N` runs `ps-server up` as a child beside its workers.
 
-All that keeps servers up is in that child: it starts shards, brings back those that end, and stops them in order. The
-launcher waits for the line that says where it is, and ends it when the workers are done.
+That child starts the shards, restarts those that end, and stops them in order. The launcher waits for the line with the
+coordinator's address, and ends the child when the workers are done.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _READY = re.compile(rb"ps-server: (?:ready at (\S+) \(|shard .* ready at .*; the
 
 @dataclass(frozen=True)
 class ServersPlan:
-    """What `ps-server up` is started with.
+    """How `ps-server up` is started.
 
     arguments:   its options
-    environment: all of its variables
-    shared:      workers of other launches use these servers too: they stay until the job has ended
+    environment: its complete environment
+    shared:      workers of other launches use these servers, too: they run until the job has ended
     """
 
     arguments: tuple[str, ...]
@@ -39,7 +39,7 @@ class ServersPlan:
 
 
 class OwnServers:
-    """The child that runs the servers. `address`: of the coordinator, once all shards are ready; empty until then."""
+    """The child that runs the servers. address: that of the coordinator; empty until all shards are ready"""
 
     def __init__(self, plan: ServersPlan, console: Console) -> None:
         self.address = ""
@@ -47,11 +47,11 @@ class OwnServers:
         self._console = console
 
     def program(self) -> Program:
-        """Returns what the child runs. It writes its errors where this process does."""
+        """Returns what the child runs. Its stderr is that of this process."""
         return Program(own_program("ps_server", "up", *self._plan.arguments), self._plan.environment, out=self)
 
     def take(self, data: bytes, lines: list[bytes]) -> None:
-        """Takes what the servers print: on stderr, because stdout is the script's."""
+        """Processes the servers' output, which goes to stderr: stdout belongs to the script."""
         for line in lines:
             ready = _READY.match(line)
             if ready:
@@ -62,9 +62,10 @@ class OwnServers:
 def server_options(
     checkpoint_dir: str | None, checkpoint_every: str | None, restore: bool, more: str, name: str
 ) -> list[str]:
-    """Returns what all servers of a launch are told alike. Raises InvalidRequest for more options that are no words.
+    """Returns the options that all servers of a launch get. Raises InvalidRequest if `more` cannot be split into words.
 
-    more: options in one text; name: of the setting that gives them
+    more: further options as one text
+    name: the name of the setting that `more` is from, for the error
     """
     try:
         words = shlex.split(more)

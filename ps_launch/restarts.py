@@ -1,4 +1,4 @@
-"""How often, and after which pause, a child process that ended is started again."""
+"""Decides whether, and after which pause, a child process that has ended is restarted."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SHARD_WELL_SECONDS = 3 * SHARD_LONGEST_SECONDS
 
 @dataclass
 class Restarts:
-    """The restarts of a worker: a stated number, after pauses that grow with each failure in a row.
+    """The restarts of a worker: a fixed number, after pauses that grow with each failure in a row.
 
-    most:  how many there may be, over the whole run: a worker that runs well for a while does not get more
-    count: how many there were
+    most:  the most restarts over the whole run; running well for a while does not raise it
+    count: the restarts so far
     """
 
     most: int
@@ -25,7 +25,7 @@ class Restarts:
     _in_a_row: int = 0
 
     def after(self, seconds: float) -> float | None:
-        """Returns the pause before a worker that ran for so long starts again; None where it may not."""
+        """Returns the pause in seconds before a worker is restarted; None if it is not. seconds: how long it ran"""
         if self.count >= self.most:
             return None
         self.count += 1
@@ -35,11 +35,11 @@ class Restarts:
 
 @dataclass
 class ShardRestarts:
-    """The restarts of a shard: at once, and after pauses that grow with each end in a row.
+    """The restarts of a shard: the first in a row at once, then after growing pauses.
 
-    most:     how many there may be in a row: a shard that was well for a while has all of them again. None: no end
-    count:    how many there were, over the whole run
-    in_a_row: how many there were since it was well
+    most:     the most restarts in a row: a shard that ran well for a while has all of them again; None: unlimited
+    count:    the restarts over the whole run
+    in_a_row: the restarts since it last ran well
     """
 
     most: int | None = None
@@ -47,7 +47,9 @@ class ShardRestarts:
     in_a_row: int = 0
 
     def after(self, seconds: float) -> float | None:
-        """Returns the pause before a shard that was ready for so long starts again; None where it may not."""
+        """Returns the pause in seconds before a shard is restarted; None if it is not. seconds: how long
+        it was ready
+        """
         if seconds >= SHARD_WELL_SECONDS:
             self.in_a_row = 0
         if self.most is not None and self.in_a_row >= self.most:

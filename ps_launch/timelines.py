@@ -1,7 +1,8 @@
-"""The timelines of the workers of one launch, as one file.
+"""Combines the timelines of the workers of one launch into one file.
 
-Each worker writes a Chrome trace of its own. Their times are of this host's clock, so one list of all events is one
-trace: each worker is a process of it, and so is each shard, with what all workers know of it.
+Each worker writes its own Chrome trace. All times are on this host's clock, so the events of all traces together are
+one
+trace: each worker is a process in it, and so is each shard, with what the workers know of it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ VARIABLE = "PS_TIMELINE"
 
 
 class Timelines:
-    """Where workers write their parts, and what becomes of them.
+    """The parts of a timeline that workers write, and the file that they become.
 
-    settings: of the launch, as PS_* variables
-    folder:   for the parts
+    settings: those of the launch, as PS_* variables
+    folder:   where the parts are written
     """
 
     def __init__(self, settings: Mapping[str, str], folder: Path) -> None:
@@ -26,11 +27,15 @@ class Timelines:
         self._folder = folder
 
     def variables(self, local: int, restart: int) -> dict[str, str]:
-        """Returns what has a worker write its part. restart: how often it was started again: each has its own part"""
+        """Returns the variables that make a worker write its part; empty: no timeline is wanted.
+
+        local:   the worker's number on this host
+        restart: how often it was restarted: each process has its own part
+        """
         return {} if self._path is None else {VARIABLE: str(self._folder / f"timeline-{local}-{restart}.json")}
 
     def join(self) -> str:
-        """Writes the file; returns what there is to say of it, if anything."""
+        """Writes the file. Returns a message about it for the user; empty: no timeline is wanted."""
         if self._path is None:
             return ""
         parts = sorted(self._folder.glob("timeline-*.json"))

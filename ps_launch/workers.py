@@ -5,6 +5,8 @@ started again alone, up to --max-restarts times, and the others continue, unless
 that the others only wait for it, so the launcher stops them. In ddp it always does: the others cannot continue. Each
 failure is said at once, and the first one again at the end, where it has not scrolled away.
 
+A worker may be a group of processes (groups.py): the end of one of them is the end of its group, and of no other.
+
 A launch may have servers of its own (own_servers.py): they are ready before the first worker starts, and end after the
 last one.
 
@@ -28,6 +30,7 @@ from typing import BinaryIO
 
 from ps_launch.children import Children, Program, Stopped, stop_on_signals
 from ps_launch.failures import Cause, Failure
+from ps_launch.groups import WorkerProcesses, by_cause
 from ps_launch.output import Console, Dropped, WorkerOutput, rank_prefix
 from ps_launch.own_servers import STOP_SECONDS as SERVERS_STOP_SECONDS
 from ps_launch.own_servers import OwnServers, ServersPlan
@@ -36,6 +39,7 @@ from ps_launch.timelines import Timelines
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.launch_id import (
     FINISHED_WITHOUT_CODE,
+    GROUP_SIZE,
     LAUNCH_ID,
     LAUNCH_RANKS,
     LAUNCHED,
@@ -58,7 +62,7 @@ TORCHRUN_VARIABLES = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     | {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"}
 )
-_OF_ONE_WORKER = frozenset({"PS_RANK", "PS_WORLD_SIZE", "PS_LOCAL_RANK"})
+_OF_ONE_WORKER = frozenset({"PS_RANK", "PS_WORLD_SIZE", "PS_LOCAL_RANK", GROUP_SIZE})
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,10 @@ class Launch:
     command:  what follows the interpreter: a script, or -m and a module, and its arguments
     settings: as PS_* variables, empty where they are not given
     log_dir:  gets a file for each worker with what it writes
-    show_ranks: of the workers whose output the console shows; None: of all
+    show_ranks: of the workers whose output the console shows, of a group that of its first member; None: of all
     stop_on_failure: whether a worker that fails for good ends the launch
     servers:  that are started before the workers, and ended after them; None: they are elsewhere, or there are none
+    group:    how many processes each worker is, which are a group of torch.distributed; 0: one, which is in none
     """
 
     command: tuple[str, ...]
@@ -85,6 +90,27 @@ class Launch:
     show_ranks: Collection[int] | None = None
     stop_on_failure: bool = False
     servers: ServersPlan | None = None
+    group: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many processes a worker has."""
+        return max(1, self.group)
+
+    @property
+    def processes(self) -> range:
+        """The numbers of the workers' processes: those of a group stand together."""
+        return range(self.workers * self.size)
+
+    @property
+    def noun(self) -> str:
+        """What a worker is called where the launcher says something."""
+        return "group" if self.size > 1 else "worker"
+
+    def place(self, number: int) -> tuple[int, int | None]:
+        """Returns the rank of a process' worker, and which member of its group it is; None: the worker is it."""
+        local, member = divmod(number, self.size)
+        return self.first_rank + local, member if self.size > 1 else None
 
 
 def launch(plan: Launch) -> int:
@@ -129,10 +155,10 @@ class _Workers:
         self._started = folder / "started"
         self._timelines = Timelines(plan.settings, folder)
         self._children = Children(self._program, stack)
+        self._processes = WorkerProcesses(plan.size, self._children)
         self._servers = OwnServers(plan.servers, self._console) if plan.servers is not None else None
-        self._left = set(range(plan.workers))  # the workers that run, or are about to
         self._failures: list[Failure] = []  # for good, in the order in which they were seen
-        self._causes: dict[int, Cause] = {}  # of each worker's last process, as far as its stderr passes through here
+        self._causes: dict[int, Cause] = {}  # by process, of the last one, as far as its stderr passes through here
         self._hidden: dict[int, WorkerOutput] = {}  # the stderr of each that the console does not show
         self._awaits_joins = plan.mode not in ("single", "ddp")
         self._errands: dict[int, tuple[str, ...]] = {}  # those under way: the words of their commands
@@ -143,26 +169,29 @@ class _Workers:
         if self._servers is not None and not self._start_servers(self._servers):
             return
         if self._awaits_joins:
-            self._console.say(f"starting {counted(self._plan.workers, 'worker')}")
+            size = f" of {self._plan.size} processes" if self._plan.size > 1 else ""
+            self._console.say(f"starting {counted(self._plan.workers, self._plan.noun)}{size}")
         for local in range(self._plan.workers):
-            self._children.start(local)
+            self._processes.start(local)
         if self._attend() and self._plan.servers is not None and self._plan.servers.shared:
             self._send("await-end")
             self._attend()
 
     def _attend(self) -> bool:
         """Stays until all workers have ended, and all errands. Returns False if the launch is over before that."""
-        while self._left or self._errands:
+        while not self._processes.is_over() or self._errands:
             self._look_for_joins()
-            for number, code in self._children.wait(time.monotonic() + LOOK_SECONDS if self._awaits_joins else None):
+            look = time.monotonic() + LOOK_SECONDS if self._awaits_joins else None
+            until = min((when for when in (look, self._processes.turn()) if when is not None), default=None)
+            for number, code in by_cause(self._children.wait(until)):
                 if number == SERVERS:
                     self._console.say(f"the servers ended with code {code}, so the workers are stopped")
                     self.code = self.code or 1
                     return False
                 if self._errands.pop(number, None) is not None:
                     continue
-                self._left.discard(number)
-                if code and self._failure_ends_launch(number, code):
+                expected = self._processes.ended(number)
+                if code and not expected and self._failure_ends_launch(number, code):
                     return False
         return True
 
@@ -171,13 +200,13 @@ class _Workers:
         if self._awaits_joins and self._started.exists():
             self._awaits_joins = False
             plan = self._plan
-            joined = "the first worker has" if plan.elastic else f"{counted(plan.world_size, 'worker')} have"
-            self._console.say(f"{joined if plan.world_size > 1 else 'the worker has'} joined, training begins")
+            joined = "the first worker has" if plan.elastic else f"{counted(plan.world_size, plan.noun)} have"
+            self._console.say(f"{joined if plan.world_size > 1 else f'the {plan.noun} has'} joined, training begins")
 
     def stop(self) -> None:
         """Ends all that still run, servers last: asks first, and passes on what they write meanwhile."""
         self._console.until = time.monotonic() + STOP_SECONDS
-        self._children.stop(STOP_SECONDS, range(self._plan.workers))
+        self._children.stop(STOP_SECONDS, self._plan.processes)
         self._children.stop(0.0, self._errands)
         said = self._timelines.join()
         if said:
@@ -188,12 +217,12 @@ class _Workers:
 
     def sum_up(self) -> None:
         """Says again which worker failed first, where several workers have written since."""
-        if not self._failures or self._plan.workers == 1:
+        if not self._failures or len(self._plan.processes) == 1:
             return
         first = self._failures[0]
-        text = f"{len(self._failures)} of {counted(self._plan.workers, 'worker')} failed"
+        text = f"{len(self._failures)} of {counted(self._plan.workers, self._plan.noun)} failed"
         text += f"; the first: {first}" if len(self._failures) > 1 else f": {first}"
-        log = self._logs.get(first.rank - self._plan.first_rank)
+        log = self._logs.get((first.rank - self._plan.first_rank) * self._plan.size + (first.member or 0))
         self._console.say(text + (f"; see {log.name}" if log is not None else ""))
 
     def kill(self) -> None:
@@ -218,9 +247,11 @@ class _Workers:
         return self._errand_program(number) if number in self._errands else self._worker_program(number)
 
     def _report(self, local: int) -> None:
-        """Has the coordinator told that a worker's process has ended."""
+        """Has the coordinator told that a worker has ended. A group joins as its first member: that one's end is the
+        group's, and if it runs still, it will not for long."""
         if self._plan.mode not in ("single", "ddp") and self._plan.settings.get("PS_SERVER"):
-            self._send("report", "--launch", self._launch_id, "--pid", str(self._children.pid(local)))
+            first = self._children.pid(local * self._plan.size)
+            self._send("report", "--launch", self._launch_id, "--pid", str(first))
 
     def _send(self, *words: str) -> None:
         """Has a command of ps-worker run beside the workers, which asks the coordinator for something."""
@@ -236,59 +267,63 @@ class _Workers:
         words = own_program("ps_worker", *self._errands[number])
         return Program(words, {**os.environ, **self._plan.settings}, Dropped(), Dropped())
 
-    def _worker_program(self, local: int) -> Program:
-        plan = self._plan
-        environment = worker_environment(plan, local, self._meeting)
+    def _worker_program(self, number: int) -> Program:
+        plan, local = self._plan, number // self._plan.size
+        environment = worker_environment(plan, number, self._processes.meeting(local) if plan.group else self._meeting)
         environment |= {"PS_RESTART_COUNT": str(self._restarts[local].count), STARTED_FILE: str(self._started)}
-        environment |= self._timelines.variables(local, self._restarts[local].count)
+        environment |= self._timelines.variables(number, self._restarts[local].count)
         # One that is started again asks for its own place alone: the others are under way.
         ranks = f"{plan.first_rank}-{plan.first_rank + plan.workers - 1}" if not self._restarts[local].count else ""
         environment |= {LAUNCH_ID: self._launch_id, LAUNCH_RANKS: ranks}
-        rank = plan.first_rank + local
-        shown = plan.show_ranks is None or rank in plan.show_ranks
-        if plan.workers == 1 and not self._logs and shown:  # a single worker keeps the terminal, if there is one
+        rank, member = plan.place(number)
+        shown = plan.show_ranks is None or (rank in plan.show_ranks and not member)
+        is_alone = len(plan.processes) == 1
+        if is_alone and not self._logs and shown:  # a single process keeps the terminal, if there is one
             return Program(plan.command, environment)
-        cause = self._causes[local] = Cause()
+        cause = self._causes[number] = Cause()
         out, err = (
             WorkerOutput(
                 self._console,
                 target.fileno(),
-                rank_prefix(rank, target.fileno()) if plan.workers > 1 else None,
-                self._logs.get(local),
+                None if is_alone else rank_prefix(rank, target.fileno(), member),
+                self._logs.get(number),
                 shown,
                 read,
             )
             for target, read in ((sys.stdout, None), (sys.stderr, cause.read))
         )
         if not shown:
-            self._hidden[local] = err
+            self._hidden[number] = err
         return Program(plan.command, environment, out, err)
 
-    def _failure_ends_launch(self, local: int, code: int) -> bool:
+    def _failure_ends_launch(self, number: int, code: int) -> bool:
         """Reports a worker's failure, and starts it again if it may be. Returns whether the launch is over for all."""
-        plan, rank = self._plan, self._plan.first_rank + local
-        if local in self._hidden:
-            self._hidden[local].reveal()
-        failure = Failure(rank, code, self._causes[local].text if local in self._causes else "")
+        plan, local = self._plan, number // self._plan.size
+        if number in self._hidden:
+            self._hidden[number].reveal()
+        rank, member = plan.place(number)
+        failure = Failure(rank, code, self._causes[number].text if number in self._causes else "", member)
         self._report(local)
         if code == FINISHED_WITHOUT_CODE:  # another process would be told that the job is done, and end with 0
+            self._processes.end(local, None)
             self._failures.append(failure)
             self.code = self.code or code
             self._console.say(f"{failure}; it is not started again")
             return False
         restarts = self._restarts[local]
-        pause = restarts.after(self._children.seconds_run(local))
+        pause = restarts.after(self._children.seconds_run(number))
+        self._processes.end(local, pause)
         if pause is not None:
-            self._left.add(local)
-            self._children.start(local, after=pause)
+            what = "it" if member is None else "its group ends, and"
             count = f"{restarts.count} of {plan.max_restarts}"
-            self._console.say(f"{failure}; it is started again in {pause:g} s (restart {count})")
+            self._console.say(f"{failure}; {what} is started again in {pause:g} s (restart {count})")
             return False
         self._failures.append(failure)
         self.code = self.code or failure.exit_code
-        ending = self._why_all_end()
-        rest = ending or f"the launch goes on with {len(self._left)} of {counted(plan.workers, 'worker')}"
-        self._console.say(f"{failure}; {rest}" if self._left else str(failure))
+        ending, left = self._why_all_end(), self._processes.left()
+        its_group = "" if member is None else "its group ends; "
+        rest = ending or f"the launch goes on with {left} of {counted(plan.workers, plan.noun)}"
+        self._console.say(f"{failure}; {its_group}{rest}" if left else str(failure))
         return bool(ending)
 
     def _why_all_end(self) -> str:
@@ -303,21 +338,25 @@ class _Workers:
         return ""
 
 
-def worker_environment(plan: Launch, local: int, meeting: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a worker; `meeting` is where ddp's processes meet."""
-    rank, world_size = str(plan.first_rank + local), str(plan.world_size)
+def worker_environment(plan: Launch, number: int, meeting: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a worker's process; `meeting` is where the processes of ddp, or of a group, meet."""
+    rank, world_size = str(plan.first_rank + number // plan.size), str(plan.world_size)
     hidden = TORCHRUN_VARIABLES | _OF_ONE_WORKER
     environment = {name: os.environ[name] for name in os.environ if name not in hidden and "TORCHELASTIC" not in name}
-    environment |= {**plan.settings, LAUNCHED: "1", "PS_LOCAL_RANK": str(local), "PYTHONUNBUFFERED": "1"}
+    environment |= {**plan.settings, LAUNCHED: "1", "PS_LOCAL_RANK": str(number), "PYTHONUNBUFFERED": "1"}
     # Workers that share a machine share its cores; without this each would start a thread a core.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // plan.workers)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // len(plan.processes))))
     if not plan.elastic:
         environment |= {"PS_RANK": rank, "PS_WORLD_SIZE": world_size}
-    if plan.mode == "ddp":
+    if plan.group:
+        environment |= {GROUP_SIZE: str(plan.group)}
+        rank, world_size = str(number % plan.size), str(plan.group)
+    if plan.mode == "ddp" or plan.group:
         assert TORCHRUN.world_size is not None
         assert TORCHRUN.local_rank is not None
-        environment |= {TORCHRUN.rank: rank, TORCHRUN.world_size: world_size, TORCHRUN.local_rank: str(local)}
-        environment |= {"LOCAL_WORLD_SIZE": str(plan.workers), **meeting}
+        # The number among all processes of the launch: scripts, and torch itself, take the GPU of that number.
+        environment |= {TORCHRUN.rank: rank, TORCHRUN.world_size: world_size, TORCHRUN.local_rank: str(number)}
+        environment |= {"LOCAL_WORLD_SIZE": str(len(plan.processes)), **meeting}
     return environment
 
 
@@ -347,17 +386,19 @@ def _cores() -> int:
 
 
 def _open_logs(plan: Launch, stack: contextlib.ExitStack) -> dict[int, BinaryIO]:
-    """Opens a file for each worker, to append: an earlier run's lines stay."""
+    """Opens a file for each process, to append: an earlier run's lines stay."""
     if plan.log_dir is None:
         return {}
     try:
         plan.log_dir.mkdir(parents=True, exist_ok=True)
-        return {
-            local: stack.enter_context((plan.log_dir / f"worker-{plan.first_rank + local}.log").open("ab"))
-            for local in range(plan.workers)
-        }
+        paths = {number: plan.log_dir / _log_name(*plan.place(number)) for number in plan.processes}
+        return {number: stack.enter_context(path.open("ab")) for number, path in paths.items()}
     except OSError as error:
         raise InvalidRequest(f"--log-dir {plan.log_dir} cannot be written ({error.strerror})") from None
+
+
+def _log_name(rank: int, member: int | None) -> str:
+    return f"worker-{rank}.log" if member is None else f"worker-{rank}.{member}.log"
 
 
 def _directory() -> tempfile.TemporaryDirectory[str]:

@@ -82,7 +82,9 @@ class ParameterSpec:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
-        """What no other parameter of the job has: its name, and where it begins in the whole."""
+        """Identifies the parameter within the job: its name, and the offsets at which it begins in the
+        whole parameter.
+        """
         return self.name, () if self.piece is None else self.piece.offsets
 
     @property
@@ -151,12 +153,12 @@ class Layout:
 
     @property
     def held(self) -> tuple[BucketSpec, ...]:
-        """The buckets that this process sends the first values of."""
+        """The buckets whose initial values this process sends."""
         return self.buckets if self.member is None else tuple(b for b in self.buckets if b.member == self.member)
 
     @property
     def trained(self) -> tuple[BucketSpec, ...]:
-        """The buckets that an optimizer steps, and this process pushes and pulls."""
+        """The buckets that an optimizer steps, and that this process pushes and pulls."""
         return tuple(bucket for bucket in self.held if not bucket.frozen)
 
     def trains(self, parameter: ParameterSpec) -> bool:

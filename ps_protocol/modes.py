@@ -73,20 +73,24 @@ class Consistency:
 
     @property
     def goes_back_together(self) -> bool:
-        """Whether all shards go back to a checkpoint where one has lost what it held: then the steps between are made
-        again. In the other modes those that kept theirs go on, and steps are lost on the others."""
+        """Whether all shards go back to a checkpoint if one has lost its data; the steps since then are made again. In
+        the other modes the other shards keep their data, and the steps are lost on those that went back.
+        """
         return self.one_clock
 
     @property
     def has_one_version(self) -> bool:
-        """Whether each version, which all buckets of all shards come through, is one state of the model. In the other
-        modes buckets of equal version may have other workers' updates, and after a restore other numbers of them."""
+        """Whether all buckets of equal version are one state of the model.
+
+        In the other modes, buckets of equal version may have the updates of different workers.
+        """
         return self.one_clock
 
     @property
     def mixes_clocks(self) -> bool:
-        """Whether an update may be made without some live workers, whose contributions count in a later one: then it
-        may have contributions of several clocks."""
+        """Whether an update may be made without some live workers, whose contributions count in a later one. The
+        contributions of one update then may differ in their clocks.
+        """
         return self.quorum is not None
 
     def needed(self, live: int) -> int:

@@ -44,7 +44,7 @@ def pieces_by_name(parameters: Sequence[ParameterSpec]) -> Mapping[str, list[Par
 
 
 def whole_parameters(parameters: Sequence[ParameterSpec]) -> tuple[ParameterSpec, ...]:
-    """Returns the parameters as a model has them that is not cut: each name once, where its first piece stands."""
+    """Returns the parameters of the uncut model: each name once, at the place of its first piece."""
     seen: set[str] = set()
     wholes: list[ParameterSpec] = []
     for parameter in parameters:

@@ -54,9 +54,9 @@ def shards_of(ids: Ids, shards: int) -> npt.NDArray[np.int64]:
 
 
 def by_shard(ids: Ids, shards: int, ends: npt.NDArray[np.int64] | None = None) -> list[Which]:
-    """Returns the indices of each shard's ids, in their order. They are slices if the ids are sorted by shard.
+    """Returns, for each shard, the indices of its ids, in their order. They are slices if the ids are sorted by shard.
 
-    ends: of ids that are sorted by as many shards, where those of each end; None: that is not known
+    ends: if the ids are sorted by shard: for each shard, where its ids end; None: unknown
     """
     if shards == 1:
         return [slice(0, len(ids))]

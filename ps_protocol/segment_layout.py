@@ -4,6 +4,9 @@
     4096   gradients of the first space, then of the next, each from a new page on
     ...    weights of the first space, then of the next, each from a new page on
 
+Each member of a group shares a segment of its own, with the spaces of its own pieces, and as large as that of the
+member that needs most.
+
 All tensors have the data type of their space: wire formats are for the network.
 
 Worker and shard compute the same offsets from the job, so no message can name a wrong one. The worker writes gradients
@@ -61,7 +64,8 @@ class Region:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """The regions of a segment by space; `size` in bytes."""
+    """The regions of a segment by space; `size` in bytes. Of a group, of each member's: those of unlike members begin
+    at the same place, in segments of their own."""
 
     gradients: dict[str, Region]
     weights: dict[str, Region]
@@ -71,14 +75,15 @@ class SegmentPlan:
 def segment_plan(layout: Layout) -> SegmentPlan:
     """Returns the layout of a job's gradients and weights in a segment."""
     spaces = {bucket.space: bucket for bucket in layout.buckets if not bucket.frozen}
-    end = PAGE_BYTES
+    ends = {bucket.member: PAGE_BYTES for bucket in spaces.values()}
     gradients: dict[str, Region] = {}
     weights: dict[str, Region] = {}
     for regions in (gradients, weights):
         for space, bucket in spaces.items():
-            region = regions[space] = Region(end, plain_codec(bucket), layout.space_sizes[space])
-            end += -(-region.codec.size(region.numel) // PAGE_BYTES) * PAGE_BYTES
-    return SegmentPlan(gradients, weights, end)
+            region = Region(ends[bucket.member], plain_codec(bucket), layout.space_sizes[space])
+            regions[space] = region
+            ends[bucket.member] += -(-region.codec.size(region.numel) // PAGE_BYTES) * PAGE_BYTES
+    return SegmentPlan(gradients, weights, max(ends.values(), default=PAGE_BYTES))
 
 
 class SegmentMap:

@@ -1,6 +1,8 @@
-"""Connections by host: how many each has, and how many it has opened of late. What is past a limit is closed at once.
+"""Limits the connections of each host: how many it has, and how many it opens. A connection past a limit is closed at
+once.
 
-A host may open ten seconds' worth at a time: a fleet behind one address (NAT) comes back at once after a restart.
+A host may open as many at once as in ten seconds on average: all workers behind one address (NAT) come back together
+after a restart.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ _MANY_HOSTS = 1024  # from which on those are forgotten that have opened nothing
 
 @dataclass(frozen=True)
 class HostLimits:
-    """most: connections of one host at a time; new: that it may open in a second, on average"""
+    """The limits for each host.
+
+    most: the connections that a host may have
+    new:  the connections that it may open in a second, on average
+    """
 
     most: int = 4096
     new: float = 100.0
@@ -28,7 +34,10 @@ DEFAULTS = HostLimits()
 
 
 class Arrivals:
-    """The connections of each host. Thread-safe. `clock` is in seconds."""
+    """The connections of each host. Thread-safe.
+
+    clock: returns the time in seconds
+    """
 
     def __init__(self, limits: HostLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
@@ -37,7 +46,9 @@ class Arrivals:
         self._opened: dict[str, tuple[float, float]] = {}  # how many of late, and as of when
 
     def comes(self, host: str) -> bool:
-        """Counts a connection in; False: it is past a limit, and does not count. host: empty for this machine's own"""
+        """Counts a new connection. Returns False, and does not count it, past a limit. host: empty for this machine's
+        unix socket
+        """
         if not host:
             return True
         name, now = _network(host), self._clock()
@@ -52,7 +63,7 @@ class Arrivals:
         return True
 
     def goes(self, host: str) -> None:
-        """Counts out a connection that was counted in."""
+        """Notes that a counted connection has ended."""
         if not host:
             return
         name = _network(host)

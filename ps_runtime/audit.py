@@ -44,7 +44,7 @@ MOST_CHARACTERS = 500  # of a detail
 
 
 class AuditEntry(NamedTuple):
-    """What a line tells, but for its detail and its count. `about`: the method of a refusal."""
+    """The fields of a line, apart from its detail and its count. about: the refused method; otherwise empty"""
 
     what: str
     principal: str
@@ -58,7 +58,7 @@ _OTHERS = AuditEntry("others", "", "", "")  # what there is too much of
 
 @dataclass
 class _Equal:
-    """Lines that are equal: of the last detail, how many are not written yet, and when they are."""
+    """Equal lines that are not written yet: the last detail, their count, and when they are written."""
 
     until: float
     seconds: float
@@ -67,10 +67,10 @@ class _Equal:
 
 
 class Audit:
-    """Bounds the lines and hands them on. Methods may be called from any thread.
+    """Limits the number of lines, and writes them. Methods may be called from any thread.
 
-    write: takes a line's entry, detail and count
-    clock: in seconds
+    write: writes a line, given its entry, detail and count
+    clock: returns the time in seconds
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Audit:
         self._write(entry, detail, 1)
 
     def flush(self, all_of_them: bool = False) -> None:
-        """Writes what was counted and is due. To be called now and then."""
+        """Writes the counted lines that are due. Call it regularly. all_of_them: write all counted lines"""
         if not self._equal:
             return
         now, due = self._clock(), list[tuple[AuditEntry, str, int]]()
@@ -113,7 +113,7 @@ class Audit:
 
 
 class _File(WatchedFileHandler):
-    """Appends to a file, anew where that was moved away. A disk that takes nothing is told once in the log."""
+    """Appends to a file, and opens it again after it was moved. Logs once if the disk refuses a line."""
 
     _is_failing = _failed = False
 
@@ -135,7 +135,7 @@ _fields: dict[str, Any] = {}
 
 
 def start(speaker: Speaker, place: str | None) -> None:
-    """Begins to write lines. place: a file, `-`: stderr; None: nowhere.
+    """Begins to write lines. place: a file; `-`: stderr; None or empty: nowhere
 
     Raises InvalidRequest if the file cannot be written.
     """

@@ -38,7 +38,9 @@ def join_within(threads: Iterable[threading.Thread], seconds: float) -> None:
 
 
 def start(thread: threading.Thread) -> None:
-    """Starts a thread. Raises TryLater where none can be had: `pids.max` of a container, RLIMIT_NPROC, or memory."""
+    """Starts a thread. Raises TryLater if no more can be started: `pids.max` of a container, RLIMIT_NPROC,
+    or memory.
+    """
     try:
         thread.start()
     except RuntimeError as error:
@@ -89,7 +91,7 @@ class Background:
         return self._stopping.is_set()
 
     def start(self) -> None:
-        """Lets threads be started."""
+        """Allows threads to be started from now on."""
         self._started = True
 
     def repeat(self, name: str, seconds: float, work: Callable[[], object]) -> None:
@@ -146,9 +148,10 @@ class Background:
         return True
 
     def apart(self, name: str, key: str, work: Callable[[], object]) -> None:
-        """Calls `work`, which may take long, beside what the caller does; not if it still runs for that key.
+        """Calls `work`, which may take long, in another thread; does nothing if the last work of this name and key
+        still runs.
 
-        Before `start` the caller does the work itself.
+        Before `start` the calling thread does the work.
         """
         if not self._started:
             work()

@@ -43,10 +43,10 @@ def server_options() -> ChannelOptions:
 
 
 def open_channel(address: str, access: Access = PLAINTEXT) -> grpc.Channel:
-    """Returns a channel with a connection of its own, so that control calls never queue behind buckets.
+    """Opens a gRPC channel with its own connection, so that control calls never queue behind buckets.
 
-    With certificate files, it is made anew when they change; calls that are under way end on the old one. With a token,
-    every call carries it. Raises InvalidRequest for a token that would leave this machine in plaintext.
+    With certificate files, the channel is replaced when they change; calls under way end on the old one. With a token,
+    every call carries it. Raises InvalidRequest if a token would leave this machine in plaintext.
     """
     if access.tls is None and access.token is None:
         return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
@@ -101,7 +101,7 @@ class RenewedChannel(grpc.Channel):  # type: ignore[misc]  # grpcio ships no typ
         return self._generation, self._channel
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
-        """Returns the metadata that each call carries."""
+        """Returns the metadata with the current token; None without a token."""
         token = self._token() if self._token is not None else None
         return None if token is None else (("authorization", f"Bearer {token}"),)
 

@@ -46,7 +46,9 @@ class _HelpColumns(argparse.HelpFormatter):
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A command's parser, whose errors are short: the usage of the subcommand, what is wrong, and where to read on."""
+    """A command's parser. Its errors are short: the usage of the subcommand, the error, and the command that explains
+    more.
+    """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -67,7 +69,9 @@ class CommandLine(argparse.ArgumentParser):
         return command
 
     def add_settings(self, *settings: Setting, group: argparse._ArgumentGroup | None = None) -> None:
-        """Adds the flags of settings, to a group if one is named; with the first, --config."""
+        """Adds the flags of settings, and --config with the first of them. group: the help group of the flags; None:
+        the parser's
+        """
         if settings and not self._settings:
             self.add_argument(
                 "--config", metavar="FILE", help="settings that neither flags nor variables give, as TOML"
@@ -77,7 +81,7 @@ class CommandLine(argparse.ArgumentParser):
         self._settings += settings
 
     def add_hidden_group(self, title: str, flag: str) -> argparse._ArgumentGroup:
-        """Returns a group of flags that --help leaves out, and adds a flag that explains them alone."""
+        """Returns a group of flags that --help leaves out. Adds `flag`, which prints the help of this group."""
         group = argparse._ArgumentGroup(self, title)  # which argparse's own help does not go through
         self.add_argument(flag, action=_HelpOn, group=group, help=f"explain the {title}, and exit")
         return group
@@ -85,7 +89,9 @@ class CommandLine(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Returns the arguments as values, and those that are not known. `origins` has where each setting is from."""
+        """Returns the parsed arguments, and the unknown ones. Their attribute `origins` has where each setting's value
+        is from.
+        """
         self._words = list(sys.argv[1:] if args is None else args)
         known, unknown = super().parse_known_args(self._words, namespace)
         if self._settings:
@@ -122,7 +128,8 @@ class CommandLine(argparse.ArgumentParser):
             self.error(f"argument --config: {error}")
 
     def settings_of(self, words: Sequence[str]) -> str:
-        """Returns the settings of a command line of this program, as a file for --config with where each is from.
+        """Returns the settings of a command line as the text of a file for --config, with a comment where each value is
+        from.
 
         A required setting that is missing is left out.
         """
@@ -138,7 +145,9 @@ class CommandLine(argparse.ArgumentParser):
         return f"# {command.prog}\n{written(command._settings, vars(known), known.origins)}"
 
     def read(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """Returns the arguments as values; an error ends the process with code 2, with the usage of the command."""
+        """Parses a command line; None: this process's. After an error it prints the usage and ends the process with
+        code 2.
+        """
         words = list(sys.argv[1:] if arguments is None else arguments)
         if not words and self._commands is not None:  # somebody looks around; a script has made a mistake
             self.print_help(sys.stderr)

@@ -1,7 +1,7 @@
-"""Completion of commands and flags in bash, zsh and fish: a script for each, made from the parsers themselves.
+"""Completion of commands and flags in bash, zsh and fish: one script for each shell, generated from the parsers.
 
-Nothing of this package runs while somebody types: the scripts hold all names. They are made again with each release,
-because `ps-server completion SHELL` prints them.
+The scripts contain all names, so no code of this package runs during completion. `ps-server completion SHELL` prints
+them, so they belong to the installed release.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PLACES = {"FILE": FILE, "DIR": DIRECTORY, "OUT": DIRECTORY, "SCRIPT": FILE}
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of a command, or a word without one.
+    """A flag of a command, or a positional argument.
 
-    names: as they are typed, such as ("-m", "--module"); of a word without a flag its metavar
-    text:  one line for people
-    value: None of a switch; else FILE, DIRECTORY, OTHER
-    words: all values that there are, if they are few
+    names: as they are typed, such as ("-m", "--module"); for a positional argument its metavar
+    text:  one line of help
+    value: the kind of value, FILE, DIRECTORY or OTHER; None for a switch
+    words: all possible values, if they are few; otherwise empty
     """
 
     names: tuple[str, ...]
@@ -38,7 +38,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class CommandWords:
-    """A command of a program. rest: what comes after its last word belongs to another program"""
+    """The flags and arguments of a command. rest: all words after its last argument belong to another program"""
 
     name: str
     text: str
@@ -55,13 +55,13 @@ def add_completion(program: CommandLine) -> None:
 
 
 def script(program: CommandLine, shell: str) -> str:
-    """Returns what a shell reads to complete a program's command lines. shell: of SHELLS"""
+    """Returns the completion script of a program. shell: one of SHELLS"""
     make: dict[str, Callable[[str, list[CommandWords]], Iterator[str]]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
     return "\n".join(make[shell](program.prog, commands(program))) + "\n"
 
 
 def commands(program: CommandLine) -> list[CommandWords]:
-    """Returns the commands of a program with all that may be typed after each."""
+    """Returns the commands of a program, each with its flags and arguments."""
     assert program._commands is not None
     texts = {action.dest: action.help or "" for action in program._commands._choices_actions}
     return [_command(name, texts[name], parser) for name, parser in program._commands.choices.items()]

@@ -1,10 +1,9 @@
-"""A file of settings, as TOML: what `--config FILE` reads, and what `config` prints.
+"""A file of settings, as TOML: `--config FILE` reads it, and `config` prints one.
 
-    shards = 4
-    checkpoint-every = "60s"
+    shards = 4 checkpoint-every = "60s"
 
-A name is that of the flag, without its dashes. A name that no command of the program has is refused. One that another
-command of it has is passed over, so that one file may serve them all.
+A name is that of the flag, without its dashes. A name that no command of the program knows is refused. A name that only
+other commands know is ignored, so that one file can serve all commands.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _COMMENT_COLUMN = 48
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What a file says: values by the names of their flags. `name`: of the file, for messages."""
+    """The content of a file: values by the names of their flags. name: that of the file, for messages"""
 
     name: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, name: str, known: Collection[str]) -> ConfigFile:
-        """Returns what a file says. Raises InvalidRequest if it is no TOML, or has a name that is not known."""
+        """Reads a file. Raises InvalidRequest if it is not valid TOML, or has a name that is not in `known`."""
         try:
             values = tomllib.loads(Path(name).read_text("utf-8"))
         except OSError as error:
@@ -55,9 +54,9 @@ class ConfigFile:
         return cls(name, values)
 
     def text_of(self, setting: Setting) -> str | None:
-        """Returns the value of a setting as the text of its flag; None if it is not there.
+        """Returns the value of a setting as the text of its flag; None if the file does not have it.
 
-        Raises argparse.ArgumentTypeError for a value that is neither a text, a number, nor a switch's true or false.
+        Raises argparse.ArgumentTypeError for a value of a type that the setting does not take.
         """
         value = self.values.get(setting.key)
         if isinstance(value, bool):
@@ -70,9 +69,9 @@ class ConfigFile:
 
 
 def complete(setting: Setting, file: ConfigFile) -> tuple[Any, str]:
-    """Returns the value of a setting whose flag is not given, and where it is from: its variable, the file, or DEFAULT.
+    """Returns the value of a setting whose flag is not given, and its origin: its variable, the file, or DEFAULT.
 
-    Raises argparse.ArgumentTypeError saying what is wrong, and where it is from.
+    Raises argparse.ArgumentTypeError with the error and the origin of the value.
     """
     given = setting.given()
     origin = setting.variable if given else file.name
@@ -84,7 +83,9 @@ def complete(setting: Setting, file: ConfigFile) -> tuple[Any, str]:
 
 
 def written(settings: Sequence[Setting], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """Returns settings as a file that can be read back; a comment behind each says where its value is from."""
+    """Returns settings as the text of a file for --config. origins: by name, where the value is from, for
+    the comments
+    """
     lines = []
     for setting in settings:
         value = values[setting.name]

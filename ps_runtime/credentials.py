@@ -1,8 +1,8 @@
-"""Certificate files for TLS and bearer tokens: what a process shows to its peers, and what it checks of them.
+"""Certificate files for TLS and bearer tokens: a process's own credentials, and how it verifies those of its peers.
 
-Servers and clients hold the same kind of values. A server with `cert` and `key` serves TLS; with `ca` it also demands a
-certificate of that CA from every client (mutual TLS). A client with `ca` verifies its servers by it; with `cert` and
-`key` it shows its own.
+Servers and clients have the same kind of values. A server with `cert` and `key` serves TLS; with `ca` it also requires
+a certificate of that CA from every client (mutual TLS). A client with `ca` verifies its servers by it; with `cert` and
+`key` it presents its own certificate.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ def _check_dates(certificate: x509.Certificate, path: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Access:
-    """What one process shows to others that it calls.
+    """The credentials with which a process calls servers.
 
-    tls:      None: plaintext
-    token:    returns the current bearer token; None: no token is sent
-    insecure: a token may be sent in plaintext to another machine
-    token_file: where the token stands; None: in no file
+    tls:        None: plaintext
+    token:      returns the current bearer token; None: no token is sent
+    insecure:   allow a token to be sent in plaintext to another machine
+    token_file: the file of the token; None: the token is not in a file
     """
 
     tls: Tls | None = None
@@ -138,7 +138,7 @@ def access(
     token_file: str | Path | None = None,
     insecure: bool = False,
 ) -> Access:
-    """Returns a client's access; the files are checked now. Raises InvalidRequest naming what is wrong."""
+    """Returns a client's access, after a check of the files. Raises InvalidRequest that names the error."""
     token_path = None if token_file is None else Path(token_file)
     token = None if token_path is None else TokenFile(token_path).get
     return Access(tls(cert, key, ca), token, insecure, token_path)
@@ -161,7 +161,7 @@ def tls(cert: str | Path | None, key: str | Path | None, ca: str | Path | None) 
 
 
 class TokenFile:
-    """A client's bearer token: the one line of a file, read again when that changes."""
+    """A client's bearer token, which is the only line of a file. The file is read again when it changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -183,7 +183,9 @@ class TokenFile:
 
 
 def checked_token(token: str, where: str) -> str:
-    """Returns the token, if it can be one. Raises InvalidRequest that says where it stands, and never what it is."""
+    """Returns the token if it is valid. Raises InvalidRequest with `where` it is from, and never with the
+    token itself.
+    """
     if not MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH or not token.isascii() or not token.isprintable():
         raise InvalidRequest(
             f"{where}: a token is {MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH} printable ASCII characters, got {len(token)}"
@@ -201,7 +203,7 @@ def warn_if_readable_by_all(path: Path) -> None:
 
 
 def server_credentials(files: Tls) -> grpc.ServerCredentials:
-    """Returns credentials of a server port that follow the files: a new connection gets what they hold then."""
+    """Returns the credentials of a server port. A new connection gets the current content of the files."""
     if files.cert is None:
         raise InvalidRequest("a server needs --tls-cert and --tls-key to serve TLS; --tls-ca alone is for clients")
     if files.key is not None:
@@ -223,9 +225,9 @@ def server_credentials(files: Tls) -> grpc.ServerCredentials:
 
 
 def certificate_expiry(files: Tls) -> Callable[[], dict[Path, float]]:
-    """Returns a function that tells when the first certificate of each file ends, in seconds since 1970.
+    """Returns a function that returns, for each file, when its first certificate expires, in seconds since 1970.
 
-    It follows the files as the ports do: one that cannot be used, and so is not, does not count.
+    As the ports do, it reads changed files again; files that are invalid are ignored, and the last valid ones count.
     """
     paths = [path for path in (files.cert, files.ca) if path is not None]
 
@@ -239,14 +241,17 @@ def certificate_expiry(files: Tls) -> Callable[[], dict[Path, float]]:
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:
-    """Returns a client's credentials. Without a CA, a server's own certificate file is the one that it trusts."""
+    """Returns a client's credentials. Without a CA, the client trusts the certificate in its own file, such as a
+    server's.
+    """
     return grpc.ssl_channel_credentials(material.ca or material.cert, material.key, material.cert)
 
 
 def require_encryption(host: str, encrypted: bool, allowed: bool, what: str, flag: str) -> bool:
-    """Returns whether plaintext is served beyond this machine, which `flag` has allowed.
+    """Returns whether a port serves plaintext to other machines, which `flag` has allowed. Raises InvalidRequest if it
+    would and this is not allowed.
 
-    host: the address to listen on. Raises InvalidRequest where it would be, and is not allowed.
+    host: the address to listen at
     """
     if encrypted or is_loopback(host):
         return False

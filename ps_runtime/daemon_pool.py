@@ -29,10 +29,11 @@ class Closed(Exception):
 class DaemonPool:
     """Runs calls in the order of their submission on at most `count` daemon threads.
 
-    The first thread is there from the beginning. Another one is started where a call finds none that is free: a worker
-    of sixteen shards has one pull under way for most of its life. Where none can be started, the call waits its turn.
+    The first thread is started at once, another one whenever a call finds no free thread: a worker of sixteen shards
+    has one pull under way for most of its life. If no more can be started, the call waits for a free one.
 
-    Raises TryLater if not even the first can be had
+    Raises TryLater if not even the first thread can be started.
+
     threads: its threads, which end soon after `close`
     """
 
@@ -53,7 +54,7 @@ class DaemonPool:
         self._free += 1
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Runs a call in its turn; returns the future of its result, which fails at once when the pool is closed."""
+        """Queues a call. Returns the future of its result, which fails with Closed if the pool is closed."""
         future: Future[T] = Future()
         with self._lock:
             if not self._closed:
@@ -67,7 +68,7 @@ class DaemonPool:
         return future
 
     def close(self) -> None:
-        """Ends the threads after what is queued."""
+        """Ends the threads after the queued calls."""
         with self._lock:
             self._closed = True
             for _ in self.threads:

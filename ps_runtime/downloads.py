@@ -1,7 +1,7 @@
-"""Serves bytes that lie in memory over HTTP/1.1: whole, a range of them, or that they have not changed (304).
+"""Serves bytes in memory over HTTP/1.1: whole, a range of them, or the answer that they have not changed (304).
 
-A thread for each connection, which may ask again and again; a connection lasts as long as its client asks and takes.
-Nothing is copied: what is sent are views. Only GET and HEAD, without a body; a request is a few KiB at most.
+Each connection has a thread, and may send many requests; it lasts as long as its client asks and reads. Nothing is
+copied: views are sent. Only GET and HEAD are allowed, without a body; a request has at most a few KiB.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
 class WebRequest(NamedTuple):
-    """A request. path: decoded; query: the first value of each name; headers: by name in lower case
+    """A request.
 
-    host: of the client; names: of its certificate
+    path:    decoded
+    query:   by name, the first value of each
+    headers: by name in lower case
+    host:    the address of the client
+    names:   the names in its TLS certificate
     """
 
     method: str
@@ -56,10 +60,11 @@ class Reply:
     """An answer.
 
     body:    its bytes, as views that follow each other
-    etag:    of what can be asked for again; with it ranges and conditions are answered
-    lost:    whether the bytes are not to be sent any further
-    sent:    is told how many bytes of the body left
-    close:   is called when the answer is over, however it ended
+    etag:    identifies the body; with it, ranges and conditional requests are answered; empty: neither
+    lost:    returns whether to stop sending the body
+    sent:    is called with the number of bytes of the body that were sent
+    close:   is called when the answer is over, for any reason
+    size:    bytes of the body; -1: computed from it
     """
 
     status: str = "200 OK"
@@ -77,7 +82,7 @@ class Reply:
 
 
 def text_reply(status: str, text: str, *headers: tuple[str, str]) -> Reply:
-    """Returns an answer for people."""
+    """Returns an answer of plain text."""
     kind = ("Content-Type", "text/plain; charset=utf-8")
     return Reply(status, (kind, *headers), (memoryview(f"{text}\n".encode()),))
 
@@ -86,7 +91,7 @@ App = Callable[[WebRequest], Reply]
 
 
 class _BadRequest(Exception):
-    """A request that is not understood. Its text is the answer."""
+    """A request is malformed. The text is the answer."""
 
 
 class _Server(ConnectionServer):
@@ -260,11 +265,11 @@ def _piece(parts: Sequence[memoryview], start: int, end: int) -> list[memoryview
 def serve_downloads(
     host: str, port: int, app: App, flag: str, tls: Tls | None, limits: HostLimits, stall_seconds: float
 ) -> tuple[int, Callable[[], None]]:
-    """Serves what an application answers. Returns the port and a function that stops serving.
+    """Serves the answers of an application. Returns the port and a function that stops serving.
 
-    host, port, tls, limits: as of ps_runtime.web.serve, but for up to MAX_CONNECTIONS, half of them of one host. Where
-                   the host is loopback, only a request for a name of loopback is answered
-    stall_seconds: in which a client has to take a chunk
+    host, port, tls, limits: as for ps_runtime.web.serve, but with up to MAX_CONNECTIONS, half of them from one host. If
+    the host is loopback, only requests for a loopback name are answered
+    stall_seconds: the time in which a client must read a chunk
     """
 
     def make() -> _Server:

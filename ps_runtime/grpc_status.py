@@ -27,14 +27,14 @@ class CallFailed(Exception):
 
 
 def failure_of(call: grpc.RpcError) -> CallFailed:
-    """Returns gRPC's error of a call without gRPC."""
+    """Returns a gRPC error as a CallFailed."""
     trailers = getattr(call, "trailing_metadata", lambda: None)() or ()
     status = next((value for key, value in trailers if key == STATUS_KEY), b"")
     return CallFailed(call.code().value[0], call.details() or "", status)
 
 
 def failure_in(status: bytes) -> CallFailed:
-    """Returns the failure that a serialized google.rpc.Status stands for."""
+    """Returns a serialized google.rpc.Status as a CallFailed."""
     read = status_pb2.Status.FromString(status)
     return CallFailed(read.code, read.message, status)
 
@@ -45,8 +45,9 @@ def code_of(error: PSError) -> grpc.StatusCode:
 
 
 def status_of(error: PSError) -> status_pb2.Status:
-    """Returns the google.rpc.Status of an error: its code, its message, an ErrorInfo with its reason, and when to try
-    again where that is known."""
+    """Returns an error as a google.rpc.Status: its code, its message, an ErrorInfo with its reason, and a RetryInfo if
+    the error says when to try again.
+    """
     status = status_pb2.Status(code=int(error.code), message=str(error))
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     if error.progress is not None:
@@ -70,10 +71,10 @@ FAILURES = (grpc.RpcError, CallFailed)  # what the two kinds of connections rais
 
 
 def error_from(call: grpc.RpcError | CallFailed, peer: str) -> PSError:
-    """Returns the error that a failed call stands for: the server's own if it sent one, otherwise `Unreachable` or
-    `PSError`.
+    """Returns a failed call as an error: the server's own if it sent one, otherwise `Unreachable` or `PSError`;
+    `TryLater` for a transport failure that may pass.
 
-    `peer` names the server that was called, for the message. A transport failure that may pass is a `TryLater`.
+    peer: the server that was called, for the message
     """
     failed = call if isinstance(call, CallFailed) else failure_of(call)
     if failed.status:

@@ -24,6 +24,7 @@ from ps_runtime.credentials import is_loopback
 LAUNCHED = "PS_LAUNCHED"
 LAUNCH_ID = "PS_LAUNCH_ID"
 LAUNCH_RANKS = "PS_LAUNCH_RANKS"
+GROUP_SIZE = "PS_GROUP_SIZE"
 STARTED_FILE = "PS_STARTED_FILE"
 # The exit code of a worker whose job has finished without it, in the middle of its script: what it had to do is not
 # done, and to start it again would do nothing. The codes up to 78 have meanings elsewhere (sysexits.h).
@@ -75,8 +76,15 @@ def is_launched() -> bool:
 
 
 def launched_rank() -> str | None:
-    """Returns the rank that `ps-worker run` gave to this process; None where it gave none."""
+    """Returns the rank that `ps-worker run` gave to this process; None if it gave none."""
     return os.environ.get("PS_RANK")
+
+
+def launched_member() -> int | None:
+    """Returns which member of its group `ps-worker run --group` has started as this process; None where there is no
+    group of several."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if is_launched() and os.environ.get(GROUP_SIZE, "1") != "1" and rank.isdigit() else None
 
 
 def report_started() -> None:

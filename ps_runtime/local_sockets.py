@@ -21,16 +21,16 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Credentials:
-    """The process at the other end of a connection; `pid` is 0 if this process cannot see it."""
+    """The process at the other end of a connection. pid: 0 if this process cannot see it, as from a container"""
 
     pid: int
     uid: int
 
 
 def listen(directory: Path, name: str, backlog: int) -> tuple[socket.socket, int]:
-    """Returns a new socket that listens under a name, for this user alone (mode 0600), and its file's inode.
+    """Returns a new socket that listens at a name in a directory, for this user only (mode 0600), and its inode number.
 
-    Raises OSError if there is such a name, or none can be made; nothing is left behind then.
+    Raises OSError if the name exists, or the socket cannot be made; no file is left then.
     """
     folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -52,9 +52,9 @@ def listen(directory: Path, name: str, backlog: int) -> tuple[socket.socket, int
 
 @contextlib.contextmanager
 def opened(directory: Path, name: str) -> Iterator[int]:
-    """Lends a descriptor of what is there under a name: to look at, and to connect to. No link is followed.
+    """A `with` block with a descriptor of the file at a name, for a check and for `connect`. Links are not followed.
 
-    Raises OSError if there is nothing.
+    Raises OSError if there is no file.
     """
     descriptor = os.open(directory / name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -69,9 +69,10 @@ def is_private_socket(status: os.stat_result) -> bool:
 
 
 def connect(descriptor: int, seconds: float) -> socket.socket:
-    """Returns a connection to a socket that was opened by name; each wait on it ends after so many seconds.
+    """Connects to a socket by its descriptor from `opened`. seconds: the timeout of the connect and of each later
+    operation
 
-    Raises OSError, at once, if no process listens there or too many others wait.
+    Raises OSError, at once, if no process listens there or its backlog is full.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -84,7 +85,7 @@ def connect(descriptor: int, seconds: float) -> socket.socket:
 
 
 def peer_of(connection: socket.socket) -> Credentials:
-    """Returns the process that listens at, or has connected to, the other end, as the kernel noted it then."""
+    """Returns the process at the other end, as it was when it began to listen, or connected."""
     noted = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(noted)
     return Credentials(pid, uid)

@@ -27,7 +27,7 @@ _VALUE = re.compile(r"(?:\b(job|worker|shard) )?%(?:%|[-#0 +]*\d*(?:\.\d+)?[a-z]
 
 
 def log_settings(level: str | None) -> tuple[Setting, Setting]:
-    """Returns the settings of a process' log lines. level: the default; None: what Python's logging has."""
+    """Returns the settings of a process's log. level: the default level; None: that of Python's logging"""
     return (
         Setting("log_level", f"the least that is logged: {', '.join(LEVELS)}", one_of(*LEVELS), level, "LEVEL"),
         Setting("log_format", "log lines as text or json", one_of(*FORMATS), TEXT, "FORMAT"),
@@ -41,12 +41,14 @@ class Speaker:
     role: coordinator, shard, worker, or the command that started these
     index: of a shard
     job, rank: of a worker; None before they are known
+    member: of the group that the worker is; None: it is one process
     """
 
     role: str
     index: int | None = None
     job: str | None = None
     rank: int | None = None
+    member: int | None = None
 
     def fields(self) -> dict[str, Any]:
         """Returns the known fields."""

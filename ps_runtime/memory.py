@@ -1,4 +1,4 @@
-"""How much memory this process may still take: beyond that the kernel would kill it, or another."""
+"""The memory that this process may still allocate: beyond it, the kernel would kill this process or another."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ _ROOT = Path("/")
 
 
 def free_bytes(root: Path = _ROOT) -> int | None:
-    """Bytes that the machine has free, or the control group that this process is in, if that is less; None: unknown.
+    """Returns the free bytes of the machine, or of the control group of this process if that is less; None: unknown.
 
-    Memory that holds files counts as free, because it is given up when it is needed; not so files of memory alone.
-    `root`: where /proc and /sys are.
+    The page cache counts as free, because the kernel drops it when needed; files in a tmpfs do not. root: the directory
+    that has /proc and /sys
     """
     return min(_free(root), default=None)
 
 
 def resident_bytes() -> int | None:
-    """Bytes of memory that this process has in use, what it shares with others included; None: unknown."""
+    """Returns the bytes of memory that this process uses, including shared memory; None: unknown."""
     kilobytes = numbers(_ROOT / "proc/self/status").get("VmRSS:")
     return None if kilobytes is None else kilobytes * 1024
 
 
 def limit_bytes() -> int | None:
-    """Bytes that this process may have at most: those of the machine, or of its control group; None: unknown."""
+    """Returns the most bytes that this process may use: those of the machine, or of its control group;
+    None: unknown.
+    """
     limits = [kilobytes * 1024 for kilobytes in [numbers(_ROOT / "proc/meminfo").get("MemTotal:")] if kilobytes]
     for group in control_groups(_ROOT):
         with contextlib.suppress(OSError, ValueError):  # "max" where there is none
@@ -48,9 +50,9 @@ def _free(root: Path) -> Iterator[int]:
 
 
 def control_groups(root: Path, controller: str | None = None) -> Iterator[Path]:
-    """Yields the control group of this process and those above it: the limit of each counts.
+    """Yields the control group of this process and all groups above it: the limit of each applies.
 
-    controller: of version 1, whose groups are yielded too; None: those of version 2 alone
+    controller: also yield the groups of this controller of version 1; None: only those of version 2
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -65,7 +67,7 @@ def control_groups(root: Path, controller: str | None = None) -> Iterator[Path]:
 
 
 def numbers(path: Path) -> dict[str, int]:
-    """Returns the first number behind each name in a file of the kernel's."""
+    """Returns the numbers in a file such as /proc/meminfo: by name, the first number in the line."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:

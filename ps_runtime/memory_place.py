@@ -10,8 +10,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def memory_place(directory: Path) -> str:
-    """Returns an id, 32 hexadecimal digits, that is equal in all processes which see this very directory on this
-    machine since its boot, also in containers, and in no others. Empty if the system does not tell it."""
+    """Returns an id of a directory on this machine since its boot: 32 hexadecimal digits. Processes have equal ids if,
+    and only if, they see the same directory, also from containers. Empty if the system does not tell.
+    """
     try:
         found = os.stat(directory)
         boot = _BOOT_ID.read_text().strip()

@@ -34,9 +34,11 @@ S = TypeVar("S")
 
 
 class Gauges(Collector, Generic[S]):
-    """Metrics that are read from statistics at each scrape: once for all of them, so that they fit together.
+    """Metrics that are read from statistics at each scrape. The statistics are read once, so that all values fit
+    together.
 
-    gauges: (name, help, label names, function that lists the samples that the statistics have); names that end in
+    read:   returns the statistics
+    gauges: (name, help, label names, function that returns the samples, given the statistics); names that end in
             `_total` are counters
     """
 
@@ -60,12 +62,12 @@ class Gauges(Collector, Generic[S]):
             yield family
 
     def describe(self) -> Iterable[Metric]:
-        """Returns nothing, so that registering reads no gauge."""
+        """Returns nothing, so that registering does not read the statistics."""
         return []
 
 
 def build_gauge() -> Gauges[dict[str, str]]:
-    """Returns the gauge, always 1, whose labels are what this process runs."""
+    """Returns a gauge that is always 1 and whose labels are the versions of this software, the protocol, and torch."""
     built = {"version": version(), "protocol": str(VERSION), "torch": version("torch")}
     text = "What this process runs: its version, that of the protocol, and torch's."
     return Gauges(
@@ -88,7 +90,9 @@ class _Registry(CollectorRegistry):
 
 
 def process_registry() -> CollectorRegistry:
-    """Returns a registry with the metrics of this process: what it runs, its memory, its interpreter, its collector."""
+    """Returns a registry with the metrics of this process: versions, memory, the interpreter, and garbage
+    collection.
+    """
     registry = _Registry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
@@ -105,7 +109,7 @@ def process_registry() -> CollectorRegistry:
 
 
 def certificate_gauges(tls: Tls) -> Gauges[dict[Path, float]]:
-    """Returns the gauge of when the certificates end that this process shows, and verifies others by."""
+    """Returns the gauge of when the certificates expire that this process presents, and by which it verifies others."""
 
     def samples(ends: dict[Path, float]) -> Iterable[Sample]:
         return [((str(path),), end) for path, end in ends.items()]
@@ -127,14 +131,17 @@ def serve_metrics(
     site: Site | None = None,
     limits: HostLimits = arrivals.DEFAULTS,
 ) -> tuple[int, Callable[[], None]]:
-    """Serves /metrics from a registry, and `pages` of JSON by path. Returns the port and a function that stops serving.
+    """Serves /metrics. Returns the port and a function that stops serving. Raises InvalidRequest if the port is not
+    available.
 
-    site: for people, beside that. limits: of connections by host
-    host: where it is loopback, only a request for a name of loopback is answered: what a browser shows on this machine
-          cannot read it under another name (DNS rebinding)
-    port: 0 lets the system choose. tls: with it /metrics is https, and with its CA a scraper must show a certificate of
-    that CA; the files may change while it is served, and /metrics tells when they end. Raises InvalidRequest if the
-    port cannot be bound.
+    host:   if it is loopback, only requests for a loopback name are answered: otherwise a page in a browser on this
+            machine could read the metrics under another name (DNS rebinding)
+    port:   0: the system chooses
+    pages:  by path, functions that make further pages of JSON
+    tls:    None: plain HTTP. With its CA, a scraper must present a certificate of that CA. The files may change while
+            it is served; /metrics has when the certificates expire
+    site:   pages for people that are served beside; None: none
+    limits: of connections by host
     """
     if tls is not None:
         registry.register(certificate_gauges(tls))

@@ -24,10 +24,11 @@ _troubles = Troubles(log, "threads")
 
 
 class Pool(ThreadPoolExecutor):
-    """At most `count` threads, one of them from the beginning: where no other can be started, those that there are do
-    the work, one task after the other.
+    """A pool of at most `count` threads. The first is started at once; if no other can be started, those that there are
+    do the work, one task after the other.
 
-    name: of its threads. Raises TryLater if not even the first can be had
+    name: that of its threads
+    Raises TryLater if not even the first thread can be started.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -50,12 +51,12 @@ class Pool(ThreadPoolExecutor):
 
 
 class FairPool:
-    """A pool of which each owner of tasks has few threads at a time: its other tasks wait for these. Thread-safe.
+    """A pool in which each owner of tasks has at most `most` threads at a time. Thread-safe.
 
-    The tasks of an owner come from several sources, which take turns, and no source has two threads: one whose tasks
-    are many, or do not end, holds up no other.
+    The tasks of an owner come from several sources, which take turns. A source has one thread at most, so a source with
+    many or endless tasks does not hold up the others.
 
-    most: threads of one owner
+    most: the most threads of one owner
     """
 
     def __init__(self, pool: ThreadPoolExecutor, most: int) -> None:
@@ -66,7 +67,7 @@ class FairPool:
         self._waiting: dict[str, dict[str, deque[Callable[[], object]]]] = {}
 
     def submit(self, owner: str, source: str, task: Callable[[], object]) -> None:
-        """Runs a task, after those that its source has waiting; never where the pool is shut down."""
+        """Queues a task after the earlier tasks of its source. It is dropped if the pool is shut down."""
         with self._lock:
             running = self._running.setdefault(owner, set())
             if len(running) >= self._most or source in running:
@@ -77,7 +78,7 @@ class FairPool:
             self._pool.submit(self._run, owner, source, task)
 
     def stop(self) -> None:
-        """Ends the threads, after what they are doing."""
+        """Drops the queued tasks, and waits for those that run."""
         with self._lock:
             self._waiting.clear()
         self._pool.shutdown()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def size_text(count: int) -> str:
-    """Returns bytes in the largest unit that leaves a whole number before the point: `5.77 MB`."""
+    """Returns bytes as text, in the largest unit in which it is 1 or more: `5.77 MB`."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= 0.9995 * size:  # what would be rounded to 1000 of the next smaller unit
             return f"{number_text(count / size)} {unit}"
@@ -41,12 +41,12 @@ def time_text(seconds: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Returns how many there are of something: `1 bucket`, `2 buckets`."""
+    """Returns a count with its noun: `1 bucket`, `2 buckets`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def ranges(ranks: list[int]) -> str:
-    """Returns sorted ranks in short: 0-3, 7."""
+    """Returns sorted ranks as short text: "0-3, 7"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
@@ -57,7 +57,7 @@ def ranges(ranks: list[int]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Names workers: "worker 3", "workers 0 and 1", "workers 0-63, 70"."""
+    """Returns workers as text: "worker 3", "workers 0 and 1", "workers 0-63, 70"."""
     named = sorted(ranks)
     if len(named) == 1:
         return f"worker {named[0]}"

@@ -15,10 +15,10 @@ from ps_protocol.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher tells a process its place.
+    """The environment variables in which a launcher tells a process its rank.
 
-    world_size, local_rank: None where the launcher does not say
-    within: a variable without which the others say nothing about this process
+    world_size, local_rank: None: the launcher has no such variable
+    within: a variable that must be set, too; otherwise the others are not about this process
     """
 
     rank: str
@@ -27,7 +27,7 @@ class Launcher:
     within: str | None = None
 
     def count_given(self) -> int:
-        """Returns how many of the two that matter are there: the rank, and the number of workers."""
+        """Returns how many of the variables for rank and world size are set: 0 to 2."""
         if self.within is not None and not os.environ.get(self.within):
             return 0
         return sum(bool(os.environ.get(name or "")) for name in (self.rank, self.world_size))
@@ -45,10 +45,11 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Placement:
-    """What is known about a process's place.
+    """The rank of a process, the number of workers, and its local rank, as far as the user or a launcher says.
 
-    rank, world_size: None where nothing says
-    missing:          what to do about half a place: one of the two is there and the other is not; None if none is half
+    rank, world_size: None if neither the user nor a launcher says
+    local_rank:       0 if neither says
+    missing:          what to set if a launcher is there and only one of rank and world_size is known; otherwise None
     """
 
     rank: int | None
@@ -58,9 +59,9 @@ class Placement:
 
 
 def placement(rank: int | None, world_size: int | None, local_rank: int | None) -> Placement:
-    """Returns what the user gave, completed from a launcher: the first that says all, or otherwise anything.
+    """Completes what the user gave from the variables of one launcher: the one that has most of them.
 
-    Raises InvalidRequest for a launcher's variable that is no whole number.
+    Raises InvalidRequest if a launcher's variable is not a whole number.
     """
     launcher = max(LAUNCHERS, key=Launcher.count_given)  # of equals the first; torchrun's where none says anything
     missing = None
@@ -75,7 +76,7 @@ def placement(rank: int | None, world_size: int | None, local_rank: int | None) 
 
 
 def hide_launcher_variables(names: Iterable[str]) -> None:
-    """Takes variables out of this process' environment, for libraries that would follow them."""
+    """Removes variables from this process's environment, because libraries would use them."""
     for name in names:
         os.environ.pop(name, None)
 

@@ -21,10 +21,12 @@ CHECK_SECONDS = 1.0
 
 
 class ReloadingFiles(Generic[T]):
-    """Holds what `load` makes of some files, as they are now. Thread-safe.
+    """A value that `load` makes from files, and makes again when they change. Thread-safe.
 
-    When a file has changed, `load` runs again; if it raises InvalidRequest (half of the files are replaced, say), that
-    is logged once and what was loaded before stays. `generation` counts the changes that were taken.
+    If `load` raises InvalidRequest, for instance because only some of the files are replaced yet, this is logged once
+    and the earlier value stays.
+
+    generation: how many times a changed value was loaded
     """
 
     def __init__(self, paths: Sequence[Path], load: Callable[[], T]) -> None:

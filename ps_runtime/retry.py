@@ -37,12 +37,12 @@ _RANDOM = random.Random()
 
 @dataclass(frozen=True)
 class Peer:
-    """A server that calls go to.
+    """A server that is called.
 
-    role:     what it is, for messages; empty: its address is enough
-    access:   what it is called with
-    troubles: of all calls to it: a push of each of many buckets fails while it is away, and the log says so once
-    waits:    the same, of calls that it lets wait for a moment, which is no trouble
+    role:     its name in messages; empty: only its address is shown
+    access:   the credentials for the calls
+    troubles: logs failed calls: if the server is away, many calls fail, and the log says so once
+    waits:    logs calls that the server asks to repeat in a moment, which is not an error
     """
 
     role: str
@@ -55,24 +55,24 @@ class Peer:
         return f"{self.role} at {self.address}" if self.role else self.address
 
     def error(self, call: grpc.RpcError | CallFailed) -> PSError:
-        """Returns the error that a failed call stands for: `Untrusted` where the two ends do not trust each other."""
+        """Returns a failed call as an error: `Untrusted` if a TLS handshake fails."""
         return self.explained(error_from(call, str(self)))
 
     def explained(self, error: PSError) -> PSError:
-        """Returns why TLS does not come about, if that may be why there is no answer; otherwise the error itself."""
+        """Returns the error itself, or an `Untrusted` with the reason, if a failing TLS handshake may be its cause."""
         if not isinstance(error, TryLater):
             return error
         return tls_diagnosis.explain(self.address, self.access) or error
 
 
 class Retry:
-    """Repeats a call that failed for a passing reason, with growing pauses, up to a time limit.
+    """Repeats a call after failures that may pass, with growing pauses, up to a time limit.
 
-    A pause that the peer asks for is kept and counts as progress, however often it asks. So does an error with a
-    `progress` that differs from the one before.
+    If the server names a pause, this pause is used and counts as progress. An error whose `progress` has changed counts
+    as progress, too.
 
-    timeout: seconds without progress after which the last error is raised as Unreachable
-    closing: once set, nothing is repeated
+    timeout: seconds without progress after which Unreachable is raised, with the last error
+    closing: once it is set, the call is not repeated
     """
 
     def __init__(self, peer: Peer, timeout: float, closing: threading.Event) -> None:
@@ -100,7 +100,7 @@ class Retry:
         self._has_warned = False
 
     def failed(self, call: grpc.RpcError | CallFailed) -> None:
-        """Waits before the next try. Raises the error if it will not pass, Unreachable if the time is over."""
+        """Waits before the next attempt. Raises the error if it cannot pass, Unreachable after the time limit."""
         self.wait_after(error_from(call, str(self._peer)))
 
     def wait_after(self, error: PSError) -> None:

@@ -68,13 +68,14 @@ class Setting:
 
     @property
     def unset(self) -> Any:
-        """The value where nothing gives one."""
+        """The value if the setting is given nowhere."""
         return False if self.kind is bool and self.default is None else self.default
 
     def find(self, argument: object = None) -> Any:
-        """Returns the argument; if it is None the variable's value; if that is not set the default.
+        """Returns the argument; if it is None, the variable's value; if that is not set, the default.
 
-        An argument is checked by the parser that reads texts. Raises InvalidRequest naming where a bad value is from.
+        An argument is checked by the same parser as text. Raises InvalidRequest that names the origin of an invalid
+        value.
         """
         if argument is not None:
             text = os.fspath(argument) if isinstance(argument, os.PathLike) else str(argument)
@@ -83,15 +84,15 @@ class Setting:
         return self._parse_from(self.variable, given, advice(given)) if given else self.unset
 
     def given(self) -> str | None:
-        """Returns what the variable holds; None if it is not set."""
+        """Returns the text of the variable; None if it is not set or empty."""
         return os.environ.get(self.variable) or None
 
     def parse(self, text: str) -> Any:
-        """Returns what a text means. Raises argparse.ArgumentTypeError saying what was expected."""
+        """Returns the value of a text. Raises argparse.ArgumentTypeError that says what was expected."""
         return switch(text) if self.kind is bool else self.kind(text)
 
     def written(self, value: Any) -> str:
-        """Returns a value as the text of its variable: no text for None."""
+        """Returns a value as the text of its variable; empty for None."""
         if value is None:
             return ""
         return str(int(value)) if self.kind is bool else str(value)
@@ -115,14 +116,17 @@ class Setting:
 
 
 def advice(text: str) -> str:
-    """Returns what to do about a variable that another program has set, to stand behind the error; mostly nothing."""
+    """Returns a hint to append to the error, if another program has probably set the variable; otherwise an empty
+    string.
+    """
     return f"; {_SERVICE_LINK_ADVICE}" if _SERVICE_LINK.fullmatch(text) else ""
 
 
 def as_variables(settings: Iterable[Setting], arguments: argparse.Namespace) -> dict[str, str]:
-    """Returns the values of flags as the variables of a child process.
+    """Returns the values of flags as environment variables of a child process.
 
-    A setting that is not given is empty where this process' environment has one, so that this cannot speak for it.
+    If a setting is not given but its variable is in this process's environment, it is returned with an empty text, so
+    that the child does not inherit it.
     """
     given = vars(arguments)
     texts = {setting.variable: setting.written(given[setting.name]) for setting in settings}
@@ -135,7 +139,7 @@ def environment() -> dict[str, str]:
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Sets variables of this process, for a launcher within it; takes away those whose text is empty."""
+    """Sets variables of this process, for a launcher within it. A variable with an empty text is removed."""
     for name, text in variables.items():
         if text:
             os.environ[name] = text
@@ -167,17 +171,19 @@ def switch(text: str) -> bool:
 
 
 def path(text: str) -> Path | None:
-    """Returns a path; no text is none, as in a variable."""
+    """Returns a path; None for an empty text."""
     return Path(text) if text else None
 
 
 def file_path(text: str) -> str:
-    """Returns a file's absolute path: the same file for another process, and after a change of directory."""
+    """Returns the absolute path of a file, so that it stays valid in a child process and after a change of
+    directory.
+    """
     return str(Path(text).absolute()) if text else text
 
 
 class OneOf:
-    """A parser that takes these names and no other."""
+    """A parser that accepts only these names."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -190,7 +196,7 @@ class OneOf:
 
 
 def one_of(*names: str) -> OneOf:
-    """Returns a parser that takes these names and no other; completion in a shell offers them."""
+    """Returns a parser that accepts only these names. Shell completion offers them."""
     return OneOf(names)
 
 
@@ -200,7 +206,7 @@ def seconds(text: str) -> float:
 
 
 def seconds_or_none(text: str) -> float:
-    """Reads a number of seconds from 0, which means none."""
+    """Reads a number of seconds from 0; 0 means none."""
     with contextlib.suppress(ValueError):
         if float(text) == 0.0:
             return 0.0
@@ -208,12 +214,12 @@ def seconds_or_none(text: str) -> float:
 
 
 def amount(text: str) -> float:
-    """Reads a positive number; inf is one."""
+    """Reads a positive number, or inf."""
     return _positive(text, "a positive number", math.inf)
 
 
 def magnitude(text: str) -> float:
-    """Reads a positive number, which may end in K, M, G or B, and T: thousands, millions, and so on."""
+    """Reads a positive number with an optional suffix: K, M, G or B, T for thousands, millions, billions, trillions."""
     scale = _SCALES.get(text[-1:].upper())
     try:
         return _positive(text if scale is None else text[:-1], "", 1e15) * (scale or 1.0)
@@ -237,7 +243,7 @@ def _positive(text: str, expected: str, most: float) -> float:
 
 
 def host_port(text: str) -> str:
-    """Reads HOST:PORT, and no URL."""
+    """Reads HOST:PORT. Refuses a URL."""
     if "://" in text:
         scheme = text.partition("://")[0]
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, without {scheme}://, got {text!r}")
@@ -247,7 +253,7 @@ def host_port(text: str) -> str:
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """Returns a parser that takes whole numbers between these, both included."""
+    """Returns a parser of whole numbers from `low` to `high`, both inclusive."""
 
     def number(text: str) -> int:
         """Reads a whole number between `low` and `high`."""
@@ -278,7 +284,8 @@ index = whole_number(0, 2**31 - 1)
 
 # What workers read, and their launcher.
 _WORKERS = """
-    PS_BUSY_SECONDS PS_CONNECT_TIMEOUT PS_ELASTIC PS_FIRST_RANK PS_INSECURE PS_JOB PS_LOG_DIR PS_LOG_FORMAT PS_LOG_LEVEL
+    PS_BUSY_SECONDS PS_CONNECT_TIMEOUT PS_ELASTIC PS_FIRST_RANK PS_GROUP PS_INSECURE PS_JOB PS_LOG_DIR PS_LOG_FORMAT
+    PS_LOG_LEVEL
     PS_MAX_RESTARTS PS_METRICS_HOST PS_METRICS_INSECURE PS_METRICS_PORT PS_MODE PS_NATIVE
     PS_NNODES PS_NODE_RANK PS_QUORUM PS_QUORUM_GRACE PS_RANK
     PS_SERVER PS_SERVER_OPTIONS PS_SHARDS_WITH_WORKERS PS_SHARED_DIRECTORY PS_SHOW_RANKS PS_START_TIMEOUT
@@ -288,7 +295,7 @@ _WORKERS = """
 """
 # What the launcher tells its workers.
 _LAUNCHED = """
-    PS_LAUNCHED PS_LAUNCH_ID PS_LAUNCH_RANKS PS_LOCAL_RANK PS_RESTART_COUNT PS_STARTED_FILE
+    PS_GROUP_SIZE PS_LAUNCHED PS_LAUNCH_ID PS_LAUNCH_RANKS PS_LOCAL_RANK PS_RESTART_COUNT PS_STARTED_FILE
 """
 # What servers read.
 _SERVERS = """

@@ -1,9 +1,8 @@
-"""What a main thread does on signals, and how it waits for long and hears them.
+"""Sets signal handlers, and waits in the main thread so that signals are handled.
 
-Python runs the handler of a signal in the main thread, between two instructions. A signal that comes after the last of
-them, while the thread is about to wait for a lock, is noted and interrupts nothing: a wait without end would not end by
-it. On a busy machine that is no rare case, because the thread gives up the interpreter in between. So a main thread
-waits for a second at a time.
+Python runs a signal handler in the main thread, between two instructions. A signal that comes just before the thread
+waits for a lock does not interrupt the wait, so an endless wait would never handle it. On a busy machine this is no
+rare case, because the thread releases the GIL in between. So a main thread waits for a second at a time.
 """
 
 from __future__ import annotations
@@ -19,25 +18,27 @@ HEARD_SECONDS = 1.0  # in which a signal is heard
 
 
 def on_signals(action: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
-    """Sets what SIGTERM and SIGINT do from now on."""
+    """Sets the handler of SIGTERM and SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, action)
 
 
 def await_event(event: threading.Event) -> None:
-    """Waits for an event, and hears signals."""
+    """Waits for an event. Signals are handled meanwhile."""
     while not event.wait(HEARD_SECONDS):
         pass
 
 
 def await_done(futures: Collection[Future[Any]]) -> None:
-    """Waits for futures until all are done, whatever comes of them, and hears signals."""
+    """Waits until all futures are done, failed or not. Signals are handled meanwhile."""
     while wait(futures, HEARD_SECONDS).not_done:
         pass
 
 
 def await_all(futures: Collection[Future[Any]]) -> set[Future[Any]]:
-    """Waits for futures until all are done or one has failed, and hears signals; returns those that are done."""
+    """Waits until all futures are done or one has failed. Returns those that are done. Signals are handled
+    meanwhile.
+    """
     while True:
         done, left = wait(futures, HEARD_SECONDS, FIRST_EXCEPTION)
         if not left or any(future.exception() is not None for future in done):

@@ -1,8 +1,8 @@
-"""How many threads this process may have: past that, none can be started any more.
+"""The number of threads that this process may have: beyond it, no more can be started.
 
-A container limits them (`pids.max`: Compose's `pids_limit`, Kubernetes' `podPidsLimit`, systemd's `TasksMax`), so do
-RLIMIT_NPROC, for all processes of a user together, and the kernel for the whole machine. What is free of each at the
-time counts.
+Containers limit it (`pids.max`: Compose's `pids_limit`, Kubernetes' `podPidsLimit`, systemd's `TasksMax`); so does
+RLIMIT_NPROC, for all processes of a user together, and the kernel for the whole machine. Only what others have left of
+each limit counts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ _UNLIMITED = 1 << 21 | 1 << 24
 
 @dataclass(frozen=True, order=True)
 class ThreadLimit:
-    """How many threads a process may have, those that it has included; and which limit says so."""
+    """A limit of this process's threads.
+
+    threads: the most threads that it may have, including those that it has
+    name:    the limit that applies
+    """
 
     threads: int
     name: str
 
 
 def thread_limit(root: Path = _ROOT) -> ThreadLimit | None:
-    """Returns what limits the threads of this process most; None: nothing is known. root: where /proc and /sys are"""
+    """Returns the lowest limit of this process's threads; None: unknown. root: the directory that has /proc and /sys"""
     own = numbers(root / "proc/self/status").get("Threads:", 1)
     free = min((ThreadLimit(max(0, most), name) for most, name in _free(root)), default=None)
     return None if free is None else ThreadLimit(free.threads + own, free.name)

@@ -1,4 +1,4 @@
-"""TLS of connections that are not gRPC's, with the same files and the same rules."""
+"""TLS for connections other than gRPC's, with the same files and the same rules."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from ps_runtime.credentials import Tls
 
 
 def server_context(tls: Tls, what: str) -> ssl.SSLContext:
-    """Returns what a port serves with; with a CA, a client must show a certificate of it.
+    """Returns the TLS context of a port. With a CA, a client must present a certificate of it.
 
-    what: is served, for the error
-
+    what: what the port serves, for the error text
     Raises InvalidRequest if the files cannot be used.
     """
     tls.load()
@@ -31,7 +30,7 @@ def server_context(tls: Tls, what: str) -> ssl.SSLContext:
 
 
 def client_context(tls: Tls) -> ssl.SSLContext:
-    """Returns what a client connects with: as for gRPC, its own certificate is the one that it trusts without a CA.
+    """Returns the TLS context of a client. As for gRPC, without a CA it trusts the certificate in its own file.
 
     Raises InvalidRequest if the files cannot be used.
     """

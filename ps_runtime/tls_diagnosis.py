@@ -22,8 +22,7 @@ _EXPIRED, _NOT_YET, _WRONG_HOST, _WRONG_ADDRESS = 10, 9, 62, 64
 
 
 def explain(address: str, access: Access) -> Untrusted | None:
-    """Returns why this process and the server at HOST:PORT do not trust each other; None if they do, or nothing
-    answers."""
+    """Returns the reason why the TLS handshake with HOST:PORT fails; None if it succeeds, or nothing answers."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     with contextlib.suppress(OSError), socket.create_connection((host, int(port)), SECONDS) as plain:
@@ -78,7 +77,7 @@ class _Connection:
             raise ConnectionError("the connection ended in the middle of the handshake")
 
     def first_byte(self) -> bytes:
-        """Returns the first byte that the other end sends; none if it ends the connection."""
+        """Returns the first byte that the other end sends; empty if it closes the connection."""
         received: list[bytes] = []
         self._until_done(lambda: received.append(self._tls.read(1)))
         return b"".join(received)

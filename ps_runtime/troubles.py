@@ -17,14 +17,14 @@ _lock = threading.Lock()
 
 
 def counts() -> Mapping[str, int]:
-    """Returns how many troubles this process has met, by their kind."""
+    """Returns how many recurring errors this process has met, by kind."""
     with _lock:
         return dict(_counts)
 
 
 @dataclass
 class _Trouble:
-    """A trouble that is not over: what was logged of it, and how often it was met."""
+    """A recurring error that is not over: what was logged, and how often it was met."""
 
     text: str
     arguments: tuple[object, ...]
@@ -33,9 +33,9 @@ class _Trouble:
 
 
 class Troubles:
-    """The troubles of one object. Methods may be called from any thread.
+    """The recurring errors of one object. Methods may be called from any thread.
 
-    kind: by which they are counted, a word of docs/metrics.md; None: another metric counts them
+    kind: the label under which they are counted, see docs/metrics.md; None: another metric counts them
     """
 
     def __init__(self, log: logging.Logger, kind: str | None) -> None:
@@ -52,11 +52,12 @@ class Troubles:
         trace: BaseException | None = None,
         detail: Hashable = None,
     ) -> None:
-        """Counts a trouble, and logs it unless that was done: since it began, with errors of the same kind and place.
+        """Counts an error. Logs it unless an equal one was logged since it began: same text, detail, and type and place
+        of exceptions.
 
-        key:    what is over when this is: the shard, the job, the file
-        trace:  an exception that is logged with its traceback
-        detail: another one is logged, too
+        key:    what the error is about, such as the shard, the job or the file; `over` names it
+        trace:  an exception to log with its traceback; None: none
+        detail: part of what makes an error equal, apart from the text
         """
         errors = [each for each in (*arguments, trace) if isinstance(each, BaseException)]
         what = (text, detail, *map(_place, errors))
@@ -71,7 +72,9 @@ class Troubles:
         self._log.log(level, text, *arguments, exc_info=trace)
 
     def over(self, key: Hashable) -> None:
-        """Notes that a trouble is over: the next one is logged again. Logs it, if it was met more than once."""
+        """Notes that the error of a key is over, so that the next one is logged again. Logs this if it was met more
+        than once.
+        """
         if key not in self._met:  # nearly always, and then it takes no lock
             return
         with _lock:

@@ -1,4 +1,4 @@
-"""Which version of this software, and of what it stands on, a process runs."""
+"""The installed versions of this software and of its dependencies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from importlib.metadata import version as installed_version
 
 
 def version(distribution: str = "ps-torch") -> str:
-    """Returns the version of an installed distribution; "0+unknown" for one that only lies in a folder of sources."""
+    """Returns the version of an installed distribution; "0+unknown" if it is not installed, but run from
+    its sources.
+    """
     try:
         return installed_version(distribution)
     except PackageNotFoundError:

@@ -427,7 +427,7 @@ def _window() -> int | None:
 
 def _up(arguments: argparse.Namespace) -> int:
     """Runs a cluster: its shards are told all settings by variables, and nothing else by the parent's environment."""
-    from ps_launch.servers import Supervision, up
+    from ps_launch.local_cluster import Supervision, up
 
     for name in OF_SERVERS:  # said once here, rather than by each shard
         if all(finder.find_spec(name, None) is None for finder in sys.meta_path):

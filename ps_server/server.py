@@ -212,9 +212,11 @@ class Server:
                     task()
 
     def outlive(self, seconds: float) -> None:
-        """Stays until no other shard of the cluster answers, if no job runs: until then others ask whether it is over.
+        """Waits while other shards of the cluster answer: their launches may still ask whether the job is over.
 
-        seconds: no longer than that
+        Returns at once on a server that is no coordinator, and while a job runs.
+
+        seconds: the longest time to wait
         """
         coordinator, until = self.coordinator, time.monotonic() + seconds
         if coordinator is None or coordinator.jobs():

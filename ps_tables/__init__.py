@@ -5,7 +5,7 @@ one caller at a time.
 
 beginning.py      The rows that a table begins with, and their encoding in messages
 candidates.py     Ids that are not admitted yet, with the count of each
-changes.py        A walk over the rows that changed after a version
+changed_rows.py   A walk over the rows that changed after a version
 choosing.py       Selects the loops of a process: those of the library, or numpy and torch
 cold.py           Keeps the rows that do not fit into memory in a file, until they are trained
 contributions.py  What workers push: gradients of rows, and rows that a script has set
@@ -15,15 +15,15 @@ entries.py        Numbered entries of ids, each with the version that used it la
 increments.py     The difference between two copies of a table, and a table from such differences
 index.py          Finds the row of an id: open addressing, a whole batch of ids at a time
 initial.py        The first value of a row: a function of seed, id and column
-memory.py         Arrays of rows in reserved memory, which grow without a copy
+row_arrays.py     Arrays of rows in reserved memory, which grow without a copy
 native/           Loops over rows and ids in C, in a library that wheels bring along
 numbers.py        An allocator of numbers
-optimizers.py     Optimizers that step some rows of a table, with the state of each row
+optimizing_rows.py Optimizers that step some rows of a table, with the state of each row
 places.py         The positions of rows in memory, on which training works
 removed.py        Ids of rows that were removed lately
 saved.py          Rows in the state_dict of a model
 sizes.py          The memory of a number of rows, and the number of rows for an amount of memory
 steps.py          Steps of plain SGD and row-wise Adagrad, whose rounding is defined there
-sums.py           Sums of rows by index, in the order of the rows
+row_sums.py       Sums of rows by index, in the order of the rows
 table.py          A table: creates, trains, expires and reads its rows
 """

@@ -25,20 +25,21 @@ def row_columns(optimizer: str, values: HyperParameters, dim: int, with_state: b
 
 
 def row_size(columns: Mapping[str, int]) -> int:
-    """Returns the size of a row in a message in bytes. columns: see row_columns; none: for an id that is not admitted
-    yet"""
+    """Returns the bytes of a row in a message. columns: see row_columns; empty: those of an id that waits
+    for admission
+    """
     return 16 + 4 * sum(columns.values()) if columns else 8 * len(_WAITING)
 
 
 def encoded(tensors: Mapping[str, torch.Tensor], columns: Mapping[str, int]) -> bytes:
-    """Returns the bytes of rows, or of ids that are not admitted yet. columns: of the rows; none: for such ids"""
+    """Encodes rows, or ids that wait for admission. columns: those of the rows; empty: the tensors are of such ids"""
     named = ("ids", "last", *columns) if columns else _WAITING
     types = {torch.int64: "<i8", torch.float32: "<f4"}
     return b"".join(tensors[name].numpy().astype(types[tensors[name].dtype], copy=False).tobytes() for name in named)
 
 
 def decoded(payload: Buffer, count: int, columns: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Returns the argument of `encoded`: `count` rows or ids. Raises InvalidRequest for another number of bytes."""
+    """Decodes `count` rows or ids: see `encoded`. Raises InvalidRequest for another number of bytes."""
     if len(payload) != count * row_size(columns):
         what = "rows" if columns else "ids that wait"
         raise InvalidRequest(

@@ -15,8 +15,8 @@ from ps_protocol.row_ids import Ids, chance_order
 from ps_tables.contributions import Counts
 from ps_tables.copies import CopiedColumn, EntriesCopy
 from ps_tables.entries import Entries
-from ps_tables.memory import RowNumbers, reserved
 from ps_tables.removed import RemovedIds
+from ps_tables.row_arrays import RowNumbers, reserved
 
 
 class Candidates:
@@ -50,9 +50,9 @@ class Candidates:
         return EntriesCopy(self.entries, version, since, {"counts": CopiedColumn(None, torch.int64)}, self._read)
 
     def restore(self, ids: Ids, counts: Counts, last: npt.NDArray[np.int64], version: int) -> None:
-        """Fills an empty object as far as there is room, or adds later ids; see `snapshot`.
+        """Adds ids, as `snapshot` returns them, as far as there is room: those that occurred last are kept.
 
-        version: of the table
+        version: that of the table
         """
         newest = np.lexsort((chance_order(ids), -last))[: self._capacity - len(self.entries)]
         self._counts[self.entries.add(ids[newest], last[newest])] = counts[newest]
@@ -62,7 +62,7 @@ class Candidates:
         out["counts"].copy_(torch.from_numpy(self._counts.take(numbers).astype(np.int64)))
 
     def admit(self, ids: Ids, counts: Counts, version: int) -> npt.NDArray[np.bool_]:
-        """Counts occurrences of distinct ids that are no rows. Returns those that become rows now: [n], [n] to [n]."""
+        """Counts occurrences of distinct ids without a row: [n], [n]. Returns which of them become rows now: [n]."""
         numbers = self.entries.find(ids)
         known = numbers >= 0
         total = counts + np.where(known, self._counts.take(numbers, mode="clip"), 0)
@@ -83,7 +83,7 @@ class Candidates:
         return admitted
 
     def forget(self, ids: Ids, version: int) -> None:
-        """Removes distinct ids, if they are here: they became rows by this version in another way."""
+        """Removes distinct ids that have become rows in another way, such as by an assignment. Others are ignored."""
         numbers = self.entries.find(ids)
         waited = numbers >= 0
         self.entries.remove(ids[waited], numbers[waited])

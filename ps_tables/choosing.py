@@ -1,4 +1,4 @@
-"""Selects the loops of a process: those of the library if it is there and can be loaded, otherwise numpy and torch."""
+"""Selects the loops of a process: those of the compiled library if it can be loaded, otherwise numpy and torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ AUTO, OFF = "auto", "off"
 class Choice:
     """The selected loops.
 
-    level: of processors, that the library was compiled for; empty: numpy and torch do the work
-    text: one line for the log
-    is_trouble: whether there is a library that cannot be used; the line has the reason
+    level: the processor level that the library was compiled for; empty: numpy and torch are used
+    text:  one line for the log
+    is_trouble: there is a library that cannot be used; the line has the reason
     """
 
     level: str
@@ -36,7 +36,7 @@ def _loaded(path: Path) -> Loops:
 
 
 def library_in_use() -> str:
-    """Returns which library this process uses: the level of processors that it is for, or numpy."""
+    """Returns the processor level of the library that this process uses, or "numpy"."""
     loops = in_use.loops()
     return "numpy" if loops is None else loops.level
 

@@ -22,9 +22,9 @@ import torch
 
 from ps_protocol.errors import LimitExceeded
 from ps_tables.entries import BLOCK, Entries
-from ps_tables.memory import RowArray, RowNumbers, reserved
 from ps_tables.numbers import Numbers
 from ps_tables.places import Fill, Places, Versions
+from ps_tables.row_arrays import RowArray, RowNumbers, reserved
 
 Records = npt.NDArray[np.float32]  # [n, elements of a record]
 
@@ -67,11 +67,11 @@ class _Column:
 
 
 class WithFile(Places):
-    """The places of rows, of which many may be in a file.
+    """The places of rows, most of which may be in a file.
 
     arrays:    by name, memory for the rows
     capacity:  the most rows, in memory and in the file together
-    in_memory: how many of them memory holds
+    in_memory: the most rows in memory
     """
 
     def __init__(self, arrays: Mapping[str, RowArray], capacity: int, in_memory: int, file: ColdFile) -> None:
@@ -90,7 +90,7 @@ class WithFile(Places):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def of(self, numbers: RowNumbers) -> RowNumbers:
-        """Returns the places of rows in memory; fetches those that are in the file."""
+        """Returns the places of rows in memory; reads rows that are in the file into memory first."""
         places = self._places.take(numbers).astype(np.int64)
         cold = np.flatnonzero(places < 0)
         for first in range(0, len(cold), _COPIED):
@@ -105,7 +105,7 @@ class WithFile(Places):
         return places - 1
 
     def of_new(self, numbers: RowNumbers) -> RowNumbers:
-        """Returns positions in memory. A number that still has the position of an expired row keeps it."""
+        """Returns places in memory for new rows. A number that still has the place of an expired row keeps it."""
         places = self._places.take(numbers).astype(np.int64)
         self._cold.give_back(-1 - places[places < 0])
         missing = np.flatnonzero(places <= 0)
@@ -113,7 +113,11 @@ class WithFile(Places):
         return places - 1
 
     def fill(self, numbers: RowNumbers, last: Versions, write: Fill, more: int = 0) -> None:
-        """Has rows written to memory, some at a time, those trained longest ago first: these move to the file."""
+        """Writes rows by `write`, some at a time, those trained longest ago first, which then move to the file.
+
+        last: the version that trained each
+        more: how many rows later calls will write
+        """
         order = np.argsort(last, kind="stable")
         # Memory keeps an eighth free where the file has room for the others: a table may be as full as both together.
         cold = self._memory.used + len(order) + more - (self._in_memory - self._in_memory // 8)
@@ -200,7 +204,9 @@ class WithFile(Places):
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def read(self, numbers: RowNumbers, out: Mapping[str, torch.Tensor]) -> None:
-        """Copies rows out of several columns: first what is in memory, then what is in the file, in its order."""
+        """Copies rows out of several columns: first those in memory, then those in the file, in the order
+        of the file.
+        """
         places = self._places.take(numbers, mode="clip").astype(np.int64)
         for name, tensor in out.items():
             self._arrays[name].read(places - 1, tensor)  # what is in the file gets any row
@@ -251,5 +257,5 @@ class WithFile(Places):
 
     @property
     def read_from_file(self) -> int:
-        """The number of reads of rows from the file so far."""
+        """The number of rows read from the file so far."""
         return self._read

@@ -11,7 +11,7 @@ import torch
 
 from ps_protocol.row_ids import Ids, Which
 from ps_tables.distinct import distinct
-from ps_tables.sums import add_rows
+from ps_tables.row_sums import add_rows
 
 Counts = npt.NDArray[np.int64]
 
@@ -40,10 +40,10 @@ class RowValues:
 class RowGradients:
     """The contribution of one step of a worker, or of several steps, to a table.
 
-    ids: [n], distinct
-    counts: [n], the occurrences of each id in the step's data
+    ids:       [n], distinct
+    counts:    [n], the occurrences of each id in the step's data
     gradients: [n, dim] float32, contiguous, summed over the occurrences
-    ends: [shards], where the ids of each shard end, if they are sorted by shard; None: that is not known
+    ends:      [shards]: if the ids are sorted by shard, where the ids of each shard end; None: unknown
     """
 
     ids: Ids
@@ -55,7 +55,7 @@ class RowGradients:
         return len(self.ids)
 
     def part(self, which: Which) -> RowGradients:
-        """Returns some of the rows. For a slice the result is a view."""
+        """Returns the rows at `which`, without `ends`. For a slice the result is a view, for indices a copy."""
         rows = which if isinstance(which, slice) else torch.from_numpy(which)
         return RowGradients(self.ids[which], self.counts[which], self.gradients[rows])
 

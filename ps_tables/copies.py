@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ps_tables.entries import BLOCK, Entries
-from ps_tables.memory import RowNumbers
+from ps_tables.row_arrays import RowNumbers
 
 Read = Callable[[RowNumbers, Mapping[str, torch.Tensor]], object]
 
@@ -28,7 +28,7 @@ class CopiedColumn:
     dtype: torch.dtype
 
     def empty(self, count: int) -> torch.Tensor:
-        """Returns room for so many entries."""
+        """Allocates the column for `count` entries."""
         shape = (count,) if self.dim is None else (count, self.dim)
         return torch.empty(shape, dtype=self.dtype, device="cpu")
 
@@ -37,9 +37,9 @@ class EntriesCopy:
     """A copy of the entries that were used after a version. The caller must not change entries during the constructor
     and during each `take`.
 
-    version: the table's present one
-    since: the version before; 0: all entries
-    read: copies the columns of some numbers
+    version: the table's present version
+    since:   the copy has entries that were used after this version; 0: all entries
+    read:    copies the columns of entries, given their numbers
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EntriesCopy:
         return self._next >= self._end
 
     def take(self, most: int) -> None:
-        """Copies the next entries of a block, at most `rows`."""
+        """Copies the next entries of a block, at most `most`."""
         stop = min(self._end, self._next + BLOCK)
         numbers = self._entries.within(np.arange(self._next, stop), self._first, self._last)
         if len(numbers) > most:
@@ -103,8 +103,8 @@ class EntriesCopy:
 class TableCopy:
     """A copy of a table at one version: of all its rows, or of those that changed after an earlier version.
 
-    since: that version; None: it has all rows
-    changed: the number of rows
+    since:   the earlier version; None: the copy has all rows
+    changed: the number of rows in the copy
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class TableCopy:
         return self._rows.is_over and (self._waiting is None or self._waiting.is_over)
 
     def take(self, most: int) -> None:
-        """Copies the next rows, at most `rows`. The caller must not train the table meanwhile."""
+        """Copies the next rows, at most `most`. The caller must not train the table meanwhile."""
         if not self._rows.is_over:
             self._rows.take(most)
         elif self._waiting is not None:
@@ -140,7 +140,10 @@ class TableCopy:
                 copy.end()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns what Table.snapshot does, in any order; of changes, see increments.py. Once, when it is over."""
+        """Returns the tensors of Table.snapshot, with rows in any order; for changes only, see increments.py.
+
+        Call it once, when the copy is over.
+        """
         found = {**self._others, **self._rows.hand_over()}
         if self._waiting is not None:
             found |= {f"waiting.{name}": tensor for name, tensor in self._waiting.hand_over().items()}

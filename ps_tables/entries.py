@@ -1,4 +1,5 @@
-"""Numbered entries of ids, each with the version that used it last: the rows of a table, and the ids that wait to be.
+"""Numbered entries of ids, each with the version that last used it: the rows of a table, or the ids that wait for
+admission.
 
 Entries expire by a threshold: an entry whose last use is before this version has expired. Raising the threshold expires
 them all at once. Their numbers and their slots in the index are released later, some at a time.
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from ps_protocol.row_ids import Ids, chance_order
 from ps_tables.index import Index
-from ps_tables.memory import RowNumbers, reserved
+from ps_tables.row_arrays import RowNumbers, reserved
 
 BLOCK = 2**16  # numbers looked at in one step of a walk: some tens of microseconds
 
@@ -28,7 +29,7 @@ Told = Callable[[RowNumbers], None]
 
 
 class Gone(NamedTuple):
-    """Ids that are no entries any more: those that expired by the threshold, and those that were removed one by one."""
+    """Ids whose entries are gone: those that expired by the threshold, and those that were removed one by one."""
 
     expired: Ids
     removed: Ids
@@ -77,9 +78,9 @@ class Entries:
         return numbers
 
     def add(self, ids: Ids, version: int | npt.NDArray[np.int64]) -> RowNumbers:
-        """Creates entries for distinct new ids. Returns their numbers. There must be room.
+        """Creates entries for distinct new ids. Returns their numbers. The caller has made room.
 
-        version: that uses them, or the version of the last use of each
+        version: the version that uses them; or for each the version of its last use
         """
         numbers = self._index.find(ids)  # an expired entry is used again
         missing = np.flatnonzero(numbers < 0)
@@ -121,11 +122,11 @@ class Entries:
         return expired
 
     def make_room(self, more: int, version: int) -> Gone:
-        """Removes the entries used longest ago if `count` more do not fit: the excess, or a sixteenth of the limit if
-        that is more. Entries of the present version stay.
+        """Removes the entries used longest ago if `more` new ones do not fit: the excess, or a sixteenth of the limit
+        if that is more. Entries that were used by `version` stay.
 
-        Within the oldest version that is not removed completely, `chance_order` selects ids. Removing whole versions
-        would remove all of a table that one update has filled.
+        Within the oldest version of which only some entries are removed, `chance_order` selects the ids. Removing whole
+        versions would remove all of a table that one update has filled.
         """
         nothing: Ids = np.empty(0, np.int64)
         missing = more - (self.limit - self._live)
@@ -161,17 +162,18 @@ class Entries:
         return self.used_since(0, 0, self._end)
 
     def used_since(self, version: int, first: int, count: int) -> tuple[Ids, RowNumbers]:
-        """Returns the ids of the entries with some numbers that were used last after a version, and their numbers.
+        """Returns the ids and numbers of the entries that were last used after a version.
 
-        first, count: of the numbers that are looked at
+        first, count: only entries with numbers from `first` to `first + count`, exclusive
         """
         used = self._used[first : min(self._end, first + count)]
         numbers = first + np.flatnonzero(used >= max(self._threshold, version + 1 - self._base))
         return self._ids.take(numbers), numbers
 
     def gone(self, numbers: slice) -> npt.NDArray[np.bool_]:
-        """Returns which of some numbers are free to use: those of no entry, and of expired ones, unless a copy is under
-        way, which may still want these."""
+        """Returns which of these numbers are free: they have no entry, or an expired one. While a copy is under way,
+        expired entries are not free, because the copy may still need them.
+        """
         used = self._used[: self._end][numbers]
         without: npt.NDArray[np.bool_] = used == 0 if self._told is not None else used < self._threshold
         return without
@@ -182,14 +184,11 @@ class Entries:
         return self._threshold + self._base
 
     def within(self, numbers: RowNumbers, first: int, last: int) -> RowNumbers:
-        """Returns those of some numbers that were used last by a version of a range, also expired ones.
-
-        first, last: of the range
-        """
+        """Returns those of these numbers that were last used by a version from `first` to `last`, also expired ones."""
         return numbers[_between(self._used.take(numbers), first - self._base, last - self._base)]
 
     def count_within(self, first: int, last: int) -> int:
-        """Returns how many numbers were used last by a version of a range."""
+        """Returns how many numbers were last used by a version from `first` to `last`."""
         used = self._used[: self._end]
         return int(np.count_nonzero(_between(used, first - self._base, last - self._base)))
 

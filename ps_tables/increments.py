@@ -1,15 +1,15 @@
-"""The difference between two copies of a table, an increment; and a table from a copy and its increments.
+"""The difference between two copies of a table, called an increment; and how to restore a table from a copy and
+increments.
 
 An increment has, by the names of Table.snapshot, the rows that were trained after a version, and the ids that have
-occurred after it and wait for admission. Beside them
+occurred after it and wait for admission. In addition it has
 
-    since            the version after which these are
-    oldest           rows that were trained last before this version are none any more
-    removed          ids that were rows and made room for others, and are not told by `oldest`
-    waiting.oldest   likewise of ids that wait
-    waiting.removed  ids that waited and do not any more, likewise: they were admitted, or made room
+    since            the version after which these changed oldest           rows whose last training is before this
+    version have been removed removed          ids of rows that were removed, apart from those that `oldest` describes
+    waiting.oldest   the same for ids that wait for admission waiting.removed  the same for ids that waited, and were
+    admitted or removed
 
-Rows are mostly removed in the order of their last training, so that one number describes most removals.
+Rows are mostly removed in the order of their last training, so one number describes most removals.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def in_order(tensors: Tensors) -> Tensors:
-    """Returns the rows of a snapshot in the order of mixed ids, and so what waits."""
+    """Returns a snapshot with its rows, and its waiting ids, sorted by mixed ids."""
     ordered = dict(tensors)
     for prefix in ("", "waiting."):
         if f"{prefix}ids" in tensors:
@@ -46,7 +46,7 @@ def in_order(tensors: Tensors) -> Tensors:
 
 
 def newest(tensors: Mapping[str, torch.Tensor], most: int) -> Mapping[str, torch.Tensor]:
-    """Returns a snapshot with so many rows at most: without those that would make room for others first."""
+    """Returns a snapshot with at most `most` rows: without those that would be removed first to make room."""
     count = len(tensors.get("ids", ()))
     names = _of(tensors, "")
     if count <= most or "last" not in names or any(len(tensors[name]) != count for name in names):

@@ -1,11 +1,11 @@
-"""Which row an id has: open addressing with linear probing, a whole batch of ids at a time.
+"""A hash index from ids to rows: open addressing with linear probing, for a whole batch of ids at a time.
 
-Vectorised: each round of probing looks at one slot of every id that is not found yet. A slot does not have the id, but
-its mark, the upper half of its hash: whose row it is, the row's own id says, which is looked at where the mark is the
-same. So a slot takes 8 bytes. A search goes on past the slot of a row that was removed, until another id gets it.
+It is vectorised: each round of probing looks at one slot of every id that is not found yet. A slot has no id, but a
+mark, the upper half of the id's hash, and a row. If the mark is equal, the id is compared with the row's own. So a slot
+takes 8 bytes. A search continues past the slot of a removed row, until another id gets this slot.
 
-The index is made anew, twice as large where that is needed, when it is three quarters full: not at once, but some slots
-with each insertion, as Redis does with its dictionaries. Meanwhile an id is in the new slots or in the old ones.
+The index is rebuilt when it is three quarters full, in twice the size if needed: not at once, but some slots with each
+insertion, as Redis does with its dictionaries. Meanwhile an id is in the new slots or in the old ones.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_protocol.row_ids import Ids, Mixed, mix
-from ps_tables.memory import RowNumbers
 from ps_tables.native import in_use
+from ps_tables.row_arrays import RowNumbers
 
 _FULL = 0.75  # of the slots are used: beyond, searches take long
 _NEARLY_FULL = 0.7  # have a row: the memory of the next slots is prepared
@@ -33,7 +33,7 @@ _EMPTY = np.uint64(0)
 
 
 def most_slots(count: int) -> int:
-    """Returns how many slots an index of so many ids comes to have, where it is larger than the smallest."""
+    """Returns the most slots of an index with `count` ids, unless it is the smallest index."""
     return 1 << max(0, 2 * count - 1).bit_length()
 
 
@@ -41,8 +41,8 @@ class _Slots:
     """Marks and rows, in a power of two of slots.
 
     ids:    [rows], the id of each row
-    values: a mark and a row each, 0 where nothing ever was
-    used:   slots that are not 0
+    values: [slots], a mark and a row each; 0: never used
+    used:   the number of slots that are not 0
     """
 
     def __init__(self, count: int, salt: int, ids: Ids) -> None:
@@ -56,7 +56,7 @@ class _Slots:
         return len(self.values)
 
     def touch(self, start: int, stop: int) -> None:
-        """Writes to empty slots, so that their memory is there: the kernel clears it when it is first written."""
+        """Writes to empty slots. The kernel clears memory when it is first written, which so happens now."""
         self.values[start:stop] = 0
 
     def find(self, ids: Ids) -> RowNumbers:
@@ -80,7 +80,7 @@ class _Slots:
         return others
 
     def insert(self, ids: Ids, rows: RowNumbers) -> None:
-        """Gives distinct ids without a row one each. Which of two ids gets the slot that both want, may be either."""
+        """Inserts distinct ids with a row each. If two ids want the same slot, either may get it."""
         loops = in_use.loops()
         if loops is not None:
             self.used += loops.insert(self.values, int(self._salt), ids, rows)
@@ -104,7 +104,7 @@ class _Slots:
         return self._rows(self.values.take(slots)), slots
 
     def forget(self, slots: npt.NDArray[np.int64]) -> None:
-        """Takes the rows out of some slots."""
+        """Marks slots as removed."""
         self.values[slots] = _REMOVED
 
     def _begin(self, ids: Ids) -> tuple[RowNumbers, Mixed]:
@@ -138,11 +138,11 @@ class _Slots:
 
 
 class Index:
-    """The rows of ids. The row of an id is any number below 2**32 - 1 that the caller gives to it alone.
+    """A map from ids to rows. The caller chooses the row of an id: a number below 2**32 - 1 that no other id has.
 
     ids:  [rows], the id of each row. The caller writes an id there before it inserts it, and keeps it until it has
           removed it
-    salt: what slots depend on besides ids, so that ids that share a slot cannot be chosen
+    salt: is part of the hash, so that an attacker cannot choose ids that share a slot
     """
 
     def __init__(self, ids: Ids, salt: int = 0) -> None:
@@ -160,7 +160,7 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, all slots counted."""
+        """Bytes of memory of all slots."""
         every = (self._slots, self._old, self._next)
         return sum(slots.values.nbytes for slots in every if slots is not None)
 
@@ -180,7 +180,7 @@ class Index:
         self._slots.insert(ids, rows)
 
     def remove(self, ids: Ids, rows: RowNumbers) -> None:
-        """Takes their rows from distinct ids: [n], [n]."""
+        """Removes distinct ids, given with their rows: [n], [n]."""
         self._count -= len(ids)
         for slots in (self._slots, self._old):
             if slots is not None:

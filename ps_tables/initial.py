@@ -1,7 +1,7 @@
 """The value of a row without training: a function of seed, id and column.
 
-So reading makes no row, and two runs agree whatever the order, and the number of shards. Only sums, products and shifts
-are used, whose results are the same on every machine: a logarithm's last bit is not.
+So reading an id creates no row, and two runs agree, whatever the order of reads and the number of shards. Only sums,
+products and shifts are used, whose results are the same on every machine; the last bit of a logarithm is not.
 """
 
 from __future__ import annotations

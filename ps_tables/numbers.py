@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ps_tables.memory import RowNumbers
+from ps_tables.row_arrays import RowNumbers
 
 
 class Numbers:
-    """Numbers from 0. Whoever takes some sees to it that there are so many.
+    """A pool of numbers from 0. The caller makes sure that it takes no more than there may be.
 
-    end:  no number from here on was ever taken
+    end:  all numbers from here on were never taken
     used: how many are taken now
     """
 
@@ -19,7 +19,7 @@ class Numbers:
         self._free: list[RowNumbers] = []  # the last one is taken from first
 
     def take(self, count: int) -> RowNumbers:
-        """Takes some that are free; returns them in ascending order."""
+        """Takes `count` free numbers; returns them in ascending order."""
         self.used += count
         taken: list[RowNumbers] = []
         while count and self._free:
@@ -40,5 +40,5 @@ class Numbers:
             self._free.append(numbers)
 
     def drop(self, numbers: RowNumbers) -> None:
-        """Ends the use of some that are taken, so that they are never taken again."""
+        """Ends the use of numbers for good: they are never taken again."""
         self.used -= len(numbers)

@@ -1,4 +1,4 @@
-"""Where the rows of a table lie: all in memory, at their numbers; or, with a file beside it, as cold.py says."""
+"""Where the rows of a table lie: in memory, at the index that is their number; or partly in a file, see cold.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ps_tables.entries import Entries
-from ps_tables.memory import RowArray, RowNumbers
+from ps_tables.row_arrays import RowArray, RowNumbers
 
 Versions = npt.NDArray[np.int64]
 # Writes some of the rows that are restored: which of them, to these places in memory.
@@ -30,9 +30,9 @@ class Column(Protocol):
 
 
 class Places(ABC):
-    """The places of rows. Rows have the numbers that Entries give them; what trains rows works on places in memory.
+    """Maps the numbers of rows, which Entries assigns, to places in memory. Optimizers work on rows at their places.
 
-    columns: by name, what reads rows by their numbers
+    columns: by name, objects that read rows by their numbers
     """
 
     columns: Mapping[str, Column]
@@ -40,26 +40,26 @@ class Places(ABC):
     @property
     @abstractmethod
     def limit(self) -> int:
-        """How many rows there may be now."""
+        """The most rows that fit now."""
 
     @abstractmethod
     def of(self, numbers: RowNumbers) -> RowNumbers:
-        """Returns the places of distinct rows in memory. What lies elsewhere is fetched."""
+        """Returns the places of distinct rows in memory. Rows in a file are first read into memory."""
 
     @abstractmethod
     def of_new(self, numbers: RowNumbers) -> RowNumbers:
-        """Returns the places in memory of distinct rows that come into being, with anything in them."""
+        """Returns places in memory for distinct new rows. Their content is undefined."""
 
     @abstractmethod
     def settle(self, rows: Entries, version: int) -> None:
-        """Ends an update of this version: moves some rows, where that is due."""
+        """Is called at the end of an update, with its version: moves some rows to the file if memory is nearly full."""
 
     @abstractmethod
     def fill(self, numbers: RowNumbers, last: Versions, write: Fill, more: int = 0) -> None:
-        """Makes many rows. Raises LimitExceeded if there is no room for all.
+        """Creates many rows, by calls of `write`. Raises LimitExceeded if there is no room for all.
 
-        last: the version that trained each
-        more: how many come in calls after this one, which were not trained longer ago
+        last: the version that trained each row
+        more: how many rows later calls will add, which were not trained longer ago
         """
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Places(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that knowing the places takes."""
+        """Bytes of memory of the map itself."""
         return 0
 
     @property
@@ -88,7 +88,7 @@ class Places(ABC):
 
     @property
     def read_from_file(self) -> int:
-        """How often a row was read from the file so far."""
+        """The number of rows read from the file so far."""
         return 0
 
 
@@ -128,5 +128,5 @@ class InMemory(Places):
 
     @property
     def memory_rows(self) -> int:
-        """As many as there ever were."""
+        """The most rows that there have been."""
         return self._end

@@ -1,6 +1,6 @@
-"""Ids that were rows and are none any more, of late: those who follow a table have to be told of them.
+"""The ids of rows that were removed lately: readers that follow a table must be told of them.
 
-Rows that changed are found by their versions; of a row that is gone there is nothing left to find.
+Rows that changed are found by their versions; a removed row has no version to be found by.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _SHARE = 4  # and a quarter as many as there are rows: beyond, a copy of all row
 
 
 def most_kept(rows: int, capacity: int) -> int:
-    """Returns how many removed ids are kept of a table at most. rows: it has; capacity: it may have"""
+    """Returns how many removed ids of a table are kept at most. rows: its present rows; capacity: its most rows"""
     return min(capacity, max(LEAST_KEPT, rows // _SHARE))
 
 
 class RemovedIds:
-    """The ids that the last versions of a table removed: 8 bytes each, as many as `most_kept` says.
+    """The ids that the last versions of a table removed: 8 bytes each, as many as `most_kept` allows.
 
-    capacity: rows that the table may have
-    since:    all that was removed after this version is here
+    capacity: the most rows of the table
+    since:    all ids that were removed after this version are kept
     """
 
     def __init__(self, capacity: int, since: int = 0) -> None:
@@ -38,7 +38,7 @@ class RemovedIds:
         return 8 * self._count
 
     def add(self, version: int, ids: Ids, rows: int) -> None:
-        """Notes what a version removed. Versions never go down. rows: how many the table has now"""
+        """Adds the ids that a version removed. Versions never decrease. rows: the table's present rows"""
         if not len(ids):
             return
         self._kept.append((version, ids))
@@ -48,7 +48,9 @@ class RemovedIds:
             self._count -= len(gone)
 
     def after(self, version: int) -> list[Ids] | None:
-        """Returns what was removed after a version, in the order of versions; None where that is not known any more."""
+        """Returns the ids that were removed after a version, in the order of versions; None if they are not kept any
+        more.
+        """
         if version < self.since:
             return None
         newest = itertools.takewhile(lambda kept: kept[0] > version, reversed(self._kept))

@@ -10,9 +10,9 @@ import torch
 
 
 def saved_rows(rows: Mapping[str, torch.Tensor], seed: int) -> bytes:
-    """Returns rows and what belongs to them as a safetensors file.
+    """Returns rows as a safetensors file.
 
     rows: see Table.snapshot
-    seed: of rows without training
+    seed: the seed of rows without training
     """
     return safetensors.torch.save({**rows, "seed": torch.from_numpy(np.array([seed], np.uint64).view(np.int64))})

@@ -1,8 +1,8 @@
-"""How much memory so many rows come to take, and how many rows so much memory holds.
+"""The memory that a number of rows takes, and the number of rows that fit into memory.
 
-All of a table counts: its rows with their optimizer's state, the index, the ids that wait for admission, of which there
-may be as many as rows, and the ids that went of late. What counts is what a full table takes, but for some KiB of the
-smallest one. While an index is made anew, its old slots are there, too: at most as much memory again as its slots.
+All of a table counts: its rows with their optimizer's state, the index, the ids that wait for admission, which may be
+as many as the rows, and the ids that were removed lately. The numbers are those of a full table, but for some KiB of
+the smallest one. While an index is rebuilt, its old slots take memory, too: at most as much again as its slots.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ def record_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> in
 
 
 def index_bytes(rows: int, waits: bool = False) -> int:
-    """Returns the bytes that so many rows take besides their records. waits: as many ids may wait for admission"""
+    """Returns the bytes that `rows` rows take besides their records. waits: as many ids may wait for admission"""
     one = SLOT_BYTES * most_slots(rows) + _ENTRY_BYTES * rows + 8 * most_kept(rows, rows)
     return one + waits * (one + COUNT_BYTES * rows)
 
 
 def rows_within(memory: int, record: int, waits: bool = False) -> int:
-    """Returns how many rows so many bytes hold. record: bytes of each, besides the index"""
+    """Returns how many rows fit into `memory` bytes.
+
+    record: the bytes of a row's record
+    waits:  as many ids may wait for admission
+    """
     numbers = range(1, MAX_ROWS + 1)
     return bisect.bisect_right(numbers, memory, key=lambda rows: record * rows + index_bytes(rows, waits))

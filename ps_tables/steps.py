@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ps_tables.memory import RowArray, RowNumbers
 from ps_tables.native import in_use
+from ps_tables.row_arrays import RowArray, RowNumbers
 
 Floats = npt.NDArray[np.float32]
 BLOCK_ELEMENTS = 2**18  # stepped at a time: what is gathered stays in a cache
@@ -19,7 +19,7 @@ _LANES = 8
 
 
 def sgd(weights: RowArray, rows: RowNumbers, sums: Floats, count: int, lr: float) -> None:
-    """Steps distinct rows by a mean gradient: [n], and the sums of gradients, [n, dim]."""
+    """Steps distinct rows by a mean gradient: rows [n], sums of gradients [n, dim]. count: the divisor of the mean"""
     loops = in_use.loops()
     if loops is not None:
         loops.sgd(weights.elements, rows, sums, float(count), lr)
@@ -36,7 +36,11 @@ def sgd(weights: RowArray, rows: RowNumbers, sums: Floats, count: int, lr: float
 def row_wise_adagrad(
     weights: RowArray, squares: RowArray, rows: RowNumbers, sums: Floats, count: int, lr: float, eps: float
 ) -> None:
-    """Steps distinct rows by a mean gradient. squares: of each row the sum of the means of squares, [capacity, 1]"""
+    """Steps distinct rows by a mean gradient: rows [n], sums of gradients [n, dim].
+
+    squares: [capacity, 1], for each row the sum of the means of its squared gradients
+    count:   the divisor of the mean
+    """
     loops = in_use.loops()
     if loops is not None:
         loops.adagrad(weights.elements, squares.elements, rows, sums, float(count), lr, eps)

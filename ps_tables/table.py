@@ -1,13 +1,13 @@
-"""A table: its rows come into being, are trained, expire and are read.
+"""A table: its rows are created, trained, read, and removed when they expire.
 
-    pull     reads rows, and what is no row as it would begin: it changes nothing
-    apply    makes one update: admits ids, makes rows for them, and steps the rows of the update
-    changes  tells what changed after a version, for those who follow: it changes nothing
-    copy     copies the table, or what changed after a version, for a checkpoint, while it is trained
+    pull     reads rows; an id without a row has its initial value. It changes nothing
+    apply    makes one update: admits ids, creates rows for them, and steps the rows of the update changes  returns what
+    changed after a version, for readers. It changes nothing copy     copies the table, or what changed after a version,
+    for a checkpoint, while the table is trained
 
-A row expires when `expire_after` updates have passed since the last one that trained it: from then on it counts as one
-without training. That is decided at versions which are a multiple of a period, and does not depend on when
-anybody looks, nor on which other rows are on this shard.
+A row expires when `expire_after` updates have passed since the last one that trained it: from then on its id has no
+row. Expiry is decided at versions that are a multiple of a period. It depends neither on reads nor on the other rows of
+the shard.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.row_ids import Ids, chance_order, mix
 from ps_protocol.tables import TableSpec
 from ps_tables.candidates import Candidates
-from ps_tables.changes import Changes
+from ps_tables.changed_rows import Changes
 from ps_tables.cold import ColdFile, WithFile
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.copies import CopiedColumn, EntriesCopy, TableCopy
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
-from ps_tables.memory import RowArray, RowNumbers
-from ps_tables.optimizers import row_optimizer
+from ps_tables.optimizing_rows import row_optimizer
 from ps_tables.places import InMemory, Places
 from ps_tables.removed import RemovedIds
+from ps_tables.row_arrays import RowArray, RowNumbers
 
 _ASSIGNED = 2**16  # rows that are set at a time
 PERIODS = 16  # of the time after which a row expires: it may stay so much longer
@@ -40,7 +40,7 @@ PERIODS = 16  # of the time after which a row expires: it may stay so much longe
 
 @dataclass(frozen=True)
 class Beyond:
-    """Where rows of a table lie that outgrows memory: a file, and how many rows memory holds."""
+    """Where a table's rows lie that do not fit into memory: the file, and the most rows in memory."""
 
     file: ColdFile
     in_memory: int
@@ -48,14 +48,14 @@ class Beyond:
 
 @dataclass(frozen=True)
 class Applied:
-    """What one update of a table has done, in rows.
+    """The result of one update, in numbers of rows.
 
-    stepped:  that were in the update
-    admitted: of these, that came into being
-    waiting:  ids that did not occur often enough to become rows: their gradients are dropped
-    no_room:  ids that would have become rows of a table that holds fewer: likewise
-    expired:  that were not trained for too long
-    evicted:  that made room for others
+    stepped:  rows in the update
+    admitted: of these, rows that were created
+    waiting:  ids that have not occurred often enough to become rows: their gradients are dropped
+    no_room:  ids for whose rows the table has no room: their gradients are dropped
+    expired:  rows that were not trained for too long
+    evicted:  rows that were removed to make room
     """
 
     stepped: int
@@ -70,8 +70,9 @@ class Applied:
 class InFile:
     """The part of a table that is in a file.
 
-    rows:   how many rows are there; nbytes: of the file
-    read:   how often a row was read from there, since the table was made
+    rows:   the number of rows in it
+    nbytes: bytes of the file
+    read:   how many rows were read from it since the table was made
     """
 
     rows: int = 0
@@ -84,9 +85,9 @@ class Table:
 
     optimizer: a name of row_optimizers.ROW_OPTIMIZERS
     values:    its hyper-parameters
-    capacity:  the most rows here; where more are to come, those trained longest ago go
-    salt:      what the index depends on besides ids: see Index
-    beyond:    where rows lie that memory does not hold; None: it holds all
+    capacity:  the most rows here; beyond it, those trained longest ago are removed
+    salt:      see Index
+    beyond:    where rows lie that do not fit into memory; None: all fit
     """
 
     def __init__(
@@ -118,19 +119,23 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, also of rows that have expired and are not used again yet."""
+        """Bytes of memory, including rows that have expired and are not reused yet."""
         rows = self._places.memory_rows * 4 * sum(array.dim for array in self._in_memory().values())
         waiting = self._candidates.nbytes if self._candidates is not None else 0
         return self._rows.nbytes + self._places.nbytes + rows + waiting + self._removed.nbytes
 
     @property
     def in_file(self) -> InFile:
-        """What lies in the file, and was read there."""
+        """The rows in the file, and how many were read from it."""
         places = self._places
         return InFile(places.file_rows, places.file_bytes, places.read_from_file)
 
     def pull(self, ids: Ids, out: torch.Tensor) -> int:
-        """Reads rows: [n] ids, which may repeat, into [n, dim] float32, contiguous. Returns how many are rows."""
+        """Reads rows: ids [n], which may repeat, into `out`, [n, dim] float32 contiguous. Returns how many of the ids
+        have a row.
+
+        An id without a row gets its initial value.
+        """
         numbers = self._rows.find(ids)
         self._places.read(numbers, {"weights": out})
         untrained = np.flatnonzero(numbers < 0)
@@ -141,10 +146,10 @@ class Table:
     def apply(self, update: RowGradients, count: int, version: int, values: HyperParameters | None = None) -> Applied:
         """Makes one update with a mean gradient.
 
-        update:  of finite numbers
-        count:   what the mean is over
-        version: the number of this update, one more than that of the last one
-        values:  hyper-parameters to use from this update on
+        update:  the sums of gradients; all must be finite
+        count:   the divisor of the mean
+        version: the number of this update, one more than that of the last
+        values:  hyper-parameters to use from this update on; None: unchanged
         """
         self._values.update(values or {})
         self.version = version
@@ -166,9 +171,9 @@ class Table:
         return Applied(len(numbers), len(made), waiting, len(new) - len(made), expired, evicted)
 
     def assign(self, rows: RowValues, version: int) -> Applied:
-        """Sets rows, which begin without a state of the optimizer. An id without a row gets one, also where it waits.
+        """Sets rows, and resets their optimizer state. An id without a row gets one, even if it waits for admission.
 
-        version: the number of an update: of the last one, or of the next, whose `apply` follows
+        version: the number of the last update, or of the next one, whose `apply` follows
         """
         self.version = version
         self._rows.limit = self._places.limit
@@ -202,9 +207,10 @@ class Table:
         return new, evicted
 
     def changes(self, since: int | None) -> Changes:
-        """Returns a walk over what changed after a version; over all rows for None, or if removed ids are forgotten.
+        """Returns a walk over the rows that changed after a version. None, or if removed ids since then are forgotten:
+        over all rows.
 
-        since: up to the version of the table
+        since: a version up to that of the table
         """
         removed = None if since is None else self._removed.after(since)
         known = 0 if since is None or removed is None else since
@@ -212,14 +218,14 @@ class Table:
 
     @property
     def capacity(self) -> int:
-        """How many rows there may be now."""
+        """The number of rows that fit now."""
         return self._places.limit
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Returns a copy of all rows, in the order of mixed ids, and all that decides what becomes of them.
+        """Returns a copy of the table's whole state, with rows sorted by mixed ids.
 
         ids [n], weights [n, dim], state.OPTIMIZER.* [n, dim] or [n, 1], and last [n], the version that trained each;
-        waiting.ids, waiting.counts and waiting.last of ids that are not admitted yet; version [1]
+        waiting.ids, waiting.counts and waiting.last of ids that wait for admission; version [1]
         """
         ids, numbers = _in_order(*self._rows.entries())
         found = {"ids": ids, "last": self._rows.versions(numbers), "version": np.array([self.version])}
@@ -236,9 +242,11 @@ class Table:
         return tensors | arrays
 
     def copy(self, since: int | None = None) -> TableCopy:
-        """Begins a copy of the table as it is now, which is taken in pieces; one that is under way ends.
+        """Begins a copy of the table as it is now, which is made in pieces. An earlier copy that is not complete is
+        abandoned.
 
-        since: a version of this table, after which rows changed; None, or if what went since is forgotten: of all rows
+        since: copy only what changed after this version. None, or if removed ids since then are forgotten: copy all
+               rows
         """
         if self._copy is not None:
             self._copy.end()
@@ -263,20 +271,19 @@ class Table:
 
     @property
     def values(self) -> HyperParameters:
-        """The optimizer's hyper-parameters, as they were last used."""
+        """The optimizer's hyper-parameters, as last used."""
         return dict(self._values)
 
     def restore(
         self, tensors: Mapping[str, torch.Tensor], values: HyperParameters | None = None, more: int = 0
     ) -> None:
-        """Takes the place of an empty table; see `snapshot`. Raises InvalidRequest for what is none of this table.
+        """Adds the rows of a snapshot to an empty table. Raises InvalidRequest if they do not fit this table.
 
-        Where the optimizer is another one than that of the snapshot, all rows begin without a state.
-        A table may come in parts, one after the other: rows that were trained longest ago first, and of ids that wait
-        those that occurred last.
+        A snapshot may come in several calls: first the rows that were trained longest ago, and of waiting ids those
+        that occurred last. If the optimizer is another one than the snapshot's, all rows begin without state.
 
-        values: hyper-parameters to go on with
-        more:   how many rows come in the parts after this one
+        values: hyper-parameters to continue with; None: unchanged
+        more:   how many rows later calls will add
         """
         self._values.update(values or {})
         arrays = self._in_memory()

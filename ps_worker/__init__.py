@@ -15,8 +15,8 @@ given.py        The arguments of `prepare`: sorted by what they are, and checked
 group.py        A worker that is a group of processes: how its members agree
 prepared.py     What `prepare` has returned, by what it was given
 row_feed.py     A live copy of a table in a process that does not train
-subscription.py `subscribe`: a job's weights in a process that does not train
-edition.py      Its weights at one version: as tensors, as files, as a model with other names has them
+followed_model.py `subscribe`: a job's weights in a process that does not train
+edition_tensors.py Its weights at one version: as tensors, as files, as a model with other names has them
 config.py       A worker's settings: arguments first, then PS_* variables, then a launcher's, then defaults
 strategies/     How a worker trains: alone, with DDP, or on parameter servers
 model/          A model as flat buffers, its job, and its step
@@ -32,7 +32,7 @@ huggingface.py  The Trainer of Hugging Face on parameter servers
 lightning.py    Lightning on parameter servers: a strategy for Trainer, and one for Fabric
 engines/        Engines that generate text with a job's newest weights: vLLM, SGLang, transformers
 ray/            Parameter servers on Ray: for Ray Train, and for plain actors and Tune
-own_servers.py  The servers that `ps-worker run` starts itself: their settings, and what `ps-server up` is told
+servers_of_launch.py The servers that `ps-worker run` starts itself: their settings, and what `ps-server up` is told
 cli.py          The command `ps-worker`
 """
 
@@ -59,10 +59,10 @@ from ps_runtime.version import version
 
 if TYPE_CHECKING:
     from ps_worker.connecting import connect
-    from ps_worker.edition import MadeOf
+    from ps_worker.edition_tensors import MadeOf
+    from ps_worker.followed_model import WeightFeed, subscribe
     from ps_worker.row_feed import RowFeed
     from ps_worker.session import Session
-    from ps_worker.subscription import WeightFeed, subscribe
     from ps_worker.tables.freezing import freeze
     from ps_worker.tables.given_rows import RowFile
     from ps_worker.tables.modules import Embedding, EmbeddingBag
@@ -127,13 +127,13 @@ def __getattr__(name: str) -> Any:
 
         return row_feed.RowFeed
     if name == "MadeOf":
-        from ps_worker import edition
+        from ps_worker import edition_tensors
 
-        return edition.MadeOf
+        return edition_tensors.MadeOf
     if name in ("WeightFeed", "subscribe"):
-        from ps_worker import subscription
+        from ps_worker import followed_model
 
-        return getattr(subscription, name)
+        return getattr(followed_model, name)
     if name in ("Ftrl", "RowWiseAdagrad"):
         from ps_worker.tables import table_optimizers
 

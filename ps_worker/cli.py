@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.modes import check_quorum, parse_mode
+from ps_protocol.pieces import MAX_GROUP_SIZE
 from ps_runtime import logs
 from ps_runtime.command_line import CommandLine
 from ps_runtime.completion import add_completion, script
@@ -16,7 +17,7 @@ from ps_runtime.logs import Speaker
 from ps_runtime.settings import Setting, as_variables, count, index, path, port_number, unknown_variables
 from ps_runtime.version import version
 from ps_worker.config import SETTINGS, rule_of
-from ps_worker.own_servers import SERVER_SETTINGS, servers_plan, starts_servers
+from ps_worker.servers_of_launch import SERVER_SETTINGS, servers_plan, starts_servers
 
 if TYPE_CHECKING:
     from ps_launch.workers import Launch
@@ -37,6 +38,7 @@ def ranks(text: str) -> str:
 # What the launcher needs to know itself, and its workers do not.
 LAUNCH_SETTINGS = (
     Setting("workers", "how many workers to start here", count, 1, "N"),
+    Setting("group", "start each worker as a group of so many processes, as FSDP2 needs", count, metavar="N"),
     Setting("first_rank", "rank of the first worker here", index, 0, "R"),
     Setting("max_restarts", "how often, in all, a worker that fails is started again", index, 0),
     Setting("stop_on_failure", "a worker that fails, and is not started again, ends the others too", bool),
@@ -138,6 +140,7 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
         show_ranks=None if arguments.show_ranks is None else {int(rank) for rank in arguments.show_ranks.split(",")},
         stop_on_failure=arguments.stop_on_failure,
         servers=servers_plan(arguments) if with_servers else None,
+        group=arguments.group or 0,
     )
 
 
@@ -157,6 +160,18 @@ def _check(arguments: argparse.Namespace, mode: str, with_servers: bool) -> None
             "--max-restarts does not work with --mode ddp, because a DDP worker cannot come back alone; "
             "use torchrun, which restarts all workers"
         )
+    if arguments.group is not None:
+        _check_group(arguments, mode)
+
+
+def _check_group(arguments: argparse.Namespace, mode: str) -> None:
+    """Raises InvalidRequest where workers of several processes do not fit to the rest."""
+    if mode == "ddp":
+        raise InvalidRequest("mode ddp has workers of one process: leave --group out, and count them by --workers")
+    if arguments.elastic:
+        raise InvalidRequest("an elastic job has workers of one process: leave --elastic or --group out")
+    if arguments.group > MAX_GROUP_SIZE:
+        raise InvalidRequest(f"--group is up to {MAX_GROUP_SIZE} processes a worker, got {arguments.group}")
 
 
 def main() -> NoReturn:

@@ -115,6 +115,7 @@ SETTINGS = (
 OWN_SETTINGS = (
     Setting("rank", "this worker's rank", index),
     Setting("local_rank", "this worker's number among those of its host", index),
+    Setting("group_size", "how many processes its launcher has started as this worker", count),
 )
 
 
@@ -189,6 +190,7 @@ def resolve(**arguments: object) -> WorkerConfig:
         mode_given=values["mode"] is not None,
         wire=wires(values["wire"] or "float32"),
         launch=launch_id(world_size, values["take_over"]),
+        group_size=values["group_size"] or 0,
     )
 
 

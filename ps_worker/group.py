@@ -148,11 +148,25 @@ class Group:
         return None, highest
 
 
-def group_of(given: Any) -> Group:
+def group_of(given: Any, launched: int = 0) -> Group:
     """Returns the group that `prepare(..., group=...)` names: a DeviceMesh or a process group.
 
-    Raises InvalidRequest for anything else, and where there is no process group.
+    launched: how many processes the launcher has started as this worker; 0: it does not say
+
+    Raises InvalidRequest for anything else, where there is no process group, and where the launcher knows better.
     """
+    ranks = [] if launched and given is None else _ranks_of(given)
+    if launched and len(ranks) != launched:  # each of them would join as the same worker, and take another's place
+        named = f"a group of {len(ranks)}" if ranks else "no group"
+        raise InvalidRequest(
+            f"the launcher has started {launched} processes as this worker (--group {launched}), and prepare got "
+            f"{named}: give it prepare(..., group=mesh), the mesh of all of them"
+        )
+    return Group(ranks)
+
+
+def _ranks_of(given: Any) -> list[int]:
+    """Returns the ranks of a DeviceMesh or a process group in the default process group."""
     if not (dist.is_available() and dist.is_initialized()):
         raise InvalidRequest(
             "prepare(..., group=...) needs a process group: call torch.distributed.init_process_group in each process "
@@ -170,7 +184,7 @@ def group_of(given: Any) -> Group:
         )
     if dist.get_rank() not in ranks:
         raise InvalidRequest(f"this process, {dist.get_rank()}, is not in the group that prepare got: {ranks}")
-    return Group(ranks)
+    return ranks
 
 
 def place_of_member(place: JoinResult, group: Group) -> JoinResult:

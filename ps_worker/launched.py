@@ -13,7 +13,7 @@ from types import TracebackType
 import ps_protocol
 import ps_runtime
 from ps_protocol.errors import FinishedWithout, JobFinished, PSError
-from ps_runtime.launch_id import FINISHED_WITHOUT_CODE, is_launched, launched_rank
+from ps_runtime.launch_id import FINISHED_WITHOUT_CODE, is_launched, launched_member, launched_rank
 from ps_runtime.logs import JSON, TEXT, Speaker, formatter
 from ps_runtime.settings import unknown_variables
 
@@ -63,7 +63,7 @@ def _is_heard(name: str) -> bool:
 
 def speak_as(job: str, rank: int | None, level: str | None, kind: str) -> None:
     """Gives this package's log lines what the worker is. rank: None: not known yet. level: None: Python's own"""
-    _lines.speak_as(Speaker("worker", job=job, rank=rank), kind)
+    _lines.speak_as(Speaker("worker", job=job, rank=rank, member=launched_member()), kind)
     for name in ("ps_worker", "ps_runtime"):
         logger = logging.getLogger(name)
         if _lines not in logger.handlers:

@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter, deque
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -45,25 +46,25 @@ class Pool:
             self._changed.notify_all()
             return True
 
-    def take(self, count: int, version: int, bound: int, seconds: float) -> tuple[int, Groups]:
+    def take(self, count: int, version: int, bound: int, seconds: float, anew: bool = False) -> tuple[int, Groups]:
         """Takes the `count` groups that came first; none if there were fewer for so many seconds.
 
         version: of the weights that are to learn from them, as far as the trainer knows. Others may know of a newer one
         bound:   updates that these may be ahead of the weights that wrote a group. Older ones are dropped
+        anew:    what others told counts no more: the job may have gone back to a checkpoint, or another run has begun.
+                 Groups of later weights than the trainer's are dropped
 
         Returns the version with which ages were compared, and the groups.
         """
         with self._changed:
-            self.version = max(self.version, version)
+            self.version = version if anew else max(self.version, version)
+            if anew:
+                self._keep(lambda each: each["version"] <= version)
             self._room = max(self._room, count)  # otherwise so many could never wait here together
             self._changed.notify_all()
 
             def are_enough() -> bool:
-                old = [group for group in self._waiting if self.version - group["version"] > bound]
-                if old:
-                    self._dropped.update(group["rollout"] for group in old)
-                    self._waiting = deque(each for each in self._waiting if self.version - each["version"] <= bound)
-                    self._changed.notify_all()  # there is room
+                self._keep(lambda each: self.version - each["version"] <= bound)
                 return len(self._waiting) >= count
 
             if not self._changed.wait_for(are_enough, seconds):
@@ -72,6 +73,12 @@ class Pool:
             self._used.update(group["rollout"] for group in taken)
             self._changed.notify_all()
             return self.version, taken
+
+    def _keep(self, is_good: Callable[[dict[str, Any]], bool]) -> None:
+        """Drops the other groups. The caller holds the lock."""
+        self._dropped.update(each["rollout"] for each in self._waiting if not is_good(each))
+        self._waiting = deque(each for each in self._waiting if is_good(each))
+        self._changed.notify_all()  # there may be room
 
     def counts(self) -> dict[str, Any]:
         """Returns how many groups were used, were dropped because they were too old, and wait."""
@@ -117,7 +124,8 @@ class _Request(BaseHTTPRequestHandler):
                 groups = [dict(each, version=int(each["version"]), rollout=str(each["rollout"])) for each in asked]
                 answer: Any = pool.put(groups, WAIT_SECONDS) if groups else True
             else:
-                answer = pool.take(int(asked["count"]), int(asked["version"]), int(asked["bound"]), WAIT_SECONDS)
+                count, version, bound = (int(asked[name]) for name in ("count", "version", "bound"))
+                answer = pool.take(count, version, bound, WAIT_SECONDS, bool(asked.get("anew")))
         except (ValueError, KeyError, TypeError) as error:
             self._answer(400, {"error": repr(error)})
             return

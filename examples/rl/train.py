@@ -37,11 +37,17 @@ def version_of(session: ps.Session) -> Callable[[], int]:
 
 
 def take(pool: str, count: int, version: Callable[[], int], bound: int) -> tuple[int, list[dict[str, Any]]]:
-    """Waits for groups that are new enough. Returns the version with which their ages were compared, and the groups."""
+    """Waits for groups that are new enough. Returns the version with which their ages were compared, and the groups.
+
+    Where none come, the pool may know of a version that there is no more: the job went back to a checkpoint, or this is
+    another run. Then the pool starts over with this trainer's version.
+    """
+    anew = False
     while True:
-        now, found = ask(pool, "/take", {"count": count, "version": version(), "bound": bound})
+        now, found = ask(pool, "/take", {"count": count, "version": version(), "bound": bound, "anew": anew})
         if found:
             return now, found
+        anew = True
 
 
 def train(arguments: argparse.Namespace) -> None:

@@ -1,7 +1,6 @@
-"""Pushes and pulls of buckets, and what shards answer: the values, and both directions of their messages.
+"""Pushes and pulls of buckets, and the answers of shards: as values, with functions that write and read their messages.
 
-Requests are read as they came over the wire: their content is checked where it is used. Payloads are written and read
-without a copy.
+A read request is not checked: the code that uses its content checks it. Payloads are written and read without a copy.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ NO_PAYLOAD = memoryview(b"")
 
 
 class PushKind(enum.Enum):
-    """What a push carries."""
+    """The content of a pushed bucket."""
 
     GRADIENT = "gradient"
     INITIAL_VALUE = "initial_value"
@@ -67,11 +66,11 @@ _IN_SEGMENT = frozenset({PushKind.GRADIENT, PushKind.SKIP})
 class PushedBucket(NamedTuple):
     """One bucket of a push.
 
-    absent:      positions of slices without a gradient, or that an assignment leaves as they are
-    finite:      its worker has looked for infinities and NaNs
-    state:       the optimizer state that is assigned
-    wire_format: of a gradient; empty: the bucket's own type
-    next_optimizer: what trains the bucket from here on
+    absent:         positions of slices without a gradient; in an assignment, of slices that it does not change
+    finite:         the worker has checked the gradient for infinities and NaNs
+    state:          the name of the optimizer state that is assigned
+    wire_format:    that of a gradient; empty: the bucket's own type
+    next_optimizer: the stage that the bucket enters; None: it stays in its stage
     """
 
     bucket: int
@@ -85,14 +84,14 @@ class PushedBucket(NamedTuple):
 
 @dataclass(frozen=True)
 class PushCall:
-    """Buckets that a worker pushes at a clock of its own.
+    """Buckets that a worker pushes at its clock.
 
-    payload: of all buckets, one after the other: gradients in the job's wire format, all else in the bucket's own type.
-             None: their gradients lie in the worker's segment
+    payload: those of all buckets, one after the other: gradients in the job's wire format, all else in the bucket's own
+             type; None: the gradients lie in the worker's segment
     groups:  hyper-parameters to use from this clock on
-    ranges:  of leased data, that the step used
-    weight:  of gradients, in the mean of their update; 0: all weigh the same
-    stage:   of the script: that of `groups`, and of a state that is assigned
+    ranges:  the leased data that the step used
+    weight:  that of the gradients in the mean of their update; 0: all weigh the same
+    stage:   the script's stage, to which `groups` and an assigned state belong
     """
 
     worker: Identity
@@ -107,11 +106,11 @@ class PushCall:
 
 @dataclass(frozen=True)
 class BucketPush:
-    """One bucket's part of a worker's step, before it is known which buckets leave in one call.
+    """One bucket's part of a worker's step, before pushes are gathered into calls.
 
     absent: positions of slices without a gradient in this step
-    empty:  none of them has one: nothing is sent; with `absent` naming all it counts as zero in a mean, with none named
-            the worker's step is left out of it
+    empty:  no slice has one, and no payload is sent. If `absent` names all slices, the bucket counts as zero in the
+            mean; if it names none, the mean leaves the worker's step out
     groups: hyper-parameters of the groups that have parameters in the bucket
     ranges, weight, stage: see PushCall
     """
@@ -137,9 +136,9 @@ def push_of(
 ) -> PushCall:
     """Returns the call that pushes buckets of one step.
 
-    payload: None: the gradients lie in the segment
-    kind, wire_format: of those that are not empty
-    finite:  those whose bytes in the segment were checked
+    payload:           None: the gradients lie in the segment
+    kind, wire_format: for all buckets that are not empty
+    finite:            the indices of buckets whose gradients were checked for infinities and NaNs
     """
     buckets = (
         PushedBucket(
@@ -172,7 +171,7 @@ def write_push(call: PushCall) -> Parts:
 
 
 def read_push(data: Request) -> PushCall:
-    """Reads a PushRequest; its payload is a view into the bytes, or the part that came."""
+    """Reads a PushRequest. The payload is not copied."""
     request, payload = read(data_pb2.PushRequest, data)
     call = _push(request.header, request.HasField("in_segment"), payload)
     _allow(call, _IN_PUSH, "a push")
@@ -241,7 +240,11 @@ def _allow(call: PushCall, kinds: frozenset[PushKind], what: str) -> None:
 
 
 def write_pushed(origin: Origin, version: int, duplicates: int) -> bytes:
-    """Writes a PushResponse. version: the lowest of the buckets; duplicates: how many of them had been staged before"""
+    """Writes a PushResponse.
+
+    version:    the lowest version of the pushed buckets
+    duplicates: how many of them had been staged before
+    """
     return data_pb2.PushResponse(header=origin.header(version), duplicate_count=duplicates).SerializeToString()
 
 
@@ -250,13 +253,14 @@ def write_pushed(origin: Origin, version: int, duplicates: int) -> bytes:
 
 @dataclass(frozen=True)
 class PullCall:
-    """Which buckets a worker wants, at which clock of its own.
+    """The buckets that a worker pulls at its clock.
 
-    in_segment:   they go into the worker's segment
-    notify_bytes: it is notified of them once they make so many bytes, or all are there; 0: only then
-    times_wanted: it records a timeline: see PushTimes in ps_server/shard/waiting.py
-    whole:        of the buckets, those of which it has not the version before, where weights travel in blocks
-    all_staged:   the answer has every update that is staged when it comes
+    in_segment:   they are written to the worker's segment
+    notify_bytes: the worker is notified as soon as buckets of this many bytes are written, and of the last; 0: only
+                  once all are
+    times_wanted: the worker records a timeline: see PushTimes in ps_server/shard/waiting.py
+    whole:        if weights travel in blocks: the buckets of which the worker does not have the version before
+    all_staged:   the answer has every update that is staged when the call comes
     """
 
     worker: Identity
@@ -302,7 +306,7 @@ def write_exchange(push: PushCall, pull: PullCall) -> bytes:
 
 
 def read_exchange(data: Request) -> tuple[PushCall, PullCall]:
-    """Reads an ExchangeRequest: what is pushed, as `read_push`, and what is pulled."""
+    """Reads an ExchangeRequest: the push, as `read_push`, and the pull."""
     request, payload = read(data_pb2.ExchangeRequest, data)
     in_segment = request.HasField("in_segment")
     call = _push(request.push, in_segment, payload)
@@ -344,8 +348,9 @@ def read_pull_state(data: Request) -> PullCall:
 
 
 class BucketTimes(NamedTuple):
-    """When a bucket that a worker pulls was staged, as that worker had pushed it, applied, and admitted: in seconds of
-    the shard's clock."""
+    """When a bucket that a worker pulls was staged by its own push, applied, and admitted: in seconds of the shard's
+    clock.
+    """
 
     staged: float
     applied: float
@@ -353,14 +358,16 @@ class BucketTimes(NamedTuple):
 
 
 class PulledBucket(NamedTuple):
-    """One bucket of a pull, by its index.
+    """One bucket of a pull.
 
-    waited:     seconds for which the shard held it back for other workers
-    waiting:    which workers it still waits for: it follows later, and the rest says nothing; None: here it is
-    save_state: this version is in a checkpoint, and its worker is to save its own state of that clock
-    payload:    its weights; empty: they are in the worker's segment
-    wire_format: of its elements; empty: the bucket's own type
-    times:      for a worker that records a timeline
+    bucket:      its index
+    waited:      seconds for which the pull waited for other workers
+    waiting:     which workers it still waits for; the bucket follows later, and the other fields have no meaning. None:
+                 this is the bucket
+    save_state:  this version is in a checkpoint: the worker is to save its own state of this clock
+    payload:     the weights; empty: they are in the worker's segment
+    wire_format: that of the payload; empty: the bucket's own type
+    times:       for a worker that records a timeline; otherwise None
     """
 
     bucket: int
@@ -374,9 +381,12 @@ class PulledBucket(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """What a worker is notified of in a pull into its segment: buckets that are there now, and for how many seconds the
-    pushes that came with the pull have been staged (None: it was notified before, or none came). Or, in a pull of no
-    bucket, the time on the shard's clock."""
+    """A notice in the answer to a pull into the segment, or to a pull of no bucket.
+
+    buckets:        the buckets that are in the segment now
+    staged_seconds: how long the pushes of the same call have been staged; None: the worker knows, or there were none
+    clock:          in a pull of no bucket: the time on the shard's clock, in seconds
+    """
 
     buckets: tuple[PulledBucket, ...] = ()
     staged_seconds: float | None = None
@@ -387,7 +397,7 @@ class PulledState(NamedTuple):
     """One kind of optimizer state of one bucket.
 
     absent: positions of the slices that have none
-    stage:  to which the bucket has come
+    stage:  the stage of the bucket
     """
 
     bucket: int
@@ -402,7 +412,7 @@ _Response = data_pb2.PullResponse | data_pb2.ExchangeResponse
 
 
 def write_pulled(origin: Origin, answer: PulledBucket | Notice) -> Parts:
-    """Writes a PullResponse: buckets that are here, or why one is not admitted yet."""
+    """Writes a PullResponse: buckets, or a notice."""
     return _write_pulled(origin, answer, data_pb2.PullResponse)
 
 
@@ -451,16 +461,16 @@ def _pulled_bucket(bucket: PulledBucket) -> data_pb2.PulledBucket:
 def read_pulled(
     fields: bytes, payload: memoryview | None, size: Callable[[int, str], int], exchange: bool = False
 ) -> list[PulledBucket]:
-    """Reads one message of the answer to a pull, or to an exchange; payloads are views into its payload.
+    """Reads one message of the answer to a pull, or to an exchange. The payloads are views into the message's payload.
 
-    size: bytes of a bucket's weights, by index and wire format
+    size: returns the bytes of a bucket's weights, given its index and wire format
     """
     response = (data_pb2.ExchangeResponse if exchange else data_pb2.PullResponse).FromString(fields)
     return _buckets(response, payload, size)
 
 
 def read_notice(fields: bytes, exchange: bool = False) -> Notice:
-    """Reads one message of the answer to a pull or an exchange in the segment; or to a pull of no bucket."""
+    """Reads one message of the answer to a pull or exchange into the segment, or to a pull of no bucket."""
     response: _Response = (data_pb2.ExchangeResponse if exchange else data_pb2.PullResponse).FromString(fields)
     staged = clock = None
     if isinstance(response, data_pb2.ExchangeResponse):

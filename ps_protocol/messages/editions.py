@@ -1,4 +1,4 @@
-"""Editions of weights: what readers ask shards for, and what these answer."""
+"""The messages for editions of weights: the requests of readers, and the answers of shards and relays."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ps_protocol.v1 import feed_pb2
 
 
 class WeightsAsked(NamedTuple):
-    """Whose weights a reader asks about.
+    """A reader's question about a job's weights.
 
-    run:       empty: any
-    with_spec: whether the job is wanted, too
-    wire:      the type in which float32 elements are to travel later: relays fetch these
-    follows:   whether the last weights of `buckets` are to be kept when the job ends
-    buckets:   that will be asked for, by index; none: all
+    run:       the run of the job; empty: any
+    with_spec: the answer must have the job's spec
+    wire:      the type in which float32 elements are to travel later: relays pull these
+    follows:   keep the last weights of `buckets` when the job ends
+    buckets:   the indices of the buckets that will be asked for; empty: all
     """
 
     job: str
@@ -32,17 +32,18 @@ class WeightsAsked(NamedTuple):
 
 
 class WeightsHere(NamedTuple):
-    """What a shard has of a job's weights.
+    """What a shard, or a relay, has of a job's weights.
 
-    lowest, highest: versions of the buckets that an optimizer steps
-    timeline: another number than before: the job went back to a checkpoint
-    shards:   that have a part of the job
-    buckets:  that are here, by index
-    has_one_version: whether an edition is of one version
-    editions: versions of editions that are here, or that somebody waits for
-    spec:     None: it was not asked for
+    lowest, highest: the versions of the buckets that an optimizer steps
+    timeline: a number that changes when the job is rolled back to a checkpoint
+    shards:   the number of shards that share the job
+    buckets:  the indices of the buckets that are here
+    has_one_version: all buckets of an edition are of one version
+    editions: the versions of editions that are here, or that readers wait for
+    spec:     the job; None: it was not asked for
     ended:    the job has ended: these are its last weights
-    age:      of a relay: the seconds since it knew last that `lowest`, the version of its edition, is the newest
+    age:      for a relay: the seconds since it last knew that `lowest`, the version of its edition, is the newest;
+              None: a shard answers
     """
 
     run: str
@@ -59,24 +60,24 @@ class WeightsHere(NamedTuple):
 
     @property
     def is_relayed(self) -> bool:
-        """Whether a relay answers: it sends an edition that has at least the version that it is asked for."""
+        """Whether a relay answers. A relay sends an edition of the version that it is asked for, or of a later one."""
         return self.age is not None
 
     def may_have(self, version: int) -> bool:
-        """Whether the shard has an edition of a version, or may still take one."""
+        """Whether the shard has an edition of this version, or can still take one."""
         return version in self.editions or version >= self.highest
 
 
 class EditionCall(NamedTuple):
-    """Which edition of a job's weights a reader wants of a shard.
+    """A reader's request for an edition of a job's weights on a shard.
 
-    run:      of the job; empty: the one that is here
-    timeline: that the version is of
-    version:  the updates that each bucket is to have where editions are of one version; elsewhere those that it is to
-              have at least
-    wire:     the type in which float32 elements are to travel
-    buckets:  that are wanted, by index; none: all
-    bases:    versions that the reader has, by bucket, on this timeline and in this type: changes since will do
+    run:      the run of the job; empty: the one that is there
+    timeline: the timeline to which `version` belongs
+    version:  the number of updates of each bucket, if editions are of one version; otherwise the least number
+    wire:     the type in which float32 elements travel
+    buckets:  the indices of the wanted buckets; empty: all
+    bases:    by bucket, the version that the reader has, on this timeline and in this type: the shard may send only the
+              change since then
     """
 
     job: str
@@ -89,7 +90,9 @@ class EditionCall(NamedTuple):
 
 
 class EditionBegin(NamedTuple):
-    """What an edition is: its lowest version, the timeline that this is of, and how many buckets follow."""
+    """The beginning of an edition: its lowest version, the timeline to which this belongs, and the number of its
+    buckets.
+    """
 
     version: int
     timeline: int
@@ -97,11 +100,11 @@ class EditionBegin(NamedTuple):
 
 
 class EditionBucket(NamedTuple):
-    """A bucket of an edition, by its index: the updates that it has, and its elements with their CRC-32.
+    """A bucket of an edition, by its index, with the number of its updates and the CRC-32 of its elements.
 
-    wire_format: of the elements; empty: the bucket's own type
-    payload:     the elements; or, with a base, what changed since
-    base:        None: the bucket comes whole
+    wire_format: that of the elements; empty: the bucket's own type
+    payload:     the elements; if there is a base, the change since it
+    base:        the version of the base; None: the bucket is sent whole
     """
 
     bucket: int
@@ -113,10 +116,10 @@ class EditionBucket(NamedTuple):
 
 
 class EditionPart(NamedTuple):
-    """A part of an edition: its beginning, a bucket, or neither, as a sign of life.
+    """A part of an edition: its beginning, or a bucket; with neither it is a sign of life.
 
     now: the lowest version of the job's buckets on the shard
-    age: of what a relay has: see WeightsHere
+    age: for a relay, see WeightsHere
     """
 
     now: int

@@ -1,4 +1,4 @@
-"""What the messages of the data path have in common: a payload apart, the header of an answer, a notice of a wait."""
+"""What messages of the data path have in common: a separate payload, the header of an answer, the notice of a wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Request = bytes | Parts  # as gRPC brings it, and as a data connection does
 
 
 def read(kind: type[M], data: Request) -> tuple[M, Buffer | None]:
-    """Returns a message without its payload, and the payload; None where it has none."""
+    """Returns a message without its payload, and the payload; None: it has no payload."""
     if not isinstance(data, Parts):
         fields, payload = split_message(data)
         return parse(kind, fields), payload
@@ -26,7 +26,7 @@ def read(kind: type[M], data: Request) -> tuple[M, Buffer | None]:
 
 
 def whole(data: Request) -> bytes:
-    """Returns the bytes of a request that has no payload. Raises InvalidRequest for one that has."""
+    """Returns the bytes of a request of a kind without a payload. Raises InvalidRequest if it has one."""
     if not isinstance(data, Parts):
         return data
     if data.payload is not None:
@@ -35,7 +35,7 @@ def whole(data: Request) -> bytes:
 
 
 def parse(kind: type[M], data: bytes) -> M:
-    """Returns a message. Raises InvalidRequest for bytes that are none."""
+    """Parses a message. Raises InvalidRequest for bytes that are not such a message."""
     try:
         return kind.FromString(data)
     except DecodeError as error:
@@ -43,10 +43,10 @@ def parse(kind: type[M], data: bytes) -> M:
 
 
 class Origin(NamedTuple):
-    """Which shard an answer comes from.
+    """The shard that an answer comes from.
 
-    process: the number that the process chose when it started
-    run:     of the job that the answer belongs to
+    process: the number of its process, which the process chose when it started
+    run:     the run of the job to which the answer belongs
     """
 
     shard_index: int
@@ -58,14 +58,14 @@ class Origin(NamedTuple):
         return self._replace(run=run)
 
     def header(self, version: int) -> types_pb2.ResponseHeader:
-        """Returns the header of an answer that has this version."""
+        """Returns the header of an answer. version: that of the bucket or table that the answer is about"""
         return types_pb2.ResponseHeader(
             shard_index=self.shard_index, process=self.process, run=self.run, version=version
         )
 
 
 class Awaited(NamedTuple):
-    """The ranks that a pull waits for (none: for the shard), and why in words."""
+    """What a pull waits for. ranks: empty: it waits for the shard; reason: in words"""
 
     ranks: tuple[int, ...]
     reason: str

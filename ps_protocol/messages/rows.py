@@ -1,6 +1,7 @@
-"""Pushes, pulls and feeds of rows of tables, and what shards answer: the values, and both directions of their messages.
+"""Pushes, pulls and feeds of rows, and the answers of shards: as values, with functions that write and read their
+messages.
 
-As in data.py, requests are read as they came over the wire.
+As in data.py, the code that uses a request's content checks it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ps_protocol.v1 import feed_pb2, rows_pb2
 
 
 class RowPushKind(enum.Enum):
-    """What a push of rows carries."""
+    """The content of a push of rows."""
 
     GRADIENT = "gradient"
     NO_GRADIENT = "no_gradient"  # the step has none for the table: a term of zeros
@@ -54,15 +55,16 @@ _KIND_NUMBERS: dict[RowPushKind, Any] = {kind: number for number, kind in _KINDS
 
 @dataclass(frozen=True)
 class RowsPush:
-    """One message of the rows that a worker pushes to a table at a clock of its own.
+    """One message of the rows that a worker pushes to a table at its clock.
 
-    table:        its place in the job's list
-    payload:      ids, counts and gradients of `count` rows; of rows that are assigned no counts, and values
-    first, total: the number of the first of them among all that the step has here of this kind, and how many these are
-    values:       hyper-parameters to use from this clock on
-    ranges:       of leased data, that the step used
-    place:        where the payload lies in the worker's segment for rows; None: it is in the message
-    assignment:   the number of the rows that are assigned, or that a step takes along; 0: it takes none
+    table:      the index of the table in the job's list of tables
+    payload:    the ids, counts and gradients of `count` rows; for rows that are assigned, the ids and values
+    first:      the number of the message's first row among all rows of this kind that the step has on the shard
+    total:      the number of all these rows
+    values:     hyper-parameters to use from this clock on
+    ranges:     the leased data that the step used
+    place:      where the payload begins in the worker's segment for rows; None: it is in the message
+    assignment: the number of the assignment: of these rows, or the one that the step includes; 0: it includes none
     """
 
     worker: Identity
@@ -103,7 +105,7 @@ def _push_message(push: RowsPush) -> rows_pb2.PushRowsRequest:
 
 
 def read_push(data: Request) -> RowsPush:
-    """Reads a PushRowsRequest; its payload is a view into the bytes, or the part that came."""
+    """Reads a PushRowsRequest. The payload is not copied."""
     return _push(*read(rows_pb2.PushRowsRequest, data))
 
 
@@ -138,12 +140,12 @@ def write_pushed(origin: Origin, version: int, duplicate: bool) -> bytes:
 
 @dataclass(frozen=True)
 class TablePush:
-    """One message with what a table begins with, as rank 0 sends it.
+    """One message with a table's initial content, which rank 0 sends.
 
-    table:     its place in the job's list
-    beginning: all of it
-    first:     how many rows and ids that wait came before
-    rows, waiting: how many of either are in the payload
+    table:     the index of the table in the job's list of tables
+    beginning: describes the whole content
+    first:     the number of rows and of waiting ids in the messages before
+    rows, waiting: how many rows, or ids that wait for admission, are in the payload
     last:      no message follows
     """
 
@@ -158,10 +160,11 @@ class TablePush:
 
 
 class TablePushed(NamedTuple):
-    """What a shard answers to a TablePush.
+    """A shard's answer to a TablePush.
 
-    duplicate: it had taken this message before
-    begun:     the table had begun before it was to begin with something else, of which `seed` is that
+    duplicate: the shard had taken this message before
+    begun:     the table had begun before with another beginning
+    seed:      in this case, the seed of that beginning
     """
 
     version: int
@@ -226,7 +229,11 @@ def read_table_pushed(data: bytes) -> TablePushed:
 
 
 class PullPlaces(NamedTuple):
-    """Where in a worker's segment for rows the ids of a pull lie, how many they are, and where its rows go."""
+    """Where a pull's ids and rows lie in the worker's segment for rows.
+
+    ids:      the offset of the ids; id_count: their number
+    rows:     the offset at which the shard writes the rows
+    """
 
     ids: int
     id_count: int
@@ -235,10 +242,10 @@ class PullPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class RowsPull:
-    """Which rows of a table a worker or a reader wants, at which clock of its own.
+    """The rows of a table that a worker or a reader pulls at its clock.
 
     payload: their ids
-    places:  of ids and rows in the worker's segment; None: they are in messages
+    places:  where ids and rows lie in the worker's segment; None: they are in messages
     """
 
     worker: Identity
@@ -250,7 +257,7 @@ class RowsPull:
 
 @dataclass(frozen=True)
 class TablePull:
-    """Which table a worker wants, at which clock of its own. count_only: it only asks how many rows there are"""
+    """A pull of a whole table at the worker's clock. count_only: only the number of its rows is wanted"""
 
     worker: Identity
     table: int
@@ -295,7 +302,7 @@ def _places(
 def write_exchange(push: RowsPush, places: PullPlaces | None) -> Parts:
     """Writes an ExchangeRowsRequest: a push whose rows are in the segment, and a pull of rows of the same table.
 
-    places: as in RowsPull; None: of no rows
+    places: as in RowsPull; None: a pull of no rows
     """
     request = rows_pb2.ExchangeRowsRequest(push=_push_message(push))
     _name_places(request, places)
@@ -303,7 +310,9 @@ def write_exchange(push: RowsPush, places: PullPlaces | None) -> Parts:
 
 
 def read_exchange(data: Request) -> tuple[RowsPush, RowsPull]:
-    """Reads an ExchangeRowsRequest: what is pushed, and what is pulled."""
+    """Reads an ExchangeRowsRequest: the push and the pull. Raises InvalidRequest if the rows are not all in the
+    segment.
+    """
     request = parse(rows_pb2.ExchangeRowsRequest, whole(data))
     push = _push(request.push, request.push.payload or None)
     if push.payload or push.count != push.total or push.kind is RowPushKind.ASSIGN:
@@ -331,10 +340,12 @@ def read_table_pull(data: Request) -> TablePull:
 
 
 class PulledRows(NamedTuple):
-    """Rows of a pull: so many from the position `first` of its ids on.
+    """One part of the rows of a pull: consecutive rows, in the order of the pull's ids.
 
-    trained: how many of them have been trained
-    in_segment: they are in the worker's segment
+    first:      the position of the part's first row among the ids of the pull
+    rows:       the number of rows in the part
+    trained:    how many of these have been trained
+    in_segment: the rows lie in the worker's segment
     waited, waiting, save_state, payload, wire_format: as in PulledBucket
     """
 
@@ -351,12 +362,12 @@ class PulledRows(NamedTuple):
 
 
 class PulledTable(NamedTuple):
-    """A piece of a table.
+    """A piece of a pulled table.
 
-    rows:    how many the shard has
-    seed:    of rows that are not trained
+    rows:    the number of rows that the shard has
+    seed:    the seed of rows that are not trained
     waiting: as in PulledBucket
-    payload: the next bytes of a safetensors file; None: only their number is wanted
+    payload: the next bytes of a safetensors file; None: only the number of rows was asked for
     """
 
     version: int = 0
@@ -410,7 +421,7 @@ def _pulled(response: rows_pb2.PullRowsResponse, payload: memoryview | None) -> 
 
 
 def write_exchanged(origin: Origin, answer: PulledRows | Notice) -> Parts:
-    """Writes an ExchangeRowsResponse, as `write_pulled`; or one that says that the push is staged."""
+    """Writes an ExchangeRowsResponse: rows, as `write_pulled`, or a notice that the push is staged."""
     if isinstance(answer, PulledRows):
         header = origin.header(answer.version)
         return message_parts(rows_pb2.ExchangeRowsResponse(header=header, pulled=_pulled_message(answer)))
@@ -420,7 +431,9 @@ def write_exchanged(origin: Origin, answer: PulledRows | Notice) -> Parts:
 
 
 def read_exchanged(fields: bytes) -> tuple[float, PulledRows | None]:
-    """Reads one message of the answer to an exchange: the seconds for which the push has been staged, and rows."""
+    """Reads one message of the answer to an exchange: for how many seconds the push has been staged, and the rows;
+    None: there are none in this message.
+    """
     response = rows_pb2.ExchangeRowsResponse.FromString(fields)
     pulled = _pulled(response.pulled, None) if response.HasField("pulled") else None
     return seconds(response.staged_duration), pulled
@@ -458,8 +471,12 @@ PERIOD_SECONDS = 1.0  # between two rounds of a feed, for a reader that names no
 
 @dataclass(frozen=True)
 class RowsWatch:
-    """Which table a reader follows, by name, from which cursor on (empty: the whole table is wanted), and the seconds
-    between two rounds at least."""
+    """The request of a reader that follows a table.
+
+    table:  the table's name
+    cursor: the cursor of an earlier round; empty: all rows are wanted
+    period: the least time between two rounds, in seconds
+    """
 
     job: str
     table: str
@@ -468,11 +485,11 @@ class RowsWatch:
 
 
 class RoundBegin(NamedTuple):
-    """What a round of a feed brings.
+    """The beginning of a round of a feed.
 
-    full:    all rows, and not only those that changed
-    version: updates that the table had when it began
-    shards:  that have a part of the table
+    full:    the round has all rows; False: only those that changed
+    version: the number of updates that the table had when the round began
+    shards:  the number of shards that share the table
     """
 
     full: bool
@@ -485,10 +502,10 @@ class RoundBegin(NamedTuple):
 class FeedPart(NamedTuple):
     """A part of a round of a feed.
 
-    version: of the round
-    begin:   in the first part
+    version: that of the round
+    begin:   set in the first part of a round
     removed, rows: how many ids of removed rows, and how many rows, are in the payload
-    cursor:  in the last part
+    cursor:  set in the last part of a round
     """
 
     version: int = 0

@@ -1,4 +1,4 @@
-"""What workers tell the coordinator and hear from it: joins, signs of life, rounds of values and leases of data."""
+"""The messages between workers and the coordinator: joins, heartbeats, rounds of values, and leases of data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ShardMap:
 
 
 def shard_map_message(shards: ShardMap) -> types_pb2.ShardMap:
-    """Returns the message of where a job's buckets are."""
+    """Returns the message of a job's shard map."""
     return types_pb2.ShardMap(
         shards=[
             types_pb2.ShardInfo(index=index, address=shards.addresses[index]) for index in sorted(shards.addresses)
@@ -44,22 +44,22 @@ def shard_map_message(shards: ShardMap) -> types_pb2.ShardMap:
 
 
 def shard_map(message: types_pb2.ShardMap) -> ShardMap:
-    """Returns where a job's buckets are."""
+    """Returns the shard map in a message."""
     return ShardMap({shard.index: shard.address for shard in message.shards}, tuple(message.bucket_shards))
 
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """A process that asks to join.
+    """A process's request to join.
 
-    previous:     for a worker that comes back, its incarnation before
-    clock:        how many steps it had finished then
-    attempt:      the same for all repeats of one call; 0: no two calls are repeats of each other
-    launch:       the launch that started it; empty: not known
-    take_over:    live workers of other launches are to be fenced
-    waited:       seconds since it heard first that it has to wait for a launch that may be dead; 0: it did not yet
+    previous:     the last incarnation of a worker that comes back; None: a new worker
+    clock:        how many steps that worker had finished
+    attempt:      identifies the request in all its repetitions; 0: repetitions are not recognised
+    launch:       the launch that started the process; empty: unknown
+    take_over:    fence live workers of other launches
+    waited:       seconds since the process first heard that it must wait for a launch that may be dead; 0: it has not
     launch_ranks: the ranks of all workers that the launch is about to start
-    run:          of the job that the process registered; empty: any
+    run:          the run of the job that the process registered; empty: any
     """
 
     pid: int = 0
@@ -76,7 +76,7 @@ class JoinRequest:
 
 
 def write_join(job: str, rank: int | None, request: JoinRequest) -> membership_pb2.JoinRequest:
-    """Returns the message that asks for a place in a job. rank: the wanted one; None: any"""
+    """Returns the message of a join request. rank: the rank that the process wants; None: any"""
     ranks, launch = request.launch_ranks, None
     if request.launch or request.take_over or len(ranks):
         launch = membership_pb2.Launch(
@@ -98,7 +98,7 @@ def write_join(job: str, rank: int | None, request: JoinRequest) -> membership_p
 
 
 def read_join(message: membership_pb2.JoinRequest) -> JoinRequest:
-    """Returns what a process asks for that wants to join."""
+    """Returns the join request in a message."""
     launch = message.launch
     return JoinRequest(
         message.pid,
@@ -117,25 +117,25 @@ def read_join(message: membership_pb2.JoinRequest) -> JoinRequest:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A worker's own state. clock: of the checkpoint that has it, or the worker's own when it left"""
+    """A worker's own state. clock: that of the checkpoint which has it, or the worker's own when it left"""
 
     clock: int
     content: bytes = field(repr=False)
 
 
 def state_message(state: SavedState | None) -> membership_pb2.WorkerState | None:
-    """Returns the message of a worker's own state, or of what its script has set."""
+    """Returns the message of a worker's own state, or of what its script has set; None: there is none."""
     return None if state is None else membership_pb2.WorkerState(clock=state.clock, content=state.content)
 
 
 def write_script(script: SavedState | None) -> bytes:
-    """Returns what a script has set as bytes, for other members of a group; none where there is nothing."""
+    """Returns what a script has set as bytes, for other members of a group. Empty if there is nothing."""
     message = state_message(script)
     return b"" if message is None else b"+" + message.SerializeToString()
 
 
 def read_script(told: bytes) -> SavedState | None:
-    """Returns what a script has set, as `write_script` wrote it."""
+    """Returns what a script has set, from the bytes of `write_script`; None if there is nothing."""
     if not told:
         return None
     message = membership_pb2.WorkerState.FromString(told[1:])
@@ -143,12 +143,12 @@ def read_script(told: bytes) -> SavedState | None:
 
 
 def group_state(states: Sequence[bytes]) -> bytes:
-    """Returns the state of a group, of those of its members."""
+    """Returns the states of a group's members as one state."""
     return membership_pb2.GroupState(members=states).SerializeToString()
 
 
 def member_states(content: bytes) -> Sequence[bytes]:
-    """Returns the states of a group's members. Raises InvalidRequest for what is no group's state."""
+    """Returns the states of the members in a group's state. Raises InvalidRequest if it is not a group's state."""
     try:
         return tuple(membership_pb2.GroupState.FromString(content).members)
     except DecodeError as error:
@@ -157,11 +157,11 @@ def member_states(content: bytes) -> Sequence[bytes]:
 
 @dataclass(frozen=True)
 class Continued:
-    """The training that a launch goes on with and has taken no part in before.
+    """The earlier training of a job that a launch continues, and in which it has taken no part.
 
     began:   when the job began, or the earlier run whose checkpoint it was restored from, in seconds since 1970
-    trained: when it was trained last; None: not known
-    live:    how many other workers train it
+    trained: when it was last trained, in seconds since 1970; None: unknown
+    live:    how many other workers train it now
     """
 
     began: float
@@ -173,9 +173,8 @@ class Continued:
 class ShardPushed:
     """How far workers of one rank have pushed on one shard.
 
-    clock:   the last of which they have pushed every bucket that trains there, and its part of every table
-    further: by bucket or table, the last clock that they have pushed of it, where it is a later one. Tables are behind
-             all buckets of the job
+    clock:   the last clock that they have pushed to all trained buckets and all tables there
+    further: by bucket or table, the last clock that they have pushed to it, if it is later. Tables follow the buckets
     """
 
     clock: int
@@ -198,16 +197,16 @@ def shard_pushed(message: types_pb2.ShardPushes) -> ShardPushed:
 
 @dataclass(frozen=True)
 class JoinResult:
-    """A worker's place in its job, as it got it when it joined.
+    """A worker's place in its job: the result of its join.
 
-    clock:         the one it starts from
+    clock:         the clock at which it starts
     lease:         seconds for which it counts as live without a heartbeat
-    shard_map:     where the buckets are now; None: where they were at the registration
+    shard_map:     where the buckets are now; None: as at the registration
     restore_count: how often the whole job was rolled back to a checkpoint
-    state:         what a worker of this rank had saved; None if there is nothing
-    pushed:        the last clock of which workers of this rank had pushed every bucket that trains; None: not known
-    on_shards:     the same for each shard; empty: not known
-    continued:     for the first worker of a launch, if others have trained the job
+    state:         the state that an earlier worker of this rank has saved; None if there is none
+    pushed:        the last clock that workers of this rank had pushed to all trained buckets; None: unknown
+    on_shards:     the same for each shard; empty: unknown
+    continued:     for the first worker of a launch, if others have trained the job; otherwise None
     """
 
     identity: Identity
@@ -221,12 +220,15 @@ class JoinResult:
     continued: Continued | None = None
 
     def has_had(self, shard: int, part: int, clock: int) -> bool:
-        """Whether a bucket or a table there has had what workers of this rank push for a clock."""
+        """Whether a bucket or table of a shard already had this rank's push of `clock` when the worker joined.
+
+        part: the index of the bucket, or of the table: tables follow the buckets
+        """
         pushed = self.on_shards.get(shard)
         return pushed is not None and max(pushed.clock, pushed.further.get(part, 0)) >= clock
 
     def has_some(self, clock: int) -> bool:
-        """Whether any bucket or table has had what workers of this rank push for a clock."""
+        """Whether any bucket or table already had this rank's push of `clock` when the worker joined."""
         every = [(pushed.clock, *pushed.further.values()) for pushed in self.on_shards.values()]
         return any(clock <= most for each in every for most in each)
 
@@ -277,11 +279,11 @@ def read_joined(message: membership_pb2.JoinResponse) -> JoinResult:
 
 @dataclass(frozen=True)
 class HeartbeatAnswer:
-    """What the coordinator answers to a sign of life.
+    """The coordinator's answer to a heartbeat.
 
     script_request: the number of the request for what this worker's script has set; 0: there is none
-    script:         what the job's script has set, for a worker that asked
-    script_coming:  another worker is to send it, and has not yet
+    script:         what the job's script has set, for a worker that asked; None: nothing is known
+    script_coming:  another worker is about to send it: ask again
     """
 
     script_request: int
@@ -290,13 +292,16 @@ class HeartbeatAnswer:
 
 
 def write_heartbeat(worker: Identity, clock: int, script_wanted: bool = False) -> membership_pb2.HeartbeatRequest:
-    """Returns the message that a worker lives. clock: the steps it has finished; script_wanted: it asks for what the
-    job's script has set"""
+    """Returns the message of a heartbeat.
+
+    clock:         the steps that the worker has finished
+    script_wanted: ask for what the job's script has set
+    """
     return membership_pb2.HeartbeatRequest(worker=identity_message(worker), clock=clock, script_wanted=script_wanted)
 
 
 def read_heartbeat_answer(message: membership_pb2.HeartbeatResponse) -> HeartbeatAnswer:
-    """Returns what the coordinator answers to a sign of life."""
+    """Returns the answer to a heartbeat in a message."""
     script = SavedState(message.script.clock, message.script.content) if message.HasField("script") else None
     return HeartbeatAnswer(message.script_request, script, message.script_coming)
 
@@ -308,7 +313,9 @@ VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave 
 
 @dataclass(frozen=True)
 class GatherRequest:
-    """One worker's value for a round. number: of the round; 0: there is no value, it asks which round is next"""
+    """One worker's value for a round. number: that of the round; 0: there is no value, and the worker asks which round
+    is next
+    """
 
     worker: Identity
     number: int
@@ -324,7 +331,7 @@ def write_gather(request: GatherRequest) -> rounds_pb2.GatherValuesRequest:
 
 
 def read_gather(message: rounds_pb2.GatherValuesRequest) -> GatherRequest:
-    """Returns what a worker gives to a round."""
+    """Returns the value for a round in a message."""
     return GatherRequest(identity(message.worker), message.round, message.clock, message.value)
 
 
@@ -332,11 +339,11 @@ def read_gather(message: rounds_pb2.GatherValuesRequest) -> GatherRequest:
 class RoundNews:
     """One message about a round.
 
-    complete:    nothing more comes; if not `refused`, the values are all there
-    values:      by rank; perhaps only some of them
-    refused:     why there are none, in words
-    waiting_for: ranks that have not given their value
-    step_wanted: one of those is in a step that waits for a step of this worker
+    complete:    no more messages come; unless it is `refused`, all values have come
+    values:      by rank; a message may have only some of them
+    refused:     why there are no values, in words; empty: there are
+    waiting_for: ranks that have not given their value yet
+    step_wanted: one of these ranks is in a step that waits for a step of this worker
     """
 
     number: int
@@ -348,7 +355,9 @@ class RoundNews:
 
 
 def write_round_news(news: RoundNews) -> Iterator[rounds_pb2.GatherValuesResponse]:
-    """Yields the messages of how a round stands: its values in as many as they need, of which the last one says so."""
+    """Yields the messages about a round. Its values are split over as many as needed; only the last one is marked
+    complete.
+    """
     response = rounds_pb2.GatherValuesResponse(
         round=news.number, awaited_ranks=news.waiting_for, step_wanted=news.step_wanted
     )
@@ -364,7 +373,7 @@ def write_round_news(news: RoundNews) -> Iterator[rounds_pb2.GatherValuesRespons
 
 
 def read_round_news(message: rounds_pb2.GatherValuesResponse) -> RoundNews:
-    """Returns how a round stands."""
+    """Returns the news of a round in a message."""
     return RoundNews(
         message.round,
         message.complete,
@@ -399,7 +408,7 @@ def write_lease(worker: Identity, request: LeaseRequest) -> leases_pb2.LeaseData
 
 
 def read_lease(message: leases_pb2.LeaseDataRequest) -> LeaseRequest:
-    """Returns what a worker asks of a loader's data."""
+    """Returns the request for batches in a message."""
     loader = message.loader
     seed = loader.seed if loader.HasField("seed") else None
     return LeaseRequest(

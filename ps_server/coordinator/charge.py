@@ -1,8 +1,9 @@
-"""Whether a coordinator is still in charge: where a lease keeps others out, another one may have taken it over.
+"""Whether a coordinator is still in charge, or another one has taken over the lease that keeps others out.
 
-A coordinator that stood still, or was cut off, hears nothing any more of workers that live: their heartbeats go to the
-other one. So it must not take them off the shards, nor end or roll back their jobs. It finds out by its lease, and by
-the shards: each call to one has the coordinator's term, and a shard refuses a term before the highest that it has seen.
+A coordinator that stood still or was cut off hears no heartbeats any more, although the workers live: they send them to
+the other coordinator. So it must not remove those workers from the shards, nor end or roll back their jobs. It learns
+from its lease, or from a shard, that it is not in charge. Each call to a shard carries the coordinator's term, and a
+shard refuses a term below the highest that it has seen.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ log = logging.getLogger("ps_server")
 
 
 class Leased(Protocol):
-    """What keeps other coordinators out; see storage.files.Files."""
+    """The lease that at most one coordinator holds at a time; see storage.files.Files."""
 
     def term(self) -> int:
         """Returns the number of the lease; 0 where there is none."""
 
     def taken_over(self) -> str:
-        """Returns who has the lease now, in words; empty: this process, as far as it knows."""
+        """Returns a description of the process that holds the lease now; empty if, as far as is known,
+        this one does.
+        """
 
 
 class Charge:
@@ -34,12 +37,14 @@ class Charge:
         self._is_told = False
 
     def begin(self, leased: Leased) -> None:
-        """Has a lease decide: it has been taken."""
+        """Sets the lease that decides from now on whether this coordinator is in charge. This process has just taken
+        it.
+        """
         self._leased = leased
 
     @property
     def term(self) -> int:
-        """The term of this coordinator; 0: it has none, and none is refused because of it."""
+        """The term of this coordinator, which its calls to shards carry; 0 without a lease."""
         return self._leased.term() if self._leased is not None else 0
 
     def refused(self, error: Deposed) -> None:
@@ -60,6 +65,6 @@ class Charge:
         return why
 
     def check(self) -> None:
-        """Raises TryLater where another coordinator is in charge: callers may find that one."""
+        """Raises TryLater if another coordinator is in charge. A caller that tries again may reach that one."""
         if self.lost:
             raise TryLater(f"another coordinator is in charge: {self.lost}")

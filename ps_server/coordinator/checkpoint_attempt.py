@@ -55,15 +55,21 @@ Steps = Generator[float, None, T]
 
 
 class Void(Exception):
-    """The checkpoint is abandoned: the job was rolled back, or ends, or one is asked for sooner."""
+    """This attempt at a checkpoint is abandoned: the job is rolled back or ends, or a caller needs a
+    checkpoint sooner.
+    """
 
 
 class Requests:
-    """The checkpoints that were asked for, by number, and how the last one ended.
+    """The requests for checkpoints, which are numbered, and the result of the last one.
 
-    standing: no worker trains
-    last:     the servers end after it
-    until:    so long live workers have to come to its clock
+    asked:    the number of the last request
+    answered: the number of the last request that is answered
+    error:    why the last request failed; None if it succeeded
+    standing: the last request says that no worker trains any more
+    last:     the servers end after the checkpoint
+    until:    the time until which live workers may take to reach the checkpoint's clock; after it, it is made without
+              them
     """
 
     def __init__(self) -> None:
@@ -74,11 +80,14 @@ class Requests:
 
     @property
     def open(self) -> bool:
-        """Whether a caller waits for a checkpoint."""
+        """Whether a request is not answered yet."""
         return self.asked > self.answered
 
     def ask(self, until: float, standing: bool, last: bool) -> int:
-        """Returns the number of a new request."""
+        """Adds a request, and returns its number. The arguments are those in the class's description.
+
+        If other requests are open, the earliest `until` of them counts.
+        """
         self.until = min(until, self.until) if self.open else until
         self.standing = standing
         self.last = last or self.last  # what a shard that ends asks for after that is no less the last
@@ -86,25 +95,29 @@ class Requests:
         return self.asked
 
     def answer(self, number: int, error: PSError | None) -> None:
-        """Answers all requests up to a number."""
+        """Marks all requests up to `number` as answered. error: why they failed; None: the checkpoint is complete"""
         self.answered, self.error = max(self.answered, number), error
 
     def pause(self, now: Callable[[], float], seconds: float) -> Steps[None]:
-        """Waits, but no longer than until a checkpoint is asked for."""
+        """Waits for `seconds`, or until the next request comes. Yields the seconds that are left."""
         until, asked = now() + seconds, self.asked
         while self.asked == asked and (left := until - now()) > 0:
             yield left
 
 
 class CheckpointProgress:
-    """How far the checkpoints of a job are.
+    """Which checkpoints a job has, and how many were made.
 
-    last:    the manifest of the last one; at: when it was complete
-    base:    the one that the parts of the one under way may build on
-    whole:   the name of the last one that has the states of all workers
-    of_earlier_run: the last one of a run that this one has not continued from
-    reached: the highest version or clock known of the job
-    seconds, held_up: how long the last one took, and for how long it held up the shard that it held up most
+    last:       the manifest of the last complete checkpoint; None if there is none
+    at:         when that one was complete, on the coordinator's clock
+    base:       the checkpoint on which the parts of the one under way may build; None: they have all rows
+    whole:      the name of the last checkpoint that has the states of all workers
+    of_earlier_run: the name of the last checkpoint of an earlier run, from which this run has not continued; it is kept
+    reached:    the highest version (in sync) or clock (otherwise) of the job that is known
+    complete, failed, incomplete: how many checkpoints were completed; failed; were completed without some workers'
+    states
+    seconds:    how long the last checkpoint took
+    held_up:    for how many seconds it kept updates from the shard that it held up most
     """
 
     def __init__(self, now: float) -> None:
@@ -118,7 +131,7 @@ class CheckpointProgress:
         self.seconds, self.held_up = 0.0, 0.0
 
     def committed(self, manifest: Manifest, held_up: float) -> None:
-        """Notes a checkpoint that is complete."""
+        """Notes that a checkpoint is complete. held_up: seconds, see the class's description"""
         self.resumed(manifest)
         self.held_up = held_up
         self.complete += 1
@@ -150,11 +163,11 @@ class CheckpointProgress:
 class CheckpointedJob:
     """What all checkpoints of one job share.
 
-    pool:    what calls to shards run in
-    names:   the names of checkpoints to come
-    changed: is called when a shard has answered
-    troubles: what a checkpoint after the other may lack
-    began:   by rank, the clock at which a worker of that rank joined first
+    pool:     runs the calls to shards
+    names:    yields the names of checkpoints to come
+    changed:  called when a shard has answered
+    troubles: logs what checkpoint after checkpoint lacks, such as a worker's state
+    began:    by rank, the clock at which a worker of that rank first joined
     """
 
     placed: PlacedJob
@@ -171,7 +184,9 @@ class CheckpointedJob:
     began: Mapping[int, int]
 
     def look(self) -> int:
-        """Returns the highest version in sync, otherwise the highest clock, on any shard that answers."""
+        """Asks all shards that answer how far the job is: returns the highest version (in sync) or clock
+        (otherwise).
+        """
         spec, highest = self.placed.spec, 0
         for shard in self.cluster.shards.known().values():
             with contextlib.suppress(PSError):
@@ -179,18 +194,29 @@ class CheckpointedJob:
         return highest
 
     def have_stepped(self, ranks: Iterable[int], clocks: Mapping[int, int]) -> bool:
-        """Whether a worker of one of these ranks made a step up to its clock: one that has only joined made none."""
+        """Whether a worker of one of `ranks` has made a step. One that has only joined has made none.
+
+        clocks: the clock that each rank has reached
+        """
         return any(clocks.get(rank, 0) > self.began.get(rank, 0) for rank in ranks)
 
     def kept(self) -> tuple[str, ...]:
-        """Returns the checkpoints that shards with disks of their own keep: `prune` has removed the others here."""
+        """Returns the names of the checkpoints whose parts the shards must keep, if shards have disks of their own.
+
+        `prune` removes old checkpoints from the coordinator's directory only. Shards with disks of their own remove the
+        others. Returns an empty tuple if all parts are in that directory.
+        """
         last = self.progress.last
         if last is None or not any(part.disk for part in last.shards.values()):
             return ()
         return tuple(self.checkpointing.store.names(self.placed.spec.name))
 
     def base(self) -> Manifest | None:
-        """Returns the last checkpoint, where the next one may have only what changed in tables since."""
+        """Returns the last checkpoint if the next one may be incremental; None if the next one must have all rows.
+
+        An incremental checkpoint has only those rows of tables that changed since the one before: see
+        CheckpointPolicy.full_every. A job without tables has no incremental checkpoints.
+        """
         last, every = self.progress.last, self.checkpointing.policy.full_every
         if last is None or not self.placed.spec.tables:
             return None
@@ -199,8 +225,11 @@ class CheckpointedJob:
         return last if since_full < every and store.is_complete(name, last.name) else None
 
     def spare_earlier_run(self) -> None:
-        """Has the last checkpoint of an earlier run stay, from which this run has not continued: it is another result,
-        and its user may have forgotten --restore."""
+        """Keeps the last checkpoint of an earlier run from being pruned, unless this run has continued from a
+        checkpoint.
+
+        It is another result, and its user may have forgotten --restore.
+        """
         name, store = self.placed.spec.name, self.checkpointing.store
         for checkpoint in reversed(store.names(name) if self.placed.continues is None else []):
             with contextlib.suppress(CheckpointDamaged, VersionMismatch):
@@ -215,7 +244,7 @@ class CheckpointedJob:
                     return
 
     def remove_unfinished(self) -> None:
-        """Removes what was begun and will not be completed, or the next restore would warn of it."""
+        """Removes checkpoints that were begun after the last complete one. The next restore would warn of them."""
         name, store = self.placed.spec.name, self.checkpointing.store
         with contextlib.suppress(PSError):  # the disk may have failed
             complete = store.names(name)
@@ -239,7 +268,9 @@ class CheckpointAttempt:
         self._committing = threading.Lock()  # held while a manifest is written: it is there, or never will be
 
     def abandon(self) -> None:
-        """Makes the checkpoint void: its manifest is there now, or never will be."""
+        """Makes the checkpoint void, unless its manifest is written already. No manifest is written after
+        this returns.
+        """
         with self._committing:
             self._void = True
 

@@ -22,8 +22,8 @@ from ps_server.storage.files import Files
 class Checkpointing:
     """Where checkpoints are, and when they are made.
 
-    release: gives the directory back to other coordinators
-    room:    for the workers' states of all jobs
+    release: gives up the lock on the directory, so that another coordinator can use it
+    room:    the memory budget for the workers' states of all jobs
     """
 
     store: CheckpointStore
@@ -33,7 +33,10 @@ class Checkpointing:
 
     @classmethod
     def open(cls, policy: CheckpointPolicy, disk: Files, since: float, limits: Limits) -> Checkpointing:
-        """Takes the directory for one coordinator, which began at `since`. Raises InvalidRequest if one has it."""
+        """Locks the directory for this coordinator. Raises InvalidRequest if another coordinator has locked it.
+
+        since: when this coordinator began, in seconds since 1970
+        """
         store = CheckpointStore(policy.directory, disk)
         release = lock_directory(policy.directory, policy.address, disk, since)
         return cls(store, policy, release, SharedRoom(limits.all_state_bytes))
@@ -41,12 +44,12 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The cluster, as its jobs see it.
+    """What each job of the coordinator sees of the cluster.
 
     lease:         seconds for which a worker counts as live without a heartbeat
-    checkpointing: None: there are no checkpoints
-    events:        what happened lately
-    rounds_room:   for the values that workers of all jobs exchange
+    checkpointing: None: the servers make no checkpoints
+    events:        the log of recent events
+    rounds_room:   the memory budget for the values that the workers of all jobs exchange
     """
 
     shards: Shards
@@ -61,19 +64,24 @@ class Cluster:
 
 
 class Registry(Protocol):
-    """What a job tells its coordinator."""
+    """The calls that a job makes to its coordinator."""
 
     def save(self) -> None:
-        """Writes all jobs to the state file. Where the disk refuses that, it is tried again soon."""
+        """Writes all jobs to the state file. If the write fails, the coordinator repeats it later."""
 
     def save_ahead(self) -> None:
-        """Keeps all jobs on disk before something is done. Raises TryLater where the disk does not take it."""
+        """Writes all jobs to the state file before the caller acts on a decision. Raises TryLater if the
+        write fails.
+        """
 
     def later(self, seconds: float, work: Callable[[], None]) -> bool:
-        """Calls `work` after so many seconds, beside the caller. False: it cannot."""
+        """Schedules `work` on another thread after `seconds`. Returns False, and schedules nothing, if it has no thread
+        for it.
+        """
 
     def forget(self, name: str, why: str, finished: FinishedJob | None) -> None:
         """Drops a job that has ended, and frees its name.
 
-        why: in words; empty where its workers have left. finished: as it stays known, if they were done
+        why:      the reason in words; empty if all its workers have left
+        finished: what stays known of the job if its workers were done; None if they were not
         """

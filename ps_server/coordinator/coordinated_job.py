@@ -7,10 +7,10 @@
     the job ends:               end
 
 A job is made of parts, each an object that guards itself: members, leased data, rounds, checkpoints. No lock is held
-over a call to a shard, and the job's is not held while a file is written. What takes such calls is done in three steps:
-decide under the lock; call; book under the lock as much as was done, if nothing has made it void meanwhile. A rollback
-and the job's end are phases (lifecycle.py): during one, no worker joins, and no second one begins. Locks are taken in
-this order: the job's, its data's or its rounds', its members', its removals'.
+over a call to a shard, and the job's lock is not held while a file is written. An operation that needs such calls has
+three steps: decide under the lock; call; record under the lock what was done, unless something has made it void
+meanwhile. A rollback and the job's end are phases (lifecycle.py). During a phase no worker joins, and no second phase
+begins. Locks are taken in this order: the job's, its data's or its rounds', its members', its removals'.
 """
 
 from __future__ import annotations
@@ -66,10 +66,13 @@ class CoordinatedJob:
     """One job. Methods may be called from any thread and raise PSError; so may those of its parts.
 
     members, data, rounds, accounting, watchers, figures, script, life: its parts
-    checkpoints: what makes them; None where there are none
-    placed:    the job, and which shard holds which bucket
-    shard_processes: by shard, the process that holds the job's part: where another one serves the shard now, it is lost
-    The others are what an earlier coordinator, or a checkpoint, has left of the job; by default it is new.
+    checkpoints:     makes the job's checkpoints; None if the servers make none
+    placed:          the job, and which shard holds which bucket
+    shard_processes: by shard, the process that held the job's part when it was made or restored. If another process
+                     serves the shard now, the part is lost
+
+    The other arguments are the state that an earlier coordinator, or a checkpoint, has left of the job. Their defaults
+    are those of a new job.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class CoordinatedJob:
 
     @functools.cached_property
     def spec_data(self) -> dict[str, Any]:
-        """The same as plain data: made once, because a job of many parameters takes long to write down."""
+        """The job's spec as plain data. It is made once: for a job of many parameters this takes long."""
         return job_spec_data(self.spec)
 
     @property
@@ -160,6 +163,7 @@ class CoordinatedJob:
             checkpoints=self.checkpoints.statistics() if self.checkpoints is not None else None,
             run=self.placed.run,
             trained_bytes=self.placed.trained_bytes,
+            group_size=self.spec.group_size,
             local_steps=0 if local is None or local.seconds is not None else local.steps,
             local_seconds=0.0 if local is None else local.seconds or 0.0,
             local_fragments=0 if local is None or local.fragments is None else local.fragments.count,
@@ -255,11 +259,12 @@ class CoordinatedJob:
         done: bool = False,
         of: int = 0,
     ) -> bool:
-        """Takes a worker off. Returns True when it was the last one and the job ended.
+        """Removes a worker that leaves. Returns True if it was the last one and the job has ended.
 
-        state: its clock and its own state then, for the checkpoints to come
-        done:  its script has come to its end
-        of:    the member of its group that leaves: a group stays until each is done, or one leaves that is not
+        state: the worker's clock and own state, which the next checkpoints keep; None: it sends none
+        done:  the worker's script has run to its end
+        of:    the member of the worker's group that leaves. The group stays until each member has left with `done`, or
+               one leaves without
         """
         state = _if_small(self.spec.name, rank, state, self._cluster.limits.state_bytes)
         with self.life.deciding():  # not between what a rollback decides and what it books
@@ -306,15 +311,17 @@ class CoordinatedJob:
 
     @property
     def ends_soon(self) -> bool:
-        """Whether the job has waited for workers that may come back, and there are none any more."""
+        """Whether the job only waited for silent workers to come back, and the time of the last of these is over."""
         return self.members.attendance.waits and not self.members.absent()
 
     def finish(self, wait: bool = True) -> bool:
-        """Ends the job if its last worker has left; returns whether it has. A rollback ends first, and calls this.
+        """Ends the job if its last worker has left; returns whether it has ended. Does nothing during a rollback, which
+        calls this when it is over.
 
-        A worker that was taken off as silent may live, in the middle of its script: it is to find the weights when it
-        comes back, and its script is to come to its end. So the job waits for it, if it was taken off not long ago.
-        wait: False: it does not
+        A worker that was removed as silent may still be alive, in the middle of its script. It is to find the weights
+        when it comes back. So the job waits for such workers: see Timing.absence.
+
+        wait: False: the job ends without waiting for them
         """
         with self.life.deciding():
             if not (self.members.attendance.has_left and self.members.empty()) or not self.life.is_running:
@@ -358,10 +365,10 @@ class CoordinatedJob:
         self._announce()
 
     def expire(self, process: NamedProcess | None = None) -> list[int]:
-        """Takes off the workers whose lease ran out, and stops waiting for those that did not come back in time.
+        """Removes the workers whose lease has run out. Stops waiting for those that did not come back in time.
 
-        process: of a worker, which has ended, as its launcher has seen: its lease is over, too
-        Returns the ranks of that process.
+        process: a process that has ended, as its launcher reports: the leases of its workers end at once
+        Returns the ranks of that process's workers.
         """
         late = self.members.stop_waiting()
         if late:
@@ -408,7 +415,9 @@ class CoordinatedJob:
     # -- while they train --------------------------------------------------------------------------------------------
 
     def look_at_rounds(self) -> None:
-        """Tells workers in a round which others it waits for, and whether one of those waits for their steps."""
+        """Tells each worker that waits in a round which ranks it waits for, and whether one of these waits for a step
+        of its.
+        """
         if self.rounds.waiting():
             self.rounds.look(self._waits(), self.spec.consistency.mixes_clocks)
 
@@ -424,13 +433,17 @@ class CoordinatedJob:
         return [wait for job in hosted for wait in job.waits]
 
     def check_member(self, of: int) -> None:
-        """Raises InvalidRequest unless a worker's group has such a member."""
+        """Raises InvalidRequest unless `of` is the number of a member of a worker's group."""
         if of >= self.spec.group_size:
             raise InvalidRequest(f"expected a member below {self.spec.group_size}, got {of}")
 
     def save_worker_state(self, rank: int, incarnation: int, key: bytes, clock: int, state: bytes, of: int = 0) -> None:
-        """Keeps a live worker's own part of a checkpoint, or that of a member of its group. Raises LimitExceeded if it
-        is too large, or all are."""
+        """Keeps a live worker's state for the next checkpoint. Raises LimitExceeded if it, or all states together, are
+        too large.
+
+        clock: the worker's clock, to which the state belongs
+        of:    the member of the worker's group whose state it is
+        """
         limit = self._cluster.limits.state_bytes
         if len(state) > limit:
             raise LimitExceeded(f"max-state-bytes is {limit}, got a worker's state of {len(state)}")
@@ -443,9 +456,9 @@ class CoordinatedJob:
         return self.checkpoints.newest_state(above) if self.checkpoints is not None else None
 
     def checkpoint(self, seconds: float = math.inf) -> Manifest:
-        """Makes a checkpoint now; see JobCheckpoints.request. Raises NoCheckpoints where there are none.
+        """Makes a checkpoint now; see JobCheckpoints.request. Raises NoCheckpoints if the servers make none.
 
-        seconds: that the caller waits
+        seconds: the longest time that the caller waits
         """
         if self.checkpoints is None:
             raise NoCheckpoints("these servers were started without --checkpoint-dir")

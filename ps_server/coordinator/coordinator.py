@@ -30,6 +30,7 @@ from ps_runtime.quantities import counted
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.cluster import Checkpointing, Cluster
+from ps_server.coordinator.coalesced import Together
 from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob, has_finished
 from ps_server.coordinator.events import EventLog
@@ -42,7 +43,6 @@ from ps_server.coordinator.shards import Connect, MakeExecutor, RegisteredShard,
 from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.coordinator.state_file import StateFile, resumed, saved
 from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Clock, Timing
-from ps_server.coordinator.together import Together
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.membership import JoinedMember
 from ps_server.core.placement import sized
@@ -61,13 +61,13 @@ class Coordinator:
 
     connect:  makes the ShardApi of a shard from its index and address
     lease:    seconds for which a worker counts as live without a heartbeat
-    policy:   where checkpoints go and when they are made; None: there are none
-    make_executor: makes what calls to shards run in
-    disk:     what all files are written with and read from
-    charge:   whether it is in charge, which `connect` may share
-    events:   what happened lately
+    policy:   where checkpoints go and when they are made; None: none are made
+    make_executor: makes the executors that run calls to shards
+    disk:     reads and writes all files; None: that of the checkpoint directory, a file system or an object store
+    charge:   whether this coordinator is in charge; `connect` may share it
+    events:   the log of recent events
     ended:    the jobs that are over
-    held_jobs: compares them with what shards hold
+    held_jobs: compares the coordinator's jobs with those that the shards hold
     """
 
     def __init__(
@@ -191,10 +191,10 @@ class Coordinator:
             return dict(self._jobs)
 
     def job(self, name: str, run: str = "") -> CoordinatedJob:
-        """Returns a job. Raises NotFound, saying why it ended if that is known, FinishedWithout if the run has
-        finished, RunEnded if another run has its name.
+        """Returns a job. Raises NotFound, saying why the job ended if that is known; FinishedWithout if the run has
+        finished; RunEnded if another run has the name now.
 
-        run: that the caller belongs to; empty: any
+        run: the caller's run; empty: any
         """
         job = self._jobs.get(name)
         if job is None:
@@ -216,12 +216,14 @@ class Coordinator:
     ) -> tuple[CoordinatedJob, bool]:
         """Returns the job with this spec, and whether this call made it. Raises JobMismatch naming what differs.
 
-        launch:       for which the job may have finished: then JobFinished is raised; empty: it may begin anew
-        memory_place: where the worker can share memory; empty: nowhere
-        caller:       the principal, for which the job counts if it begins it, or goes on with one of an earlier
-                      coordinator's
-        Where the spec leaves the size of buckets open, it is that of the job, of its checkpoint, or chosen here.
-        Hyper-parameters that it leaves out have their defaults.
+        If the spec has no bucket size, it gets that of the running job, of its checkpoint, or one chosen here. Missing
+        hyper-parameters get their defaults.
+
+        launch:       the caller's launch. JobFinished is raised if the job has finished for it; empty: the job may
+                      begin anew
+        memory_place: names the memory that the worker can share with shards on its machine; empty: none
+        caller:       the principal to whom the job's memory is accounted, if this call makes the job, or if it comes
+                      from an earlier coordinator
         """
         limits, shards = self._cluster.limits, self._cluster.shards
         self.charge.check()
@@ -302,9 +304,9 @@ class Coordinator:
                 self.events.note("started", name, "the job goes on with a coordinator that was started again")
 
     def drain(self, seconds: float) -> None:
-        """Takes no job and no worker any more, and makes a last checkpoint of each job.
+        """Refuses new jobs and workers, and makes a last checkpoint of each job.
 
-        seconds: that workers have to come to it, which takes as long as the step that each is in
+        seconds: the time that workers have to end their current steps
         """
         self._draining = True
         text = "stopping"
@@ -349,7 +351,9 @@ class Coordinator:
             self.save()
 
     def later(self, seconds: float, work: Callable[[], None]) -> bool:
-        """Has a roster told after so many seconds. False: there is no thread for it."""
+        """Calls `work` after `seconds`. Returns False if there is no thread for it. Watchers use it to send rosters
+        together.
+        """
         return self._background.later("rosters", seconds, work)
 
     def forget(self, name: str, why: str, finished: FinishedJob | None = None) -> None:
@@ -391,11 +395,12 @@ class Coordinator:
         done: bool = False,
         of: int = 0,
     ) -> bool:
-        """Takes a worker off. Returns True when it was the last one and the job ended, or had ended before.
+        """Removes a worker that leaves. Returns True if the job has ended: now, because it was the last one, or
+        earlier.
 
-        state: its clock and its own state then
-        done:  its script has come to its end
-        of:    the member of its group that leaves
+        state: the worker's clock and own state; None: it sends none
+        done:  the worker's script has run to its end
+        of:    the member of the worker's group that leaves
         """
         self.charge.check()
         job = self._jobs.get(name)

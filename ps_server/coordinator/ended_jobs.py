@@ -19,10 +19,10 @@ JOBS_KEPT = 64  # of each kind; the first to end are forgotten
 
 @dataclass(frozen=True)
 class FinishedJob:
-    """A run of a job that has finished. The names of the fields are those in the coordinator's file.
+    """A run of a job that has finished. The names of the fields are those in the state file.
 
-    launches: that took part in it, or in a run of the same name that finished before
-    at:       when, in seconds since 1970
+    launches: the launches that took part in this run, or in an earlier finished run of the same name
+    at:       when it finished, in seconds since 1970
     """
 
     run: str
@@ -49,16 +49,19 @@ class EndedJobs:
             self._finished = dict(finished)
 
     def check(self, name: str, launch: str) -> None:
-        """Raises JobFinished where a job has finished in which this launch took part; an empty one did in none."""
+        """Raises JobFinished if the job of this name has finished and `launch` took part in it. An empty launch never
+        did.
+        """
         with self._lock:
             finished = self._finished.get(name)
             if finished is not None and launch and launch in finished.launches:
                 raise has_finished(name, finished.at)
 
     def error(self, name: str, run: str) -> NotFound | None:
-        """Returns what a worker of a run is told for which no job is there; None: it did not end here.
+        """Returns the error for a worker that asks for a job that does not run; None if no job of this name has ended
+        here.
 
-        run: may be empty. One that names the run that has finished had a place in it, and was away when it finished
+        run: the worker's run; may be empty. If it is the run that has finished, the worker was away when it finished
         """
         with self._lock:
             finished, why = self._finished.get(name), self._why.get(name)
@@ -81,14 +84,16 @@ class EndedJobs:
                     del self._why[next(iter(self._why))]
 
     def begun(self, name: str, launch: str) -> None:
-        """Notes that a job of this name is made anew. launch: that made it; empty: not known, or by its own wish"""
+        """Notes that a job of this name begins anew. launch: the launch that begins it; empty: unknown, or it has asked
+        to
+        """
         with self._lock:
             self._why.pop(name, None)
             if not launch:
                 self._finished.pop(name, None)
 
     def joined(self, name: str, launch: str) -> None:
-        """Notes that a launch takes part in the job of this name that runs now: it is not finished for that launch."""
+        """Notes that a launch takes part in the running job of this name, which so is no longer finished for it."""
         with self._lock:
             finished = self._finished.get(name)
             if finished is not None and launch in finished.launches:
@@ -96,13 +101,17 @@ class EndedJobs:
                 self._finished[name] = replace(finished, launches=left)
 
     def forget(self, name: str) -> bool:
-        """Has a job that has finished begin anew at its next registration. Returns whether there was one."""
+        """Forgets that a job has finished, so that its next registration begins it anew. Returns whether it had
+        finished.
+        """
         with self._lock:
             return self._finished.pop(name, None) is not None
 
 
 def has_finished(name: str, at: float) -> JobFinished:
-    """Returns what a process is told that comes late. at: when the last worker was done, in seconds since 1970"""
+    """Returns the error for a worker that starts after its job has finished. at: when that was, in seconds
+    since 1970
+    """
     return JobFinished(
         f"job {name!r} has finished: its last worker was done at {_date(at)}, so there is nothing to do for a worker "
         f"of the same launch. Another launch begins the job anew; so does this one after `ps-server end --job {name}`"

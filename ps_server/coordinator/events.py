@@ -15,12 +15,13 @@ MOST_CHARACTERS = 500  # of an event's text
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened.
+    """An event in the coordinator's log.
 
-    number: rises with every event, also with one that happens again; first: that it had when it happened first
-    time:   when it happened last, in seconds since 1970
+    number: rises with every event, also with a repetition
+    first:  the number of its first occurrence
+    time:   when it last happened, in seconds since 1970
     kind:   a word for programs; see cluster.proto
-    job:    empty: it concerns all
+    job:    the job's name; empty: all jobs
     count:  how many times it happened
     """
 
@@ -50,7 +51,7 @@ class EventLog:
         self._last = 0
 
     def note(self, kind: str, job: str, text: str, told_as: str = "") -> None:
-        """Keeps an event. told_as: its kind for the audit log, where that is another one."""
+        """Logs an event. told_as: its kind in the audit log; empty: the same kind"""
         text = text[:MOST_CHARACTERS]
         self.told(told_as or kind, job, text)
         with self._lock:

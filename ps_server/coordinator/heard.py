@@ -1,4 +1,4 @@
-"""What the workers of one job have measured, as their last heartbeats said, and those that are done when they left."""
+"""The figures that the workers of one job have measured: from their last heartbeats, or from when a done one left."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class HeardFigures:
         self._done: dict[int, WorkerFigures] = {}  # by rank
 
     def heard(self, rank: int, incarnation: int, figures: WorkerFigures) -> None:
-        """Takes what a live worker says."""
+        """Keeps the figures of a live worker's heartbeat."""
         with self._lock:
             self._heard[rank] = incarnation, figures
             self._done.pop(rank, None)
 
     def done(self, rank: int, figures: WorkerFigures) -> None:
-        """Takes what a worker says that leaves, because its script has come to its end."""
+        """Keeps the last figures of a worker that leaves because its script has run to its end."""
         with self._lock:
             self._done[rank] = figures
 

@@ -1,12 +1,12 @@
-"""What shards hold, beside what the coordinator knows: jobs that only one of the two has.
+"""Finds jobs that only the shards or only the coordinator has, and ends them.
 
-A shard may hold a job that the coordinator does not know: a CreateJob may arrive after the DropJob behind it. The shard
-drops such an orphan.
+A shard may hold a job that the coordinator does not know, because a CreateJob may arrive after the DropJob that was
+sent later. The coordinator has the shard drop such an orphan.
 
-The coordinator may know a job that no shard holds: it ended while the disk of the coordinator's file was full, and the
-next coordinator read the file from before. A shard that still runs drops a job only where it ended, so such a job ends
-here, too, once none of the workers in that file is live or awaited. Otherwise workers would wait to join it for as long
-as jobs without workers stay.
+The coordinator may know a job that no shard holds. Such a job ended while the disk with the coordinator's file was
+full, and the next coordinator has read the file from before the end. A shard whose process runs on drops a job only
+when it ends. So the coordinator ends the job, too, once none of the workers in that file is live or awaited. Otherwise
+workers would wait to join it until it is deserted for so long that it ends (Timing).
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class _Look:
 
 
 class HeldJobs:
-    """Compares both. What it finds counts at the second look in a row: a job that begins or ends at this moment is on
-    its shards a moment earlier, or longer, than it is known. One thread calls it.
+    """Compares the coordinator's jobs with those that shards hold.
 
-    jobs:  returns those that there are, by name
-    known: returns their runs, and those that are being made
+    A difference counts only if two looks in a row find it: a job that begins or ends is on its shards a moment before,
+    or after, the coordinator lists it. For one thread.
+
+    jobs:  returns the coordinator's jobs, by name
+    known: returns the runs of these jobs, and those of jobs that are being made
     """
 
     def __init__(
@@ -99,10 +101,10 @@ STOOD_STILL = 0.5
 
 
 class Expiry:
-    """Looks after all jobs of a coordinator.
+    """Ends leases that have run out, and jobs without workers.
 
-    jobs:       returns them, by name
-    background: where a job is ended, which takes a last checkpoint
+    jobs:       returns the coordinator's jobs, by name
+    background: runs the end of a job, which takes a last checkpoint
     """
 
     def __init__(
@@ -112,7 +114,10 @@ class Expiry:
         self._looked: float | None = None  # when the last regular look ended
 
     def look_regularly(self) -> None:
-        """Does as `look`, for a thread that calls this at least four times a lease."""
+        """Calls `look`. A thread calls this at least four times a lease.
+
+        If the process itself stood still between two calls, all workers first get that much more time.
+        """
         clock, before = self._cluster.clock, self._looked
         stood_still = clock.now() - before if before is not None else 0.0
         if stood_still > self._cluster.lease * STOOD_STILL:

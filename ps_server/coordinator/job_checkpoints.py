@@ -1,8 +1,8 @@
-"""The checkpoints of one job: when one is made, which is asked for, and what the last one has.
+"""The checkpoints of one job: when one is made, who has asked for one, and what the last one has.
 
-One is due by steps, by seconds, or because it is asked for; coordinator.checkpoint_attempt makes it. All is written as
-one generator, which yields the seconds that it waits for: a thread runs it in a server (`run`), and a test or a
-simulation takes its steps by `advance`.
+A checkpoint is due after a number of steps or of seconds, or when it is asked for. checkpoint_attempt.py makes it. All
+of this is one generator, which yields the seconds that it waits for. In a server a thread runs it (`run`); a test or a
+simulation takes one step at a time (`advance`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ MANY_SECONDS = 3600.0
 class JobCheckpoints:
     """Makes the checkpoints of one job, until `stop`. Methods may be called from any thread, `advance` from one.
 
-    began: by rank, the clock at which a worker of that rank joined first: more are noted here as they join
-    owner: of the job
+    began: by rank, the clock at which a worker of that rank first joined. The caller adds ranks to it as they join
+    owner: the principal to whom the workers' states are accounted
     """
 
     def __init__(
@@ -184,7 +184,11 @@ class JobCheckpoints:
         self._notify()
 
     def member_left(self, rank: int, of: int, state: tuple[int, bytes] | None) -> tuple[int, bytes] | None:
-        """Takes what a member of a group leaves behind; returns what the group does, once each member has."""
+        """Keeps the state that a member of a group leaves behind. Returns the group's state once each member has left
+        one.
+
+        state: the member's clock and state; None: it sends none. Returns None, too, if there is no room for it
+        """
         try:
             return self._states.member_left(rank, of, state)
         except LimitExceeded as error:
@@ -203,11 +207,12 @@ class JobCheckpoints:
         self._states.joined(rank)
 
     def state_of(self, rank: int, is_new: bool) -> tuple[int, bytes] | None:
-        """Returns what a worker of a rank goes on from: what an earlier one has left behind, or what the last
-        checkpoint has of it.
+        """Returns the clock and state from which a joining worker of a rank continues; None if there is none to use.
 
-        is_new: its process has no state of its own. One that was cut off when a checkpoint was made in sync, and is
-                rolled back to it, has a newer one than that.
+        It is the one that an earlier worker of the rank left behind, or the one in the last checkpoint.
+
+        is_new: the worker's process has no state of its own. A process that was cut off while a checkpoint was made in
+                sync has a newer state than the checkpoint has of it: it keeps its own
         """
         last = self._progress.last
         part = None if last is None or not self._spec.consistency.one_clock else last.workers.get(rank)
@@ -220,9 +225,10 @@ class JobCheckpoints:
             return None
 
     def newest_state(self, above: int) -> tuple[int, bytes] | None:
-        """Returns the newest state that a worker of any rank has left behind, or that the last checkpoint has.
+        """Returns the newest clock and state that a worker of any rank has left behind, or that the last checkpoint
+        has.
 
-        above: only of a clock above this one
+        Returns None if no state is of a clock above `above`, or if it is damaged.
         """
         try:
             return self._states.newest(above)
@@ -231,7 +237,7 @@ class JobCheckpoints:
             return None
 
     def abandon(self) -> None:
-        """Makes void what is being made: its manifest is written now or never."""
+        """Makes the checkpoint under way void, unless its manifest is written already."""
         with self._changed:
             attempt = self._attempt
         attempt.abandon()
@@ -252,7 +258,9 @@ class JobCheckpoints:
             )
 
     def resume(self) -> None:
-        """Goes on from the last checkpoint of the run that is on disk, as the coordinator that made it would have."""
+        """Continues after a restart of the coordinator from the last checkpoint of the run on disk: the next is due as
+        planned.
+        """
         name, store = self._spec.name, self._job.checkpointing.store
         for manifest in self._manifests():
             with contextlib.suppress(CheckpointDamaged):
@@ -287,12 +295,13 @@ class JobCheckpoints:
     # -- requests and statistics ---------------------------------------------------------------------------------------
 
     def request(self, seconds: float, standing: bool = False, last: bool = False) -> Manifest:
-        """Has a checkpoint made as soon as can be, and waits for it. Raises CheckpointFailed, TryLater if it takes too
-        long.
+        """Requests a checkpoint, waits for it, and returns its manifest. Raises CheckpointFailed; TryLater after a
+        timeout.
 
-        seconds:  for live workers to reach its clock; after that, buckets are taken as they are, without their states
+        seconds:  the time for live workers to reach the checkpoint's clock. After it, buckets are copied as they are,
+                  without the states of workers that are late
         standing: no worker trains any more
-        last:     the servers end after it: shards take no push that would not be in it
+        last:     the servers end after it: shards refuse pushes that would not be in it
         """
         with self._changed:
             number = self._requests.ask(self._clock.now() + seconds, standing, last)
@@ -307,12 +316,17 @@ class JobCheckpoints:
             return self._progress.last
 
     def request_last(self, seconds: float) -> None:
-        """Has the last checkpoint made of a job that ends, if training went on since the one before."""
+        """Makes the last checkpoint of a job that ends, if training went on since the one before. seconds: see
+        `request`
+        """
         if not self._is_up_to_date():
             self._request_last(seconds, standing=True)
 
     def request_final(self, seconds: float) -> None:
-        """Has the last checkpoint made before the servers end. What a shard acknowledges is in it."""
+        """Makes the last checkpoint before the servers end. All pushes that shards acknowledge are in it.
+
+        seconds: the time in which workers can end their current steps
+        """
         if self._is_up_to_date():
             return
         until = self._clock.now() + seconds
@@ -333,7 +347,9 @@ class JobCheckpoints:
             log.warning("job %s: ends without a last checkpoint: %s", self._spec.name, error)
 
     def last_made_at(self) -> float | None:
-        """Returns when the last checkpoint was complete, in seconds since 1970; None where nobody knows."""
+        """Returns when the last checkpoint was complete, in seconds since 1970; None if there is none or the disk
+        cannot be read.
+        """
         last = self._progress.last
         with contextlib.suppress(PSError, OSError):
             return None if last is None else self._job.checkpointing.store.made_at(self._spec.name, last.name)

@@ -1,4 +1,4 @@
-"""The leased data of one job: the rules of core.data_leases with a lock, and the shards to ask."""
+"""The leased data of one job: core.data_leases behind a lock. Asks the shards which data the weights have had."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ class JobData:
                 self._looking.remove(leases)
 
     def gone(self, rank: int, incarnation: int) -> None:
-        """Notes that a worker takes no part any more, nor does any older one of its rank."""
+        """Notes that worker `rank` of this incarnation, and all earlier workers of the rank, take part no more."""
         with self._lock:
             for leases in self._loaders.values():
                 leases.gone(rank, incarnation)
 
     def rolled_back(self) -> None:
-        """Has the shards asked before anything else is given out: some were rolled back to a checkpoint."""
+        """Notes a rollback: before the next lease, the shards are asked again which data their weights have."""
         with self._lock:
             self._rollbacks += 1
             for leases in self._loaders.values():

@@ -1,7 +1,8 @@
-"""The rounds of one job: the rules of core.rounds with a lock, and the streams of the workers that wait.
+"""The rounds of values of one job: core.rounds behind a lock, and one stream to each worker that waits.
 
-A worker that waits holds no thread. It is told which ranks it waits for, and whether one of those waits for it: in
-sync and ssp a worker may be in a step that cannot go on without the step of another that is in a round already.
+A worker that waits holds no thread. Its stream says which ranks it waits for, and whether one of these waits for a step
+of this worker. In sync and ssp that happens: a rank may be in a step that needs a step of a worker which is in the
+round already.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ps_server.core.statistics import Wait
 
 @dataclass(frozen=True)
 class Standing:
-    """How a round stands for a worker that asked.
+    """The state of a round, as a waiting worker is told it.
 
-    complete:    the round, if it is
-    waiting_for: ranks that have not given their value
-    step_wanted: one of them waits for a step of the worker that asked
+    complete:    the round, if it is complete; otherwise None
+    waiting_for: the ranks that have not given their value yet
+    step_wanted: one of these ranks waits for a step of the worker that is told
     """
 
     number: int
@@ -37,13 +38,13 @@ class Standing:
 
 
 class Listener(Protocol):
-    """The stream of a worker that asked. Its methods do not wait."""
+    """The response stream of a worker that waits for a round. Its methods do not wait."""
 
     def tell(self, standing: Standing) -> None:
-        """Says how the round stands; nothing more comes if it is complete."""
+        """Sends the state of the round. After a complete round nothing more is sent."""
 
     def finish(self) -> None:
-        """Ends it without a result: the worker is to ask again."""
+        """Ends the stream without a result. The worker then repeats its request."""
 
     def fail(self, error: PSError) -> None:
         """Ends the stream of a worker that waits for a round, with an error."""
@@ -62,8 +63,8 @@ class _Waiter:
 class JobRounds:
     """All rounds of one job. Methods may be called from any thread.
 
-    save:  keeps a complete round on disk, before any worker is told; raises TryLater where the disk does not take it
-    owner: of the job
+    save:  writes a complete round to disk, before any worker is told of it; raises TryLater if the write fails
+    owner: the principal to whom the values' memory is accounted
     """
 
     def __init__(self, members: JobMembers, cluster: Cluster, save: Callable[[], object], owner: Owner) -> None:
@@ -101,7 +102,10 @@ class JobRounds:
         return self._done
 
     def gather_values(self, request: GatherRequest, listener: Listener) -> Callable[[], None]:
-        """Takes a worker's value, and tells it how the round stands until it is complete. Returns how to stop that."""
+        """Adds a worker's value to its round, and streams the round's state to `listener` until it is complete.
+
+        Returns a function that stops the stream.
+        """
         rank, incarnation = request.worker.rank, request.worker.incarnation
         with self._lock:
             self._members.check(rank, incarnation, request.worker.key)
@@ -133,7 +137,9 @@ class JobRounds:
             return lambda: None
 
     def changed(self) -> None:
-        """Notes that a worker joined or is gone: a gone one is not waited for, and if it waits itself it is told."""
+        """Updates the rounds after a worker has joined or is gone. A worker that is gone is not waited for; its stream
+        fails.
+        """
         with self._lock:
             live, started = self._members.live()
             lost = [waiter for waiter in self._waiters if live.get(waiter.rank) != waiter.incarnation]
@@ -156,11 +162,13 @@ class JobRounds:
             waiter.listener.fail(error)
 
     def waiting(self) -> int:
-        """Returns how many workers wait."""
+        """Returns the number of workers that wait for a round."""
         return len(self._waiters)
 
     def look_due(self) -> bool:
-        """Whether it is time to ask the shards for waiting workers: the longer a round lasts, the less often."""
+        """Whether it is time to call `look`, for which all shards are asked. The longer a round lasts, the
+        less often.
+        """
         with self._lock:
             now = self._clock.now()
             waited = min((now - waiter.since for waiter in self._waiters), default=0.0)
@@ -170,11 +178,13 @@ class JobRounds:
             return True
 
     def look(self, waits: Collection[Wait], mixes_clocks: bool = False) -> None:
-        """Tells the workers that wait how the round stands, as often as it is due.
+        """Sends the state of the round to each waiting worker that is due for it; see Timing.round_notice.
 
-        waits:        of workers on shards
-        mixes_clocks: each worker counts its own steps; False: one that is at the clock of such a wait, or past it, has
-                      made its step
+        A worker whose step is wanted, or that has waited for Timing.round_hold, gets the state and is to ask again.
+
+        waits:        which worker waits on a shard for which other one
+        mixes_clocks: True: each worker counts its own steps; False: a worker that has reached the clock of a wait has
+                      made its step, and is not asked for another
         """
         with self._lock:
             if self._unsaved is not None:

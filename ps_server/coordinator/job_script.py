@@ -1,9 +1,10 @@
-"""What the script of one job has set that is the job's and no worker's: its learning-rate schedule above all.
+"""What the script of one job has set for the job and not for one worker, above all its learning-rate schedule.
 
-tell   One live worker is asked for it with each of its heartbeats, and each that leaves tells it. The newest is kept.
-ask    A worker that joined late asks for it before its first step. One live worker after the other is asked at once,
-       and all with their next heartbeats, until one tells what it has set by now. Where none does, the newest counts
-       of what was told and of what checkpoints have.
+tell   The coordinator asks one live worker for it with each of that worker's heartbeats. Each worker that leaves tells
+       it, too. The coordinator keeps the newest.
+ask    A worker that joined late asks for it before its first step. The coordinator then asks one live worker after the
+       other at once, and all of them with their next heartbeats, until one tells what it has set by now. If none does,
+       the newest counts of what was told before and of what checkpoints have.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ Told = tuple[int, bytes]  # the clock of the worker that told it, and what it ha
 class JobScript:
     """What the script of one job has set. Thread-safe.
 
-    in_step: all workers are at one clock: those of the lowest rank count; otherwise those of the furthest worker do
-    saved:   returns what checkpoints have of a clock above this one; None: nothing
-    changed: is called when another worker is asked
+    in_step: True: all workers are at one clock, and the script of the lowest rank counts; False: that of the worker
+             with the highest clock counts
+    saved:   returns what checkpoints have, if it is of a clock above its argument; otherwise None
+    changed: called when a worker is to be asked at once
     """
 
     def __init__(
@@ -56,14 +58,20 @@ class JobScript:
             return self._number if asked or rank == teller else 0
 
     def asked_now(self) -> tuple[int, int] | None:
-        """Returns the rank that a worker which came late waits for, and the request's number; None: there is none."""
+        """Returns the rank to ask at once for a worker that joined late, and the number of the request; None if none
+        waits.
+        """
         with self._lock:
             waits = self._number > self._answered and self._candidates
             return (self._candidates[0], self._number) if waits else None
 
     def tell(self, rank: int, request: int, told: Told | None) -> None:
-        """Takes what a live worker has set; None: it has nothing to tell. request: that it answers. Raises
-        InvalidRequest for too much."""
+        """Takes a live worker's report of what its script has set. Raises InvalidRequest if it has over
+        MAX_SCRIPT_BYTES.
+
+        request: the number of the request that it answers
+        told:    its clock and what it has set; None: it has nothing to report
+        """
         if told is not None and len(told[1]) > MAX_SCRIPT_BYTES:
             raise InvalidRequest(f"what a script has set may have {MAX_SCRIPT_BYTES} bytes, got {len(told[1])}")
         asks_next = False
@@ -80,7 +88,11 @@ class JobScript:
             self._changed()
 
     def ask(self, rank: int, incarnation: int) -> tuple[Told | None, bool]:
-        """Returns the newest that is known, for a worker that came late, and whether a newer one is coming."""
+        """Returns the newest report, for a worker that joined late, and whether a newer one is on its way.
+
+        If one is on its way, the caller asks again until the second result is False. The report is None if there is
+        none.
+        """
         worker = rank, incarnation
         is_new = worker not in self._asking
         candidates = self._by_preference(but=rank) if is_new else []

@@ -1,8 +1,8 @@
-"""Joins of one job: workers whose joins wait while others are being counted on the shards are counted together.
+"""The joins of one job. Workers that come while others are being added to the shards are added together, after these.
 
-Each has its reservation, and gets its own place or its own error. What takes a call to each shard, a write of the
-coordinator's file, or a message to each worker is done once for all of them: W workers that start at once on S shards
-cost a few times S calls instead of W times S.
+Each worker has its own reservation, and gets its own place or its own error. The calls to the shards, the write of the
+coordinator's file, and the messages to the workers are made once for all of them. So W workers that start at once on S
+shards cost a few times S calls instead of W times S.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from ps_protocol.errors import PSError
 from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.cluster import Registry
+from ps_server.coordinator.coalesced import Together
 from ps_server.coordinator.job_data import JobData
 from ps_server.coordinator.lifecycle import Lifecycle
 from ps_server.coordinator.members import JobMembers, Joined, Reservation
-from ps_server.coordinator.together import Together
 from ps_server.core.accounting import StepAccounting
 from ps_server.core.membership import WORKERS_A_CALL, Member
 
@@ -36,7 +36,7 @@ class JobJoins:
     """The joins of one job. Methods may be called from any thread.
 
     lost:     returns the shards that have lost their part of the job
-    announce: tells all that are to know which workers are live
+    announce: sends the roster to the workers that watch it, and tells the rounds
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class JobJoins:
         self._together = Together(self._join, WORKERS_A_CALL)
 
     def join(self, reservation: Reservation, request: JoinRequest) -> Member:
-        """Makes a worker live that has its reservation. Raises PSError; the reservation is taken back then."""
+        """Makes a worker with a reservation live. If it raises PSError, the reservation is void."""
         return self._together.do(_Arriving(reservation, request))
 
     def _join(self, arriving: Sequence[_Arriving]) -> list[Member | PSError]:
@@ -131,7 +131,7 @@ def log_join(name: str, member: Member, older: Member | None, request: JoinReque
 
 
 def described_join(member: Member, older: Member | None, request: JoinRequest) -> Iterator[tuple[str, str]]:
-    """Yields the events of a join: their kinds, and in words."""
+    """Yields the kind and text of each event of a join. older: the live worker that the new one replaces, or None"""
     if older is not None and request.previous is None:
         yield "fenced", f"worker {older.rank} (pid {older.pid} on {older.host}) is replaced by a new process"
     kind, verb = ("join", "joins") if request.previous is None else ("rejoin", "comes back")

@@ -1,4 +1,4 @@
-"""What a job is in the middle of, and whether it is over."""
+"""The phase of a job (running, rolling back or ending), and whether it has ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ps_server.coordinator.timing import Clock
 
 
 class Phase(enum.Enum):
-    """What is being done to a job that takes calls to shards, and that nothing else may interfere with."""
+    """What is being done to a job. During a phase other than RUNNING no worker joins, and no other phase begins."""
 
     RUNNING = enum.auto()
     ROLLING_BACK = enum.auto()
@@ -22,7 +22,9 @@ class Phase(enum.Enum):
 
 
 class Lifecycle:
-    """One job's phase and end. Thread-safe; what has to hold for a moment is decided in `deciding`."""
+    """One job's phase and end. Thread-safe. A decision and the phase that it begins belong into one
+    `deciding` block.
+    """
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._name, self._clock = name, clock
@@ -35,7 +37,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[None]:
-        """Has the phase stay as it is, for a moment: no call is made, and no file is written."""
+        """Locks the phase for a `with` block. In the block no call to a shard is made, and no file is written."""
         with self._lock:
             yield
 
@@ -60,7 +62,7 @@ class Lifecycle:
         return self._ended is not None
 
     def begin(self, phase: Phase) -> None:
-        """Begins a phase, until `done`. The caller decides this while the job is running."""
+        """Begins a phase, which lasts until `done`. The caller is in `deciding`, and the job is running."""
         assert self.is_running
         self._phase = phase
 
@@ -70,7 +72,10 @@ class Lifecycle:
             self._phase = Phase.RUNNING
 
     def rollback_failed(self, why: str, pause: float) -> None:
-        """Notes why a rollback failed, which workers that ask to join are told, and when the next one may begin."""
+        """Notes why a rollback failed. Workers that ask to join are told why.
+
+        pause: seconds until the next attempt may begin
+        """
         self._not_rolled_back, self._roll_back_at = why, self._clock.now() + pause
 
     def rolled_back(self) -> None:
@@ -78,7 +83,10 @@ class Lifecycle:
         self._not_rolled_back = ""
 
     def end(self, why: str) -> NotFound | None:
-        """Ends the job, for a reason in words or none; returns what callers are told. None: it had ended before."""
+        """Ends the job. Returns the error for later callers; None if the job had ended before.
+
+        why: the reason in words; may be empty
+        """
         with self._lock:
             if self._ended is not None:
                 return None
@@ -86,7 +94,9 @@ class Lifecycle:
             return self._ended
 
     def check_open(self, lost: Sequence[int]) -> None:
-        """Raises NotFound or TryLater, saying why, where no worker can join. lost: the shards that lost their part"""
+        """Raises NotFound or TryLater, with the reason, if no worker can join now. lost: the shards that lost their
+        part
+        """
         if self._ended is not None:
             raise anew(self._ended)
         if self._phase is Phase.ENDING:

@@ -1,15 +1,15 @@
 """The live workers of one job, and which of them each shard counts.
 
-A join takes two rounds over the shards, so that each counts the worker from the same clock on:
+A join takes two rounds over the shards, so that each shard counts the worker from the same clock on:
 
-1. every shard counts the worker from its own frontier on, and says what that is: from here on nothing completes there
-   that would need the worker;
-2. the highest frontier becomes the clock at which the worker starts, everywhere.
+1. Every shard counts the worker from its own frontier on, and returns this frontier. From then on, no update that needs
+   the worker is complete there without it.
+2. The highest frontier becomes the clock at which the worker starts, on all shards.
 
 A worker that is gone stays a pending removal until every shard has heard of it (removals.py).
 
-No lock is held over a call. What a join has decided is a reservation; it is booked when all shards count the worker, if
-nothing has made it void meanwhile: a later join of the same rank, or a rollback.
+No lock is held during a call to a shard. A join is first a reservation. It becomes a live worker when all shards count
+it, unless the reservation has become void meanwhile: by a later join of the same rank, or by a rollback.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Roster = tuple[list[int], int, bool]
 
 
 class _OnDisk:
-    """What of the members is on disk. For the caller that holds their lock.
+    """Which of the live workers are in the state file. The caller holds the lock of the members.
 
-    unsaved: incarnations of live workers whose join is not
+    unsaved: incarnations of live workers that are not in the file yet
     """
 
     def __init__(self, started: bool) -> None:
@@ -55,7 +55,9 @@ class _OnDisk:
 
 @dataclass(frozen=True)
 class Joined:
-    """How far the job is when all shards count a worker. clock: from which on they do; the others as in Member"""
+    """How far the job was when all shards counted a worker. clock: the clock from which they count it; others: see
+    Member
+    """
 
     clock: int
     pushed: int | None
@@ -65,7 +67,7 @@ class Joined:
 class JobMembers:
     """The workers of one job. Methods may be called from any thread.
 
-    removals:      of workers that are gone, from the shards
+    removals:      workers that are gone, and that shards may still count
     restore_count: how many times the whole job was rolled back to a checkpoint
     attendance:    which launches have taken part, and how the last worker left
     """
@@ -104,9 +106,9 @@ class JobMembers:
             return sorted(self._membership.members), self._membership.world_size, self._membership.started
 
     def announced(self) -> Roster:
-        """Returns the roster as it may be told: without workers whose join is not on disk yet.
+        """Returns the roster for other workers: without those whose join is not in the state file yet.
 
-        A coordinator that came back would not know these. Others must not begin to train because of them.
+        If this coordinator restarts, it does not know such a worker. Others must not begin to train because of it.
         """
         with self._lock:
             return self._on_disk.roster(self._membership)
@@ -114,8 +116,8 @@ class JobMembers:
     def all(self, and_fenced: bool = False, and_away: bool = False) -> list[Member]:
         """Returns the live workers, by rank.
 
-        and_fenced: with those that were, until their own join failed half way
-        and_away:   with those that were, until a rollback, and are expected to join again
+        and_fenced: include workers that were live until a join of their rank failed half way, which has fenced them
+        and_away:   include workers that were live until a rollback, and are expected to join again
         """
         with self._lock:
             rejoining, away = self._membership.rejoining, self._membership.away
@@ -129,7 +131,9 @@ class JobMembers:
             return tuple(sorted(self._membership.rejoining))
 
     def absent(self) -> tuple[Member, ...]:
-        """Returns the workers that were taken off as silent and may come back, by rank; `expires`: until when."""
+        """Returns the workers that were removed as silent and may come back, by rank. `expires` is the end of this
+        time.
+        """
         with self._lock:
             return tuple(member for _, member in sorted(self._membership.absent.items()))
 
@@ -147,7 +151,9 @@ class JobMembers:
             )
 
     def newly_awaited(self) -> tuple[int, ...]:
-        """Returns the ranks that the job waits for because no worker was left, once; later none."""
+        """Returns, once, the ranks that the job begins to wait for because no worker is left; later calls
+        return none.
+        """
         with self._lock:
             return self._membership.newly_awaited()
 
@@ -166,7 +172,9 @@ class JobMembers:
             return not (self._membership.members or awaited or self._joining)
 
     def pending_removals(self) -> set[Removal]:
-        """Returns what shards may still count: workers that are gone, and those that join at this moment."""
+        """Returns all workers that a shard may count although they are not live: those that are gone, and those that
+        are joining.
+        """
         with self._lock:
             joining = [(reservation.rank, reservation.incarnation) for reservation in self._joining]
         return self.removals.pending() | self.removals.everywhere(joining)
@@ -177,7 +185,9 @@ class JobMembers:
             return self._membership.ever_joined
 
     def check(self, rank: int, incarnation: int, key: bytes) -> int:
-        """Returns how many workers are live. Raises UnknownWorker, Fenced or Forbidden unless the caller is one."""
+        """Returns the number of live workers. Raises UnknownWorker, Fenced or Forbidden unless the caller is one of
+        them.
+        """
         with self._lock:
             self._membership.check(rank, incarnation, key)
             return len(self._membership.members)
@@ -185,11 +195,15 @@ class JobMembers:
     # -- a worker comes ----------------------------------------------------------------------------------------------
 
     def repeated(self, request: JoinRequest) -> Member | None:
-        """Returns the worker that this request made live already: the answer was lost.
+        """Returns the worker that an earlier call of this request has made live; None if there is none.
 
-        None where the worker may be in a step, of which this coordinator, that came back, does not know which shards
-        have had it. The worker joins anew, and they say so: from a place that it never heard of it has pushed nothing.
-        Raises TryLater while the first call of this request is being carried out.
+        A worker repeats its request when the answer to the first call was lost.
+
+        Returns None, too, where the worker may be in a step and this coordinator, which has restarted, does not know
+        which shards have had that step. The worker then joins anew, and the shards say so. That is safe: from a place
+        that it never heard of, the worker has pushed nothing.
+
+        Raises TryLater while the first call is being carried out.
         """
         with self._lock:
             for reservation in self._joining:
@@ -200,9 +214,11 @@ class JobMembers:
         return member if is_known else None
 
     def reserve(self, rank: int | None, request: JoinRequest) -> Reservation:
-        """Gives a worker its rank and incarnation. The shards may count it from now on, so this is to be saved.
+        """Reserves a rank and an incarnation for a worker. Shards may count it from now on: write the state file
+        before.
 
-        Raises Fenced, JobInUse, TryLater or LimitExceeded where the worker cannot join.
+        rank: the rank that the worker asks for; None: any
+        Raises Fenced, JobInUse, TryLater or LimitExceeded if the worker cannot join.
         """
         with self._lock:
             if self._closed:
@@ -226,7 +242,7 @@ class JobMembers:
             return reservation
 
     def close(self) -> None:
-        """Takes no worker any more: the servers end. What joins at this moment still may."""
+        """Refuses new joins, because the servers end. Joins that are under way may still complete."""
         with self._lock:
             self._closed = True
 
@@ -236,10 +252,10 @@ class JobMembers:
             self._joining.drop(reservation)
 
     def count(self, reservations: Sequence[Reservation]) -> list[Joined | PSError]:
-        """Has every shard count workers; returns for each the clock from which on all do, and how far its rank had
-        pushed, or its error: TryLater or Fenced, as `admit`, where a shard takes its incarnation for an earlier one.
+        """Adds workers on every shard. Returns for each worker a Joined, or its error: TryLater or Fenced, as `admit`.
 
-        Raises PSError if a shard is silent: it may count any of them.
+        A worker gets an error if a shard knows a later incarnation of its rank. Raises PSError if a shard does not
+        answer: that shard may count any of the workers.
         """
         shards = self._shards.all()
         # Where one counts a worker, others wait for it: not before it is known that all shards answer.
@@ -295,8 +311,8 @@ class JobMembers:
         return TryLater(f"job {self._name!r}: {fenced}")
 
     def admit(self, reservation: Reservation, request: JoinRequest, joined: Joined) -> Member:
-        """Makes a worker live that all shards count. Raises Fenced if another process took the rank meanwhile, TryLater
-        if the job was rolled back.
+        """Makes a worker live, which all shards count. Raises Fenced if another process took the rank meanwhile,
+        TryLater if the job was rolled back.
         """
         rank = reservation.rank
         with self._lock:
@@ -327,8 +343,10 @@ class JobMembers:
             return self._membership.members[rank]
 
     def begin_lease(self, member: Member) -> Member:
-        """Begins the lease of a worker whose join is on disk, and that is told of its place now: writing may have taken
-        longer than a lease. Raises TryLater if it is over.
+        """Begins the lease of a worker, once its join is in the state file: the write may have taken longer than a
+        lease.
+
+        Returns the worker with its new lease. Raises TryLater if the worker has lost its place meanwhile.
         """
         with self._lock:
             self._on_disk.unsaved.discard(member.incarnation)
@@ -340,7 +358,8 @@ class JobMembers:
             return begun
 
     def abort(self, reservation: Reservation) -> bool:
-        """Takes back a join that failed half way. On some shards it has fenced the older worker: that one is gone too.
+        """Takes back a join that failed half way. Some shards may have fenced the older worker of the rank: it is
+        removed too.
 
         Returns whether the older worker was live until now.
         """
@@ -366,11 +385,12 @@ class JobMembers:
     # -- a worker goes -----------------------------------------------------------------------------------------------
 
     def leave(self, rank: int, incarnation: int, key: bytes, done: bool = False) -> tuple[Member, bool] | None:
-        """Takes a worker off. Returns it, and whether it was live; None if it was not there any more. Raises Forbidden
+        """Removes a worker, and returns it with whether it was live; None if there is no such worker. Raises Forbidden
         for a wrong key.
 
-        done: its script has come to its end
-        One that is not live was to join again after a rollback.
+        A worker that was not live was expected to join again after a rollback or a silence.
+
+        done: its script has run to its end
         """
         with self._lock:
             self._fenced.pop(rank, None)
@@ -393,7 +413,7 @@ class JobMembers:
             return not self._membership.member_leaves(rank, of)
 
     def take_gone(self, process: NamedProcess | None = None) -> tuple[list[Member], list[Member]]:
-        """Takes off the workers whose lease has run out, and those of a process that has ended; returns both."""
+        """Removes the workers whose lease has run out, and those of a process that has ended. Returns the two lists."""
         with self._lock:
             now = self._clock.now()
             ended = self._membership.ended(process, now) if process is not None else []
@@ -410,7 +430,7 @@ class JobMembers:
             return self._membership.forget_absent(self._clock.now())
 
     def postpone(self, seconds: float) -> None:
-        """Gives all workers more time for a sign of life."""
+        """Extends all leases, and all waits for workers to come back, by up to `seconds`; see Membership.postpone."""
         with self._lock:
             self._membership.postpone(seconds, self._clock.now())
 
@@ -425,9 +445,10 @@ class JobMembers:
             return self._membership.doubt_is_over()
 
     def rollback(self, everywhere: bool, last_incarnation: int) -> list[Member]:
-        """Takes all workers off, and expects them to join again. Makes void what joins at this moment. Returns them.
+        """Removes all workers, and expects them to join again. Makes reservations void. Returns the removed workers.
 
-        everywhere: every shard was rolled back, and counts none of them any more
+        everywhere:       all shards were rolled back, and so count none of the workers; False: the others must be told
+        last_incarnation: the highest incarnation that any worker of the job may have had
         """
         with self._lock:
             members = self._membership.rollback(self._clock.now(), self._fenced.values())
@@ -465,13 +486,14 @@ LAUNCHES_KEPT = 256  # that took part in one job; the first are forgotten
 
 
 class Attendance:
-    """Which launches have taken part in a job, the last one last, and how the worker went that left last.
+    """Which launches have taken part in a job, and how its last worker left.
 
+    launches: the launches, the latest last
     has_been: a worker has joined since this coordinator knows the job
-    has_left: no worker has joined since one left, and none was lost
-    is_done:  the script of that one had come to its end
-    left_at:  when it left, in seconds since 1970
-    waits:    the job ends as soon as no worker is left that may come back
+    has_left: a worker has left, and since then none has joined and none was lost
+    is_done:  the script of the worker that left last had run to its end
+    left_at:  when that worker left, in seconds since 1970
+    waits:    all others have left, and the job waits for absent workers before it ends
     """
 
     def __init__(self) -> None:
@@ -480,21 +502,23 @@ class Attendance:
         self.left_at = 0.0
 
     def joined(self, launch: str) -> None:
-        """Notes a worker. launch: that started it; empty: not known"""
+        """Notes that a worker has joined. launch: the launch that started it; empty: unknown"""
         self.has_been, self.has_left, self.waits = True, False, False
         if launch and launch not in self.launches:
             self.launches = (*self.launches, launch)[-LAUNCHES_KEPT:]
 
     def left(self, done: bool, at: float) -> None:
-        """Notes that a worker has left. done: its script has come to its end"""
+        """Notes that a worker has left. done: its script has run to its end; at: in seconds since 1970"""
         self.has_left, self.is_done, self.left_at = True, done, at
 
     def lost(self) -> None:
-        """Notes that a live worker is gone: what it had to do is still to be done, whoever has left before."""
+        """Notes that a live worker was lost. Its work is not done, so the job does not end because of those that left
+        before.
+        """
         self.has_left = self.waits = False
 
     def wait(self) -> bool:
-        """Has the job wait for those that may come back. Returns whether it did not wait yet."""
+        """Notes that the job waits for absent workers. Returns True the first time, False if it waited already."""
         begins, self.waits = not self.waits, True
         return begins
 
@@ -519,7 +543,7 @@ class Reservation:
 
 
 class Reservations:
-    """One for each rank that is being taken. Not thread-safe."""
+    """The reservations of one job, one for each rank. Not thread-safe."""
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -542,9 +566,9 @@ class Reservations:
         return before
 
     def check(self, reservation: Reservation) -> None:
-        """Raises TryLater or Fenced where a join was overtaken by a rollback or by another process.
+        """Raises TryLater or Fenced if a rollback, or a join of another process, has made the reservation void.
 
-        A new process may try again: the other one may be its predecessor, whose last call arrives after its death.
+        A new process gets TryLater: the other join may be a late call of its dead predecessor.
         """
         current = self._by_rank.get(reservation.rank)
         if current is None:

@@ -1,4 +1,4 @@
-"""Making a job on all shards: a new one, or as the last checkpoint of its name has it."""
+"""Makes a job on all shards: a new one, or one restored from the last checkpoint of its name."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ log = logging.getLogger("ps_server")
 class NewJobs:
     """Makes jobs, one run after the other.
 
-    registry: of the jobs that are made
-    recovery: what restores a job from a checkpoint; None where there are none
+    registry: the coordinator, to which the jobs belong
+    recovery: restores a job from a checkpoint; None if the servers make none
     """
 
     def __init__(self, cluster: Cluster, registry: Registry, recovery: Recovery | None) -> None:
@@ -38,12 +38,13 @@ class NewJobs:
         self.runs = Runs(cluster.clock)
 
     def begin(self, name: str, owners: Sequence[str], caller: str) -> None:
-        """Notes that a job is going to be made, until `done`.
+        """Reserves the name of a job that is about to be made, until `done`.
 
-        owners: who began the jobs that there are; caller: who begins this one. Empty: nobody knows
+        owners: the principals that began the existing jobs; empty: unknown
+        caller: the principal that begins this job; empty: unknown
 
-        Raises TryLater while one of that name is being made, saying how far the restore of its checkpoint is if there
-        is one; LimitExceeded if there is no room.
+        Raises TryLater while a job of that name is being made, with the progress of its restore if there is one;
+        LimitExceeded if there are too many jobs.
         """
         with self._lock:
             self._check(name)
@@ -72,10 +73,13 @@ class NewJobs:
         self.runs.made(name)
 
     def make(self, spec: JobSpec, chosen: JobSpec) -> CoordinatedJob:
-        """Returns a job that all shards hold. chosen: the same with a size of buckets.
+        """Makes a job on all shards, new or restored from the last checkpoint of its name, and returns it.
 
-        Raises JobMismatch if the checkpoint of its name is of another job, NoCheckpoints if not one of its checkpoints
-        is whole, TryLater if a shard does not answer.
+        spec:   the spec as it was registered; may be without a bucket size
+        chosen: the same spec with a bucket size
+
+        Raises JobMismatch if the checkpoint is of another job, NoCheckpoints if none of its checkpoints is complete,
+        TryLater if a shard does not answer.
         """
         try:
             return self._made(spec, chosen)

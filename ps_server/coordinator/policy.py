@@ -10,11 +10,14 @@ from pathlib import Path
 class CheckpointPolicy:
     """Where checkpoints go, when they are made, and how many are kept.
 
-    steps, seconds: make one every so many clocks, or seconds; neither: only when asked to, and at a job's end
-    restore:        a job of a name that has a checkpoint continues from it, also if it had ended
-    full_every:     of so many checkpoints one has all rows of tables, the others what changed since the one before
-    address:        of the coordinator, which others are told that want the directory too
-    resume:         the jobs that ran when an earlier coordinator ended are resumed; implied by `restore`
+    steps, seconds: make a checkpoint every `steps` clocks, or every `seconds`; both None: only on request and at a
+                    job's end
+    keep:           how many checkpoints of a job are kept
+    restore:        a job whose name has a checkpoint continues from it, also if it had ended
+    resume:         jobs that ran when an earlier coordinator ended are resumed; implied by `restore`
+    full_every:     one of this many checkpoints has all rows of tables, the others only rows that changed since the one
+                    before
+    address:        the coordinator's address, which another coordinator that wants the same directory is told
     """
 
     directory: Path

@@ -2,8 +2,8 @@
 
 In sync every shard goes back to the one clock that the checkpoint has, so that the job ends with the weights that it
 would have had. In ssp and async the shard that lost its part goes back alone: the others keep what they have, and what
-is missing on that shard is counted. Either way every worker is fenced, so that nothing of before arrives later, and
-joins again.
+is missing on that shard is counted. Either way every worker is fenced, so that no push from before the rollback counts
+after it. Then the workers join again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ ANSWERS_WITHOUT_PROGRESS = 30  # of a shard that restores, after which other job
 
 @dataclass(frozen=True)
 class Restored:
-    """What shards hold after a rollback.
+    """The result of a rollback.
 
-    reached:          of each shard that went back, how far its buckets are
-    last_incarnation: the highest that any worker of the job may have had
+    manifest:         of the checkpoint
+    reached:          how far the buckets are, for each shard that was rolled back
+    last_incarnation: the highest incarnation that any worker of the job may have had
     """
 
     manifest: Manifest
@@ -47,9 +48,9 @@ class Restored:
 
 
 class Rollback:
-    """A job that goes back to one checkpoint: how far each shard is. Methods may be called from any thread.
+    """A rollback to one checkpoint that is under way, and how far each shard is. Methods may be called from any thread.
 
-    incarnation: up to which the shards fence workers; higher than that of every other rollback of the job
+    incarnation: shards fence all workers up to this one; higher than in every other rollback of the job
     """
 
     def __init__(self, job: str, run: str, checkpoint: str, incarnation: int) -> None:
@@ -76,7 +77,7 @@ class Rollback:
 
 
 class Recovery:
-    """Restores jobs from checkpoints, and counts these."""
+    """Restores jobs from checkpoints, and counts the restores."""
 
     def __init__(self, checkpointing: Checkpointing, shards: Shards) -> None:
         self._store, self._policy, self._shards = checkpointing.store, checkpointing.policy, shards
@@ -87,8 +88,11 @@ class Recovery:
         self._under_way: dict[str, Rollback] = {}
 
     def progress(self, job: str) -> TryLater | None:
-        """Returns what a worker is told that asks for a job that is being rolled back, with how far it is; None for
-        other jobs. May be called from any thread."""
+        """Returns the error for a worker that asks for a job that is being rolled back, with the progress; None for
+        other jobs.
+
+        May be called from any thread.
+        """
         rollback = self._under_way.get(job)
         if rollback is None:
             return None
@@ -112,8 +116,11 @@ class Recovery:
         return None
 
     def without_part(self, job: PlacedJob, shards: Mapping[int, RegisteredShard], lost: list[int]) -> list[int]:
-        """Returns the shards that hold no part of a job: those that are lost, and those that have dropped it. They do
-        when it ends, and the coordinator's file may not have said so. Raises PSError if one does not answer."""
+        """Returns the shards that hold no part of a job: `lost`, and those that dropped the job when it ended.
+
+        The second kind exists if the coordinator's state file is from before that end. Raises PSError if a shard does
+        not answer.
+        """
 
         def has_none(shard: RegisteredShard) -> bool:
             held = shard.api.statistics().jobs.get(job.spec.name)
@@ -126,12 +133,14 @@ class Recovery:
     def restore(
         self, job: PlacedJob, shards: list[RegisteredShard], last_incarnation: int, any_run: bool = False
     ) -> Restored:
-        """Has shards hold a job as its last checkpoint has it that is whole.
+        """Restores a job on `shards` from its last complete checkpoint. The call may be repeated.
 
-        any_run: a checkpoint of an earlier job of its name will do, if it is the same job
-        Raises JobMismatch if it is not, naming the difference; VersionMismatch if a newer version of this program made
-        the last one; NoCheckpoints if there is none; TryLater if a shard does not answer, or a disk of a shard's own is
-        missing that the last one is on: the same call may be made again.
+        last_incarnation: the highest incarnation of a worker of the job that is known
+        any_run: accept a checkpoint of an earlier run of the job's name, if its spec is the same
+
+        Raises JobMismatch if the spec is not the same, naming the difference; VersionMismatch if a newer version of
+        this program made the last checkpoint; NoCheckpoints if there is none; TryLater if a shard does not answer, or
+        if the disk of a shard is missing that has its part.
         """
         name = job.spec.name
 

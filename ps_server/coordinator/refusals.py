@@ -1,4 +1,4 @@
-"""What a process is told that cannot join now: to come back soon, or which workers of another launch are in its way."""
+"""The errors for a process that cannot join now: TryLater, or JobInUse, which names the other launch's workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ def try_soon(text: str) -> TryLater:
 
 
 def refusal(job: str, rivals: Rivals, request: JoinRequest, lease: float) -> PSError:
-    """Returns JobInUse if a rival is known to be live; otherwise TryLater, with when to ask again."""
+    """Returns the error for a worker whose rank or job is in use: JobInUse if a rival is known to be live, otherwise
+    TryLater.
+
+    The TryLater says when to ask again. lease: seconds
+    """
     in_use = f"job {job!r} is in use: {_described(rivals.members)}"
     if not rivals.live:
         later = TryLater(

@@ -1,7 +1,7 @@
-"""Workers that are gone, and that shards may still count: others would wait for them for ever.
+"""Pending removals: workers that are gone and that a shard may still count. Live workers would wait for them for ever.
 
-Each shard is told by a thread of its own, again and again until it has heard: one that hangs delays only what waits for
-it anyway.
+Each shard is told in a thread of its own, again and again until it has heard. A shard that hangs delays only what waits
+for it anyway.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class Removals:
         self._troubles = Troubles(log, "removal")
 
     def everywhere(self, workers: Iterable[WorkerId]) -> set[Removal]:
-        """Returns workers as removals on every shard of the cluster, also on those that have not called in yet."""
+        """Returns a removal of each worker for every shard of the cluster, also for shards that have not
+        called in yet.
+        """
         return {(shard, *worker) for worker in workers for shard in range(self._shards.count)}
 
     def add(self, *workers: WorkerId) -> None:
-        """Has every shard stop counting workers, when it is told."""
+        """Adds removals of workers, on every shard. `tell` sends them."""
         with self._lock:
             self._pending |= self.everywhere(workers)
 
@@ -53,7 +55,7 @@ class Removals:
             return set(self._pending)
 
     def tell(self) -> None:
-        """Has each shard told what it has not heard yet, beside the caller."""
+        """Sends each shard its pending removals, in a thread of that shard. Returns at once."""
         for index in self._shards.known():
             with self._lock:
                 due = index not in self._telling and any(shard == index for shard, _, _ in self._pending)

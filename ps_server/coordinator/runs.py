@@ -1,4 +1,4 @@
-"""The identity of each run of a job: made when the job is registered, and later than that of every run before it."""
+"""The name of each run of a job: the time at which the job was registered, so it sorts after every earlier run."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Runs:
         self._being_made: dict[str, str] = {}
 
     def new(self) -> str:
-        """Returns a run later than all that this coordinator, or one whose clock was behind this one's, has made."""
+        """Returns a new run, which sorts after all runs that this coordinator has made or has followed."""
         with self._lock:
             self._last = max(self._last + 1, int(self._clock.since_1970() * NANOSECONDS))
             return f"{self._last:016x}"
 
     def follow(self, run: int) -> None:
-        """Has all runs to come be later than one that a coordinator with a clock ahead of this one's has made."""
+        """Makes all later runs sort after `run`, which a coordinator whose clock was ahead has made."""
         with self._lock:
             self._last = max(self._last, run)
 
     def making(self, name: str, run: str) -> None:
-        """Counts a job that is being made as one that exists, until `made`."""
+        """Notes that a run is being made, until `made`: so the shards' copies of it do not count as orphans."""
         with self._lock:
             self._being_made[name] = run
 

@@ -39,16 +39,19 @@ class ShardApi(Protocol):
     """What a coordinator asks of one shard. Methods raise PSError; all are safe to repeat."""
 
     def create_job(self, spec: JobSpec, buckets: list[int], run: str, shards: int) -> None:
-        """Makes room for the buckets of a run of a job. Raises RunEnded where the shard holds a later run.
+        """Allocates the buckets of a run of a job. Raises RunEnded if the shard holds a later run.
 
-        shards: how many have a part of the job's tables
+        buckets: the indices of the buckets
+        shards:  the number of shards that share the job's tables
         """
 
     def drop_job(self, job: str, run: str) -> None:
         """Forgets a run of a job."""
 
     def add_workers(self, job: str, workers: Sequence[Arrival], run: str) -> list[Counted | Fenced]:
-        """Counts up to WORKERS_A_CALL workers as live; returns for each how far the shard is, or why it is fenced."""
+        """Counts up to WORKERS_A_CALL workers as live. Returns for each how far it is on the shard, or a Fenced with
+        the reason.
+        """
 
     def remove_workers(self, job: str, workers: Sequence[WorkerId], run: str) -> None:
         """Stops counting up to WORKERS_A_CALL workers as live."""
@@ -57,13 +60,21 @@ class ShardApi(Protocol):
         """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""
 
     def begin_snapshot(self, request: SnapshotRequest) -> None:
-        """Has the shard take its part of a checkpoint: at a clock, or now."""
+        """Begins the shard's part of a checkpoint: each bucket is copied at the request's clock, or now. Returns at
+        once.
+        """
 
     def await_snapshot(self, job: str, checkpoint: str, run: str) -> ShardSnapshot:
-        """Returns the shard's part, once it is on disk. Raises TryLater while it is not."""
+        """Returns the shard's part of a checkpoint, once it is on disk. Raises TryLater if it is not yet; then repeat
+        the call.
+        """
 
     def restore_job(self, request: RestoreRequest) -> RestoreProgress:
-        """Has the shard hold a job as a checkpoint has it. Returns within seconds, and is repeated until it does."""
+        """Restores a job on the shard from a checkpoint, and returns how far the restore is.
+
+        A long restore takes several calls: each returns within seconds. The caller repeats the same call until
+        `extent` of the progress is set.
+        """
 
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""
@@ -86,10 +97,10 @@ Connect = Callable[[int, str], ShardApi]
 class RegisteredShard:
     """A shard that has registered.
 
-    process:       a number that no other process of a shard has
-    seen:          when it called in last
-    restart_count: how often its supervisor has started it again, as it says
-    memory_place:  where it can share memory with workers; empty: it has not said
+    process:       the number of the shard's process; no other process has it
+    seen:          when the shard last called, on the coordinator's clock
+    restart_count: how often its supervisor has restarted it, as the shard reports
+    memory_place:  names the memory that the shard can share with workers; empty: not reported
     """
 
     index: int
@@ -106,8 +117,11 @@ class RegisteredShard:
 class Shards:
     """The shards that have called in. Methods may be called from any thread.
 
-    Calls to one shard run in threads of its own: where one hangs, calls to the others do not queue behind its. A
-    coordinator that is not in charge any more makes none.
+    Each shard has its own threads for calls: if one shard hangs, calls to the others do not queue behind it. A
+    coordinator that is not in charge any more makes no calls.
+
+    count:   the number of shards of the cluster
+    connect: makes the ShardApi of a shard from its index and address
     """
 
     def __init__(
@@ -140,10 +154,10 @@ class Shards:
         restart_count: int = 0,
         memory_place: str = "",
     ) -> None:
-        """Makes a shard known, or renews it. Raises TryLater while another process has its index.
+        """Registers a shard, or renews its registration. Raises TryLater while another process has its index.
 
-        A process that is not known yet is asked for its number: it may have died since it sent this, and another one
-        serve at its address.
+        A process that is new here is first asked for its number: it may have died since it sent this call, and another
+        process may have its address now.
         """
         _check_index(index, self.count)
         check_address(address, "a shard's address")
@@ -188,8 +202,11 @@ class Shards:
             raise TryLater(f"shard {before.index} is already served by process {before.pid} at {before.address}")
 
     def report_end(self, index: int, process: int) -> bool:
-        """Frees a shard's index at once: its process has ended, as its launcher has seen. Returns whether it was the
-        shard. If it lives after all, it stays the shard when it calls in: it is asked then whether it is there."""
+        """Frees a shard's index at once, because its launcher has seen `process` end. Returns whether that process had
+        the index.
+
+        If the process lives after all, it gets the index back with its next call.
+        """
         _check_index(index, self.count)
         with self._lock:
             known = self._known.get(index)
@@ -213,7 +230,7 @@ class Shards:
         return [known[index] for index in range(self.count)]
 
     def others_answer(self, index: int | None) -> bool:
-        """Whether a shard answers, besides the one of this index."""
+        """Whether any shard answers, apart from the one with this index."""
 
         def answers(shard: RegisteredShard) -> bool:
             with contextlib.suppress(PSError):
@@ -223,12 +240,13 @@ class Shards:
         return any(self.call([shard for shard in self.known().values() if shard.index != index], answers))
 
     def are_awaited(self, seconds: float) -> bool:
-        """Whether a shard has not called in yet, and may still: so many seconds have not passed since the start."""
+        """Whether a shard has not called in yet, and the coordinator has run for less than `seconds`."""
         return len(self.known()) < self.count and self._clock.now() < self._began + seconds
 
     def on_one_machine(self, memory_place: str = "") -> bool:
-        """Whether a worker that can share memory in this place is on the machine of all shards. Where only this machine
-        can reach the shards, every worker is."""
+        """Whether a worker is on the same machine as all shards: it names the same shared memory, or only this machine
+        can reach them.
+        """
         shards = self.known().values()
         if memory_place and all(shard.memory_place == memory_place for shard in shards):
             return True
@@ -243,7 +261,7 @@ class Shards:
         return answers_of([self._submit(shard.index, call, shard) for shard in shards])
 
     def beside(self, index: int, work: Callable[[], object]) -> None:
-        """Has a thread of a shard's own do what calls it, however long it takes."""
+        """Runs `work`, which calls a shard, in a thread for that shard. Returns at once."""
         with contextlib.suppress(TryLater):
             self._submit(index, guarded, f"shard-{index}", work)
 
@@ -260,7 +278,7 @@ class Shards:
         return [int(shard.jobs[job].run or "0", 16) if job in shard.jobs else 0 for shard in answers]
 
     def close(self) -> None:
-        """Ends the threads after what they are doing, and closes the connections."""
+        """Waits for the calls under way, then ends the threads and closes the connections."""
         self.is_closing = True
         for lane in self._lanes:
             lane.shutdown(wait=True)

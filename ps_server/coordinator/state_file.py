@@ -42,9 +42,10 @@ _NAMES_OF_FORMAT_1 = {"held_by": "shard_processes", "awaited": "rejoining", "gho
 class StateFile:
     """The file of one coordinator. Methods may be called from any thread.
 
-    disk: what it is written with and read from
-    Raises InvalidRequest for a file that a newer version has written: it would be lost; TryLater where an object store
-    does not say whether there is one.
+    disk: reads and writes the file; None: that of `directory`, a file system or an object store
+
+    Raises InvalidRequest if a newer version has written the file: this one would overwrite it. Raises TryLater if the
+    object store does not say whether there is a file.
     """
 
     def __init__(self, directory: Path, disk: Files | None = None) -> None:
@@ -65,9 +66,11 @@ class StateFile:
     def save(
         self, jobs: Callable[[], Mapping[str, SavedJob]], finished: Callable[[], Mapping[str, FinishedJob]] = dict
     ) -> None:
-        """Replaces the file by what these return: the jobs that run, and those that have finished.
+        """Replaces the file. Raises TryLater if the write fails.
 
-        Raises TryLater if the disk does not take it.
+        jobs:     returns the jobs that run, by name; is called under the lock, so that the last write has the newest
+                  state
+        finished: returns the jobs that have finished, by name
         """
         with self._lock:  # while they are listed, too: what is written last is the newest
             running = {name: _data(job) for name, job in jobs().items()}
@@ -87,15 +90,16 @@ class StateFile:
         return self._disk.term()
 
     def taken_over(self) -> str:
-        """Returns who writes it now, in words, as the lease or the last attempt to write has shown; empty: this
-        process, as far as it knows."""
+        """Returns a description of the process that writes the file now, if the lease or the last write has shown
+        another one; empty if, as far as is known, this one does.
+        """
         return self._disk.taken_over() or self._taken_over
 
     def load(self) -> tuple[dict[str, SavedJob], dict[str, FinishedJob]]:
-        """Returns the jobs that ran, and those that had finished; none where there is no file, or, with a warning, one
-        that was not written so.
+        """Returns the jobs that ran and those that had finished. Both are empty if there is no file, or, with a
+        warning, if it is damaged.
 
-        Raises TryLater where it is in an object store that does not answer.
+        Raises TryLater if an object store does not answer.
         """
         try:
             data = self._sealed()
@@ -185,20 +189,22 @@ ROUND_BYTES_ON_DISK = 2**20  # what is kept of past rounds there: it is written 
 class SavedJob:
     """A job that runs. The names of the fields are those in the file.
 
-    spec:             as plain data
-    run:              tells this job from earlier ones of its name
-    shard_processes:  by shard, the process that holds the job's part
-    workers:          the live ones; by its attempt, one whose answer was lost gets the same when it asks again
+    spec:              as plain data
+    run:               tells this job from earlier ones of its name
+    shard_processes:   by shard, the process that holds the job's part
+    workers:           the live workers. Each has its attempt, by which a repeated join request gets the same place
     lost_steps, redone_steps, unaccounted, began, departed, settled: what rollbacks have cost; see core.accounting
-    rejoining:        ranks that are expected to join again, after a rollback
-    away:             what is known of the workers that had them
-    pending_removals: (shard, rank, incarnation) that shards may still count; also of a worker that was joining
-    continues:        the run and the checkpoint that this run began with
-    launches:         that have taken part
-    absent:           the workers for which the job waits before it ends, as all others have left
-    left:             how the last of those left, and when: see Attendance
-    done:             ranks whose workers have left because their scripts had come to their ends
-    rounds_completed, rounds: how many rounds the workers have exchanged values in, and the last of them
+    rejoining:         the ranks that are expected to join again, after a rollback
+    away:              the workers that had these ranks
+    pending_removals:  (shard, rank, incarnation) of workers that shards may still count; also of workers that are
+                       joining
+    continues:         the run and the checkpoint with which this run began; None: it began anew
+    launches:          the launches that have taken part
+    absent:            the silent workers that the job waits for before it ends, because all others have left
+    left:              how the last worker left, and when: `is_done` and `left_at` of Attendance
+    done:              the ranks whose scripts have run to their ends
+    rounds_completed:  the number of the last round in which the workers have exchanged values
+    rounds:            the last complete rounds
     """
 
     spec: dict[str, Any]
@@ -228,7 +234,7 @@ class SavedJob:
 
 
 def saved(job: CoordinatedJob) -> SavedJob:
-    """Returns what another coordinator needs to resume a job. Waits for no join."""
+    """Returns the state that another coordinator needs to resume a job. Does not wait for joins under way."""
     completed, rounds = job.rounds.done()
     accounting, live = job.accounting, job.members.all()
     attendance, ranks = job.members.attendance, {member.rank for member in live}
@@ -261,7 +267,7 @@ def saved(job: CoordinatedJob) -> SavedJob:
 
 
 def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry) -> CoordinatedJob:
-    """Returns a job as an earlier coordinator left it. Its workers may be training, and have two leases to say so."""
+    """Makes a job from its saved state. Its workers may be training: they have two leases to send a heartbeat."""
     until, count = cluster.clock.now() + 2 * cluster.lease, cluster.shards.count
     # No number twice: this may be an earlier copy of the file, and workers that joined after it was made may live.
     last_incarnation = max(saved.last_incarnation, int(cluster.clock.since_1970() * 1e3))

@@ -1,4 +1,4 @@
-"""The clock that a coordinator goes by, and how long it waits for what. Tests and simulations hand in their own."""
+"""The coordinator's clock, and the times that it waits, in seconds. Tests and simulations pass their own."""
 
 from __future__ import annotations
 
@@ -18,39 +18,43 @@ class Clock:
         return time.monotonic()
 
     def since_1970(self) -> float:
-        """Returns the date in seconds: for people to read, and for runs and incarnations, which rise with it."""
+        """Returns the time in seconds since 1970. It is for logs, and for runs and incarnations, which must rise."""
         return time.time()
 
     def wait(self, changed: threading.Condition, holds: Callable[[], bool], seconds: float) -> bool:
-        """Waits until `holds`, which is looked at after each notice, or for `seconds`. The caller holds `changed`."""
+        """Waits up to `seconds` until `holds` returns True; returns its last result. The caller holds `changed`.
+
+        holds: is called after each notification of `changed`
+        """
         return changed.wait_for(holds, seconds)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How often a coordinator looks, and how long it waits, in seconds.
+    """The intervals and timeouts of a coordinator, in seconds.
 
-    recovery_look:   between looks for shards that lost their part of a job
-    roll_back_again: between attempts to roll a job back where a shard cannot, until somebody does something
-    held_jobs_look:  between looks for jobs that a shard holds and the coordinator does not know, or the reverse
-    save_again:      between attempts to write the coordinator's file, where the disk did not take it
-    deserted:        after so long without a worker a job ends that had some
-    unjoined:        the same for a job that no worker ever joined
-    absence:         so long after a worker was taken off as silent, a job that all others have left waits for it
-    shard_awaited:   so long after its start a coordinator waits for all shards before it rolls one back alone
-    shard_lost:      after so long without a call, a shard may be replaced by a process at another address
-    round_look:      between looks at the workers that wait in a round
-    round_notice:    between notices to such a worker that say which ranks it waits for
-    round_hold:      after so long such a worker is told to ask again
-    checkpoint_look: between looks at a checkpoint that is being made
-    checkpoint_begin: between attempts to begin one while a shard cannot
-    state:           all parts are on disk, and a worker has not sent its state, because it evaluates perhaps: it is
-                     left out after this
-    any_state:       the same without a common clock: there an older state will do
-    last_checkpoint: for the checkpoint at the end of a job
-    asked_checkpoint: a checkpoint was asked for: so long the live workers have to come to its clock
-    fallback:        for taking the buckets as they are afterwards, without the states of workers that are late
-    refusal:         after the last checkpoint before the servers end, a shard takes pushes again if they have not ended
+    recovery_look:     interval of looks for shards that lost their part of a job
+    roll_back_again:   interval of attempts to roll a job back, if a shard needs an operator's help
+    held_jobs_look:    interval of looks for jobs that only the shards or only the coordinator has
+    save_again:        interval of attempts to write the state file after a failure
+    deserted:          a job ends after this time without a worker
+    unjoined:          the same for a job that no worker ever joined
+    absence:           how long a job that all others have left waits for a worker that was removed as silent
+    shard_awaited:     how long after its start a coordinator waits for all shards before it rolls one back alone
+    shard_lost:        after this time without a call, another process may take a shard's index
+    round_look:        interval of looks at the workers that wait in a round
+    round_notice:      interval of messages to such a worker that say which ranks it waits for
+    round_hold:        after this time such a worker is told to ask again
+    checkpoint_look:   interval of looks at a checkpoint under way
+    checkpoint_begin:  interval of attempts to begin a checkpoint while a shard cannot
+    state:             in sync, how long a scheduled checkpoint waits for a worker's state after all parts are on disk.
+                       A worker that evaluates may send none
+    any_state:         the same in ssp and async, where an older state will do
+    last_checkpoint:   timeout of the checkpoint at the end of a job
+    asked_checkpoint:  for a requested checkpoint, how long live workers have to reach its clock
+    fallback:          how much longer a requested checkpoint may then take to copy the buckets as they are
+    refusal:           how long after the last checkpoint before the servers end a shard goes on refusing pushes, if the
+                       servers have not ended
     """
 
     recovery_look: float = 0.25

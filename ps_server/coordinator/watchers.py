@@ -20,12 +20,13 @@ Later = Callable[[float, Callable[[], None]], bool]
 
 
 class Watchers:
-    """Tells watchers the roster, each change after the one before it. Thread-safe; watchers do not wait.
+    """Sends the roster of one job to its watchers, in order. Thread-safe; watchers must not wait.
 
-    In a crowd changes that follow each other closely are told as one, a moment later: a watcher that is told hears of
-    the newest roster. That training begins is told at once.
+    Changes in quick succession are sent as one, a moment later; a watcher then gets only the newest roster. That
+    training begins is sent at once.
 
-    roster: returns it as it is now
+    roster: returns the current roster
+    later:  calls a function after some seconds; see Registry.later
     """
 
     def __init__(self, roster: Callable[[], Roster], clock: Clock, later: Later) -> None:
@@ -37,9 +38,9 @@ class Watchers:
         self._is_due = self._over = False
 
     def add(self, watcher: Watcher) -> Callable[[], None]:
-        """Tells a watcher the roster and, after every change, the next, and None at the end. Returns how to stop it.
+        """Adds a watcher, and calls it at once with the roster that was sent last. Returns a function that removes it.
 
-        The roster is the one that was told last.
+        watcher: is called with each new roster, and with None when no more come
         """
         with self._lock:
             watcher(None if self._over else self._told)
@@ -77,7 +78,7 @@ class Watchers:
         self._not_before = self._clock.now() + PAUSE_A_WATCHER * len(self._watchers)
 
     def end(self) -> None:
-        """Tells that nothing more comes."""
+        """Calls all watchers with None: no more rosters come."""
         with self._lock:
             self._over, self._is_due = True, False
             for watcher in list(self._watchers):

@@ -1,5 +1,5 @@
-"""The workers' own parts of a job's checkpoints: what live workers send, what those that left have left behind, and
-what the last checkpoint has."""
+"""The workers' own states for a job's checkpoints: those that live workers sent last, those that workers sent when they
+left, and those in the last checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ States = Mapping[int, tuple[int, bytes]]
 
 
 class StatesOnDisk(Mapping[int, tuple[int, bytes]]):
-    """The states in a checkpoint. Each is read when it is asked for; CheckpointDamaged is raised for a damaged one."""
+    """The states in a checkpoint, by rank. A state is read when it is looked up; raises CheckpointDamaged if it is
+    damaged.
+    """
 
     def __init__(self, store: CheckpointStore, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
@@ -31,7 +33,9 @@ class StatesOnDisk(Mapping[int, tuple[int, bytes]]):
         return iter(self._manifest.workers)
 
     def clocks(self) -> Mapping[int, int]:
-        """Returns the clock of each state, by rank: of a worker that had left before, the one that it had come to."""
+        """Returns the clock of each state, by rank. For a worker that had left before, it is the clock at which it
+        left.
+        """
         reached = self._manifest.clocks
         return {rank: min(part.clock, reached.get(rank, part.clock)) for rank, part in self._manifest.workers.items()}
 
@@ -40,13 +44,13 @@ class StatesOnDisk(Mapping[int, tuple[int, bytes]]):
 
 
 class WorkerStates:
-    """The workers' own parts of one job's checkpoints. Thread-safe.
+    """The workers' own states for one job's checkpoints. Thread-safe.
 
-    room:  what all jobs' states are counted in
-    owner: of the job
-    kept: those in the last checkpoint
-    group_size: of each worker. The state of a group counts once those of all its members are here, of one clock
-    state_bytes: the limit for the state of one worker, and so for those of a group's members together
+    room:        the memory budget for the states of all jobs
+    owner:       the principal to whom this job's states are accounted
+    kept:        the states in the last checkpoint
+    group_size:  members of each worker's group. A group's state counts once all members have sent theirs, at one clock
+    state_bytes: the limit for one worker's state, and for those of a group's members together
     """
 
     def __init__(
@@ -63,8 +67,11 @@ class WorkerStates:
         self._lock = threading.Lock()
 
     def save(self, rank: int, clock: int, state: bytes, of: int = 0) -> None:
-        """Takes what a live worker sends, or member `of` of its group. Raises LimitExceeded where there is no room, and
-        keeps what came before."""
+        """Keeps the state that a live worker sends. Raises LimitExceeded if there is no room; the earlier state then
+        stays.
+
+        of: the member of the worker's group that sends it
+        """
         with self._lock:
             if self._closed:  # what is kept then would keep its room for good
                 return
@@ -77,8 +84,12 @@ class WorkerStates:
             self._sent[rank] = clock, state
 
     def member_left(self, rank: int, of: int, state: tuple[int, bytes] | None) -> tuple[int, bytes] | None:
-        """Takes what a member of a group leaves behind; returns what the group does, once each member has left a state
-        of one clock. Raises LimitExceeded where there is no room for it, or it is too large: the group leaves nothing.
+        """Keeps the state that a member of a group leaves behind. Returns the group's state once each member has left
+        one, all of one clock; otherwise None.
+
+        state: the member's clock and state; None: it leaves none
+
+        Raises LimitExceeded if there is no room or the state is too large: then the group leaves no state.
         """
         with self._lock:
             if self._closed:
@@ -118,8 +129,9 @@ class WorkerStates:
             self._room.hold(-sum(map(_size, self._of_members.pop(key).values())))
 
     def leave(self, rank: int, state: tuple[int, bytes] | None) -> None:
-        """Takes what a worker leaves behind: its clock and state, or nothing. Raises LimitExceeded where there is no
-        room for it: then it has left nothing."""
+        """Keeps the clock and state that a worker leaves behind; None: it leaves none. Raises LimitExceeded if there is
+        no room: then it leaves none either.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -130,7 +142,7 @@ class WorkerStates:
             self._left[rank] = state
 
     def joined(self, rank: int) -> None:
-        """Notes that a rank has a live worker: what an earlier one has left behind is its to go on from."""
+        """Drops the state that an earlier worker of the rank left behind: a live worker has taken it over."""
         with self._lock:
             self._room.hold(-_size(self._left.pop(rank, None)))
             self._drop_of_members(rank)
@@ -143,41 +155,43 @@ class WorkerStates:
             self._drop_of_members()
 
     def rolled_back(self, kept: States) -> None:
-        """Notes that the job continues with the states of a checkpoint: what was sent or left since is void."""
+        """Drops all states that were sent or left since a checkpoint. kept: the states in the checkpoint"""
         self.forget()
         with self._lock:
             self._room.hold(-sum(map(_size, self._left.values())))
             self._left, self.kept = {}, kept
 
     def close(self) -> None:
-        """Gives its room back, and keeps nothing more: the job ends, and a call may be under way."""
+        """Frees the memory of all states, and keeps none that comes later: the job ends."""
         with self._lock:
             self._closed = True
         self.rolled_back({})
 
     def at(self, clock: int | None) -> States:
-        """Returns the states that live workers sent at a clock, or at any."""
+        """Returns the states of live workers that belong to `clock`; None: the newest of each."""
         with self._lock:
             return {rank: state for rank, state in self._sent.items() if clock in (None, state[0])}
 
     def left(self, clock: int) -> States:
-        """Returns what workers have left behind, as of a clock: one that left made no step since, so its state is that
-        of each later clock. Not of one that was further on: an update of its own would be missing.
+        """Returns the states of workers that have left at `clock` or before, as states of `clock`: they made no step
+        since.
+
+        A worker that left at a later clock is not included: one of its updates is missing at `clock`.
         """
         with self._lock:
             left = {rank: state for rank, state in self._left.items() if state is not None}
         return {rank: (clock, state) for rank, (then, state) in left.items() if then <= clock}
 
     def left_at(self) -> Mapping[int, int | None]:
-        """Returns the ranks that have left, each with its clock then; None for one that sent no state."""
+        """Returns the clock at which each rank has left; None for a rank that left no state."""
         with self._lock:
             return {rank: None if state is None else state[0] for rank, state in self._left.items()}
 
     def newest(self, above: int) -> tuple[int, bytes] | None:
-        """Returns the newest state of any rank, of a clock above this one: what was left behind, or what is kept. Of a
-        group it is that of its first member.
+        """Returns the newest clock and state of any rank, left behind or in the last checkpoint; None if none is above
+        `above`.
 
-        Raises CheckpointDamaged.
+        For a group it is the state of its first member. Raises CheckpointDamaged.
         """
         found = self._newest(above)
         return (found[0], member_states(found[1])[0]) if found is not None and self._group_size > 1 else found
@@ -193,7 +207,9 @@ class WorkerStates:
         return left if left[0] > above else None
 
     def of(self, rank: int) -> tuple[int, bytes] | None:
-        """Returns what a new worker of a rank goes on from: its clock then, and the state. Raises CheckpointDamaged."""
+        """Returns the clock and state from which a new worker of a rank continues; None if there is none. Raises
+        CheckpointDamaged.
+        """
         with self._lock:
             left = self._left.get(rank)
         return left if left is not None else self.kept.get(rank)

@@ -13,6 +13,7 @@ data_commits.py  Counts each sample into each bucket of a shard exactly once; se
 data_leases.py   One loader's data, as the coordinator gives it out: batch by batch, each to one worker
 dense.py         One bucket's tensors: its weights, its optimizer, and the gradients being added up for the open update
 sums.py          The sum of what workers have contributed to one update of a bucket, and steps in pieces
+feed_figures.py  How a job's weights are read, for people who watch
 extent.py        Checks how large a job is, and that its parts fit together
 server_figures.py What processes measure of their own work, for people who watch
 limits.py        How much anyone may take: every limit of a server by name, with its default

@@ -21,13 +21,13 @@ SPANS_KEPT = 32  # one that is forgotten counts as lost once more: too many, rat
 class StepAccounting:
     """The lost and repeated steps of one job.
 
-    goes_back_together: all shards go back: see Consistency
-    lost_steps, redone_steps: of all workers, since the job began
-    unaccounted: debts: by rank, the clock that the shards have of the worker, and the one it was heard at last
-    began:       by rank, the clock at which a worker of that rank joined first
-    departed:    by rank of a worker that is gone, how far it was at least
-    settled:     by rank, spans of clocks that are not lost any more: they were, and are counted, or it never made them,
-                 because it came back at a later one; the last few
+    goes_back_together: all shards go back together: see Consistency
+    lost_steps, redone_steps: the steps of all workers that were lost, or made again, since the job began
+    unaccounted: the debts: by rank, the clock that the shards have of the worker, and its last known clock
+    began:       by rank, the clock at which a worker of that rank first joined
+    departed:    by rank of a worker that is gone, its last known clock
+    settled:     by rank, the last spans of clocks that need no more counting: they are counted as lost, or the worker
+                 never made them, because it came back at a later clock
     """
 
     goes_back_together: bool
@@ -39,10 +39,11 @@ class StepAccounting:
     settled: dict[int, tuple[Span, ...]] = field(default_factory=dict)
 
     def joined(self, rank: int, clock: int, before: int | None, pushed: int | None = None) -> None:
-        """Books that a worker joined at a clock.
+        """Notes that a worker joined at `clock`.
 
-        before: the steps that it had finished, if it comes back; None: a new process
-        pushed: the last clock that all shards have of it: of the step at hand, too, if nothing of that is missing
+        before: the number of steps that it had finished, if it comes back; None: a new process
+        pushed: the last clock of which all shards have its pushes; it includes the step under way, if none of that is
+                missing
         """
         if before is not None and pushed is not None:
             before = max(before, pushed)
@@ -55,11 +56,11 @@ class StepAccounting:
             self._add(rank, before, clock)
 
     def gone(self, rank: int, clock: int) -> None:
-        """Notes that a worker left, or was taken off, and how far it was when it was heard of last."""
+        """Notes that a worker has left or was removed. clock: its last known clock"""
         self.departed[rank] = clock
 
     def settle(self, rank: int, clock: int | None = None) -> None:
-        """Settles a worker's debt, if it has one. clock: how far it was; None: as far as it was heard of."""
+        """Settles a worker's debt, if it has one. clock: how far the worker was; None: its last known clock"""
         if rank not in self.unaccounted:
             return
         restored, heard = self.unaccounted.pop(rank)
@@ -72,7 +73,10 @@ class StepAccounting:
             self._add(rank, restored, clock)
 
     def give_up(self, rank: int) -> None:
-        """Settles for what was heard of a worker that did not come back. What it did beyond stays a debt."""
+        """Settles the debt of a worker that did not come back, up to the clock at which it was heard of last.
+
+        Steps that it made after that clock stay a debt, which is settled if it comes back after all.
+        """
         if rank in self.unaccounted:
             restored, heard = self.unaccounted[rank]
             self.settle(rank)
@@ -83,9 +87,10 @@ class StepAccounting:
     ) -> None:
         """Notes each worker's debt after a rollback.
 
-        reached: of each shard that went back, how far it is now
-        heard:   by rank of a worker that was live, how far it was
-        gone:    by rank of one that was not, how far it was, as shards know that kept what they hold
+        reached: how far each shard is that was rolled back
+        heard:   by rank, the last known clock of a worker that was live
+        gone:    by rank of a worker that was not live, its clock on the shards that were not rolled back; None: there
+                 are none
         """
         for rank in heard:
             self.settle(rank)  # of an earlier rollback, after which it never came back

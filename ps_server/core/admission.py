@@ -33,7 +33,7 @@ C = TypeVar("C", bound=Hashable)
 
 
 class RequestKind(enum.Enum):
-    """Requests that wait for the same places."""
+    """The kinds of requests. Each kind has its own places."""
 
     QUICK = "quick"  # of a few bytes: they come with their headers
     LARGE = "large"  # jobs, states, values
@@ -43,13 +43,13 @@ class RequestKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Terms:
-    """What holds for the requests of one kind.
+    """The limits for requests of one kind.
 
-    places:   how many are received at a time
+    places:   how many requests are received at a time
     waiting:  how many wait for a place at most
-    seconds:  how long one may be received
-    patience: seconds after which one that is received makes room for another that has waited as long, if that comes
-              from where fewer are received
+    seconds:  how long a request may take to arrive
+    patience: after this many seconds a request that is still arriving makes room for one that has waited as long, if
+              fewer requests are received from where that comes from
     """
 
     places: int
@@ -63,7 +63,7 @@ Origin = tuple[str, ...]  # where a request comes from, the widest first: princi
 
 @dataclass(frozen=True)
 class AdmissionChanges(Generic[C]):
-    """Calls that have a place now, and calls that are turned away."""
+    """The result of a change of the places: the calls that have got a place, and the calls that are refused."""
 
     admitted: tuple[C, ...] = ()
     refused: tuple[C, ...] = ()
@@ -72,7 +72,8 @@ class AdmissionChanges(Generic[C]):
 def terms(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[RequestKind, Terms]:
     """Returns the terms of each kind of request on a server.
 
-    pool: threads of each pool of calls. A request that has a place has a thread, and most are left for others
+    pool: the number of threads in each pool for calls. A request that has a place has a thread; most threads are left
+          for others
 
     Raises InvalidRequest if the budget has no room for one request of each kind.
     """
@@ -105,17 +106,19 @@ def terms(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[Re
 
 
 def waiting_threads(pool: int) -> int:
-    """Returns how many unary calls of a kind may have a thread until they are read. pool: threads of each pool"""
+    """Returns how many unary calls of one kind may hold a thread before they are read. pool: the threads
+    of each pool
+    """
     return max(1, min(_FEW, pool // 8))
 
 
 class RequestPlaces(Generic[C]):
-    """The places of one kind of request. Calls are any values that differ.
+    """The places of one kind of request. A call is any hashable value.
 
-    Principals take turns, the hosts of each, and the connections of each host: next is the one whose last turn is the
-    longest ago. None of them takes the last place while another of its like is active, so that one whose requests never
-    end does not keep all places for itself. Nor do all principals together whose request was broken off lately, so that
-    several such do not either.
+    Principals take turns, then the hosts of each, then the connections of each host: the next place goes to the one
+    whose last turn is the longest ago. None of them gets the last place while another of its level is active, so one
+    whose requests never end cannot keep all places. The same holds for all principals together that had a request
+    broken off lately.
     """
 
     def __init__(self, given: Terms) -> None:
@@ -140,11 +143,16 @@ class RequestPlaces(Generic[C]):
 
     @property
     def waiting(self) -> int:
-        """How many wait for a place."""
+        """How many requests wait for a place."""
         return len(self._waiting)
 
     def ask(self, call: C, origin: Origin, now: float) -> AdmissionChanges[C]:
-        """Asks for a place. Where too many wait, the last one of the connection that has most waiting is refused."""
+        """Asks for a place for a call. If too many wait, the last call of the connection with the most waiting is
+        refused.
+
+        origin: where the call comes from: principal, host, connection
+        now:    the time in seconds
+        """
         self._is_active(origin, now)
         self._waiting[call] = origin, now
         turns = self._turns
@@ -160,7 +168,9 @@ class RequestPlaces(Generic[C]):
         return AdmissionChanges(admitted, (refused,))
 
     def leave(self, call: C, now: float) -> AdmissionChanges[C]:
-        """Ends a call's wait, or gives back its place; returns which calls are admitted in its stead."""
+        """Ends a call: it no longer waits, or gives back its place. Returns the calls that are admitted in
+        its place.
+        """
         if call in self._received:
             origin, _ = self._received.pop(call)
             self._broken_off.discard(call)
@@ -188,7 +198,9 @@ class RequestPlaces(Generic[C]):
         return overdue
 
     def held_seconds(self, origin: Origin, now: float) -> float:
-        """Returns for how long a refusal is kept back: not at all, unless a request of its principal was broken off."""
+        """Returns for how many seconds a refusal is delayed: 0, unless a request of the same principal was broken off
+        lately.
+        """
         return HELD_SECONDS if self._is_penalised(origin[:1], now) else 0.0
 
     def _penalise(self, principal: Origin, now: float) -> None:

@@ -32,10 +32,11 @@ from ps_server.core.unit import Pending, Unit
 
 @dataclass
 class PendingGradient(Pending):
-    """What one worker has sent to one bucket for its next clock, and that does not count before its push does.
+    """What one worker has sent to one bucket before its next push: it takes effect with that push.
 
-    draft:  the gradient, which may still change
-    commit: the worker has ended its step: the draft counts as soon as it is here
+    draft:      the gradient, which may still change
+    commit:     the worker has ended its step: the draft counts as soon as it is here
+    assignment: what the worker's script has set
     """
 
     draft: DraftGradient | None = None
@@ -48,7 +49,7 @@ class PendingGradient(Pending):
 
 
 class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
-    """One bucket: its place in the layout, the rule of its updates, its weights, and by rank what is pending."""
+    """One bucket: its place in the layout, its update rule, its weights, and what each worker has pending."""
 
     first = "initial values"
 
@@ -160,7 +161,9 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         return self.pending.setdefault(rank, PendingGradient(clock))
 
     def admit_all(self, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
-        """Returns for pulls whether each may be answered. What no optimizer steps only waits for rank 0."""
+        """Returns for each pull, a rank and a clock, whether it may be answered. A frozen bucket only waits for its
+        initial value.
+        """
         return self.rule.admit_all(pulls if self.is_trained else [(rank, 0) for rank, _ in pulls])
 
     def snapshot(self, committed: Committed | None = None) -> BucketSnapshot:
@@ -180,7 +183,9 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         )
 
     def restore(self, snapshot: BucketSnapshot, owned: bool = False) -> None:
-        """Becomes what a snapshot is. owned: its tensors are this bucket's to keep."""
+        """Replaces the bucket's state by a snapshot. owned: the bucket may keep the snapshot's tensors; otherwise it
+        copies them
+        """
         self.pending.clear()
         values = snapshot.weights, snapshot.state, snapshot.groups
         self.weights.restore(*values, owned, snapshot.sent, snapshot.stage)

@@ -1,9 +1,9 @@
-"""How many bytes may wait on a shard, by job and by principal: reserved when they come, released when they are used.
+"""The bytes that may wait on a shard, by job and by principal: reserved when they come, released when they are used.
 
-A job has a budget for each thing that bytes wait for: contributions for their update, drafts for their commit,
-assignments for the contribution of their clock. What a principal has reserved counts over all jobs of the shard.
+A job has a budget for each kind of waiting bytes: contributions until their update, drafts until their commit, and
+assignments until the contribution of their clock. What a principal has reserved counts over all jobs of the shard.
 
-`room_for` says what a whole job comes to take, so that a shard can refuse one that does not fit.
+`room_for` computes the memory that a whole job will take, so that a shard can refuse a job that does not fit.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ps_protocol.wire_formats import BLOCK_FORMATS, weight_format
 
 
 class PrincipalBudget:
-    """Bytes by principal. Not thread-safe.
+    """The bytes that each principal has reserved. Not thread-safe.
 
-    limit: bytes of one principal
+    limit: the most bytes of one principal
     """
 
     def __init__(self, limit: float = math.inf) -> None:
@@ -35,9 +35,9 @@ class PrincipalBudget:
         return self._bytes.get(principal, 0)
 
     def reserve(self, principal: str, size: int, instead_of: int = 0, always: bool = False) -> bool:
-        """Reserves bytes in place of others; false, and nothing is changed, past the limit.
+        """Reserves `size` bytes in place of `instead_of` bytes. Returns False, and changes nothing, past the limit.
 
-        A principal that has nothing else here may reserve any size; and `always` is never refused.
+        A principal that has reserved nothing else may reserve any size. always: the limit does not apply
         """
         others = self._bytes.get(principal, 0) - instead_of
         if others and others + size > self.limit and not always:
@@ -67,7 +67,7 @@ _NOTHING = _Reservation(0, "", 0)
 
 
 class StagingBudget:
-    """Bytes of one job that wait for one thing, by unit and rank: at most one contribution each. Not thread-safe."""
+    """The bytes of one job of one kind, by unit and rank: one reservation each. Not thread-safe."""
 
     def __init__(self, principals: PrincipalBudget) -> None:
         self.bytes = 0
@@ -85,10 +85,13 @@ class StagingBudget:
         charge: int = 0,
         always: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Reserves `size` bytes of the job and `charge` of a principal, in place of what this rank has reserved for the
-        bucket. False, and nothing is changed, if that is past the job's limit and others have something here; raises
-        Backlogged if it is past the principal's. Where there is no room `always` is called: if it returns true, the
-        bytes are reserved all the same.
+        """Reserves `size` bytes of the job, and `charge` bytes of a principal, in place of the earlier reservation of
+        this bucket and rank.
+
+        Returns False, and changes nothing, past the job's `limit`; but the first reservation of a job may have any
+        size. Raises Backlogged past the principal's limit.
+
+        always: is called if there is no room: if it returns True, the bytes are reserved all the same
         """
         before = self._reserved.get((bucket, rank), _NOTHING)
         others = self.bytes - before.size
@@ -110,11 +113,13 @@ class StagingBudget:
         return True
 
     def bytes_besides(self, bucket: int, rank: int) -> int:
-        """Bytes reserved for anything but what this rank has reserved for the bucket."""
+        """Bytes reserved by all other buckets and ranks."""
         return self.bytes - self._reserved.get((bucket, rank), _NOTHING).size
 
     def full(self, limit: float, drafts: int = 0) -> Backlogged:
-        """Returns the error of a contribution for which `reserve` had no room. drafts: their bytes, which take room"""
+        """Returns the error for a contribution for which `reserve` had no room. drafts: bytes of the drafts that take
+        room, too
+        """
         return Backlogged(
             f"{self.bytes} bytes are staged here and wait for other workers, {drafts} are here before their step, and "
             f"max-staged-bytes is {limit:.0f}"
@@ -134,19 +139,19 @@ class StagingBudget:
             self.release(bucket, rank)
 
     def is_first(self, rank: int) -> bool:
-        """Whether this rank reserved first, or nobody has."""
+        """Whether this rank has the oldest reservation, or there is none."""
         first = next(iter(self._reserved), None)
         return first is None or first[1] == rank
 
 
 class StagingRoom:
-    """What the units of one job have reserved on a shard, and how much they may. Not thread-safe.
+    """The bytes that the units of one job have reserved on a shard, and their limits. Not thread-safe.
 
-    staged:   for contributions, until they are added to an update
-    drafts:   for drafts, until their commit
-    assigned: for what scripts have set, until the step that takes it along
-    limit:    returns the bytes that may be staged; what an update waits for is always taken
-    assigned_limit: returns those that may be assigned
+    staged:         contributions, until they are added to an update
+    drafts:         drafts, until their commit
+    assigned:       what scripts have set, until the worker's next step
+    limit:          returns the bytes that may be staged; a contribution for which an update waits may exceed it
+    assigned_limit: returns the bytes that may be assigned
     """
 
     def __init__(
@@ -169,11 +174,12 @@ class StagingRoom:
         beside_drafts: bool,
         always: Callable[[], bool],
     ) -> None:
-        """Reserves the bytes of a contribution. Raises Backlogged where there is no room for them.
+        """Reserves the bytes of a contribution. Raises Backlogged if there is no room.
 
-        borrowed:      they lie in the worker's own memory: they take no room here, but count for the principal
-        beside_drafts: drafts take room, too: see UpdateRule.drafts_take_room
-        always:        whether an update waits for it: then it is taken, for all that is staged may wait behind it
+        borrowed:      the bytes lie in the worker's memory: they take no room here, but count for the principal
+        beside_drafts: drafts and contributions share the room: see UpdateRule.drafts_take_room
+        always:        returns whether an update waits for the contribution. Then it is taken past the limit, because
+                       all that is staged may wait for it
         """
         limit = self.limit()
         drafts = self.drafts.bytes_besides(unit, rank) if beside_drafts else 0
@@ -184,11 +190,11 @@ class StagingRoom:
             raise self.staged.full(limit, drafts)
 
     def draft(self, unit: int, rank: int, size: int, principal: str, *, beside_staged: bool, is_awaited: bool) -> None:
-        """Reserves the bytes of a draft. Raises Backlogged where there is no room for them.
+        """Reserves the bytes of a draft. Raises Backlogged if there is no room.
 
-        beside_staged: what is staged takes room, too
-        is_awaited:    the next update waits for it: it is taken, and takes no room, for once it counts it is the open
-                       sum, which is no part of the budget
+        beside_staged: drafts and contributions share the room: see UpdateRule.drafts_take_room
+        is_awaited:    the next update waits for this draft. Then it is taken past the limit and takes no room: once it
+                       counts, it becomes the open sum, which is not part of the budget
         """
         room = max(0, self.limit() - (self.staged.bytes if beside_staged else 0))
         taken = 0 if is_awaited else size
@@ -198,10 +204,10 @@ class StagingRoom:
             raise Backlogged(f"{self.drafts.bytes} bytes are here before their step, and there is no room for more")
 
     def assign(self, unit: int, rank: int, size: int, principal: str, always: Callable[[], bool]) -> None:
-        """Reserves the bytes of what a script has set. Raises Backlogged where there is no room for them.
+        """Reserves the bytes of what a script has set. Raises Backlogged if there is no room.
 
-        The worker whose came first is always let in: what all workers have set goes with their steps, but two that
-        have each sent a half would wait for each other's room for ever.
+        The worker with the oldest reservation is never refused: two workers that have each sent a half would otherwise
+        wait for each other's room for ever.
         """
         if not self.assigned.reserve(
             unit,
@@ -234,10 +240,13 @@ ROWS_BYTES = 16 * 2**20  # of a table that a worker may push ahead of others
 
 
 def derived_limit(weights: int, bucket: int, workers: int, tables: int = 0) -> int:
-    """Returns the bytes that may be staged on a shard without a limit: as many as its weights, or two buckets a worker.
+    """Returns the bytes that may be staged on a shard without a configured limit: the size of its weights, or two
+    buckets for each worker if that is more.
 
-    So of two workers none is ever sent away, however far one is ahead in a step, and no bucket travels twice.
-    Two buckets are what a worker has under way to one shard. Rows of so many tables come beside them.
+    So a push of one of two workers is never refused, however far ahead the worker is in a step, and no bucket is sent
+    twice. A worker has two buckets under way to one shard. The rows of the job's tables are added to this.
+
+    weights: bytes of the weights; bucket: bytes of a full bucket; workers, tables: their numbers
     """
     return max(weights, 2 * bucket * workers) + tables * ROWS_BYTES * workers
 
@@ -248,12 +257,12 @@ BUCKET_BYTES, SLICE_BYTES, GROUP_BYTES = 5 * 1024, 1536, 1024
 
 @dataclass(frozen=True)
 class JobRoom:
-    """The bytes that a job comes to take on a shard: all of them, long after it was admitted.
+    """The bytes that a job will take on a shard in all, in part long after it was admitted.
 
-    weights:   of its buckets there, and what workers have of them where they travel in blocks
-    optimizer: what its optimizer keeps of them once it has stepped
-    staged:    what may wait there for others
-    objects:   what its buckets, parameters and groups cost besides
+    weights:   the buckets' weights, and the workers' version of them if they travel in blocks
+    optimizer: the optimizer's state, once it has stepped
+    staged:    contributions that may wait for others
+    objects:   the overhead of buckets, parameters and groups
     """
 
     weights: int
@@ -268,7 +277,9 @@ class JobRoom:
 
 
 def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = None) -> JobRoom:
-    """Returns what the buckets of a job with these indices come to take. staged_limit: as a shard was started with."""
+    """Returns the memory that the buckets with these indices will take. staged_limit: the shard's option;
+    None: not set
+    """
     layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
     buckets = [layout[index] for index in indices if 0 <= index < len(layout)]
     kept = [len(tensors_kept(spec.optimizer_of(index), group)) for index, group in enumerate(spec.groups)]

@@ -1,7 +1,7 @@
-"""What a push contributes: checks it against the job and makes the command that stages it. Changes nothing.
+"""Checks a pushed bucket against the job, and makes the command that stages it. Changes no state.
 
-The heavy part of a push. It touches nothing that a command changes, so that it can run outside of the lock that guards
-a partition.
+This is the expensive part of a push. It runs outside of the lock of a partition, because it uses nothing that a command
+changes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ MAX_WEIGHT = 2.0**53  # the whole numbers up to there are exact
 
 
 class GradientChecks:
-    """What every gradient of a job has to be, of a bucket or of a table: finite, and within the limit of the norm.
+    """The checks of a job's gradients, of buckets and of tables: that they are finite, and within the limit of the
+    norm.
 
-    looks:  whether infinities and NaNs are looked for
-    limits: whether there is a limit of the norm
+    looks:  gradients are checked for infinities and NaNs
+    limits: there is a limit of the norm
     """
 
     def __init__(self, spec: JobSpec, norm_limit: float) -> None:
@@ -47,7 +48,9 @@ class GradientChecks:
         self.looks, self.limits = spec.non_finite is not NonFinite.ALLOW, norm_limit < math.inf
 
     def refuse_or_skip(self, rank: int, what: str) -> None:
-        """Raises NonFiniteGradient for a gradient that is not finite, unless the job leaves such a step out."""
+        """Raises NonFiniteGradient, unless the job skips steps whose gradient is not finite; then the caller leaves it
+        out.
+        """
         if not self._skips:
             raise NonFiniteGradient(f"the gradient of {what} from worker {rank} is not finite")
 
@@ -87,9 +90,9 @@ class PushChecker:
         return bucket
 
     def begin(self, index: int, stage: StageSpec) -> None:
-        """Takes what trains a bucket in one stage, which is checked. For commands alone.
+        """Registers the stage of a bucket, which is checked already. Only commands call it.
 
-        Raises InvalidRequest where something else is known to train it then, LimitExceeded for too many stages.
+        Raises InvalidRequest if the stage is known and differs, LimitExceeded for too many stages.
         """
         known = self._stages[index]
         if stage.number not in known and len(known) >= MAX_STAGES:
@@ -99,18 +102,18 @@ class PushChecker:
             raise InvalidRequest(f"bucket {index} of job {self._spec.name!r}, in stage {stage.number}: {differs}")
 
     def stage(self, bucket: BucketSpec, number: int) -> StageSpec:
-        """Returns what trains a bucket in a stage. Raises InvalidRequest for one that is not known."""
+        """Returns the stage of a bucket by its number. Raises InvalidRequest if it is not known."""
         stage = self._stages[bucket.index].get(number)
         if stage is None:
             raise InvalidRequest(f"bucket {bucket.index} of job {self._spec.name!r}: stage {number} is not known here")
         return stage
 
     def check(self, call: PushCall, pushed: PushedBucket, payload: Buffer, principal: str = "") -> UnitCommand:
-        """Returns the command that stages one bucket of a call. Raises InvalidRequest naming what was expected and what
+        """Returns the command that stages one bucket of a call. Raises InvalidRequest with what was expected and what
         came.
 
-        payload:   of the bucket
-        principal: whose bytes they are
+        payload:   that of the bucket
+        principal: the caller, to whom the bytes are accounted
         """
         kind = pushed.kind
         bucket = (self.bucket if kind is PushKind.INITIAL_VALUE else self.trained)(pushed.bucket)
@@ -154,7 +157,9 @@ class PushChecker:
         return Assign(call.worker, pushed.bucket, call.clock, assignment, principal=principal)
 
     def payload_size(self, index: int, kind: PushKind, state: str, stage: int = 0) -> int:
-        """Returns the bytes that a push of this kind to a bucket has in a message. state: that is assigned"""
+        """Returns the bytes of the payload of such a push in a message. state: the name of the optimizer state, if it
+        is assigned
+        """
         bucket = self.bucket(index)
         codec, count = self._encoding(bucket, kind, state, self.stage(bucket, stage).optimizer)
         return codec.size(count)
@@ -234,7 +239,7 @@ class PushChecker:
         return Assignment(state={p: {name: tensor} for p, tensor in slices.items()}, stage=number)
 
     def check_assigned(self, bucket: BucketSpec, assignment: Assignment) -> None:
-        """Raises InvalidRequest for state that the optimizer could not go on with."""
+        """Raises InvalidRequest if assigned optimizer state lacks something that the optimizer needs to continue."""
         stage = self.stage(bucket, assignment.stage)
         for position, state in assignment.state.items():
             missing = required_state(stage.optimizer, stage.of(position)) - state.keys()
@@ -272,7 +277,10 @@ class PushChecker:
 
 
 def _norm(bucket: BucketSpec, values: torch.Tensor, absent: frozenset[int]) -> float:
-    """Returns the L2 norm of the slices that a gradient has."""
+    """Returns the L2 norm of a bucket's gradient over the slices that are present.
+
+    absent: the positions of the slices without a gradient
+    """
     present = [s for position, s in enumerate(bucket.slices) if position not in absent]
     kind = wide(values.dtype)
     norms = [torch.linalg.vector_norm(values[s.offset : s.offset + s.length], dtype=kind).item() for s in present]

@@ -1,6 +1,6 @@
-"""What a push of rows contributes: checks it against the job's tables and makes the command that stages it.
+"""Checks pushed rows against the job's tables, and makes the commands that stage them. Changes no state.
 
-As checking.py it changes nothing, and may run outside of the lock that guards a partition.
+As checking.py, it runs outside of the lock of a partition.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ps_server.core.named_values import GoodValues
 from ps_server.core.placement import Place
 from ps_tables.beginning import decoded, row_columns
 from ps_tables.contributions import RowGradients, RowValues
-from ps_tables.sums import are_finite
+from ps_tables.row_sums import are_finite
 
 
 class RowChecker:
-    """Checks what concerns the rows of one job. Raises InvalidRequest naming what was expected and what came.
+    """Checks pushes and pulls of one job's rows. Raises InvalidRequest with what was expected and what came.
 
-    place:      of this shard
-    first:      the index of the job's first table, behind its buckets
-    norm_limit: the L2 norm that the gradient in one push may have
+    place:      that of this shard among those that share the tables
+    first:      the index of the job's first table, which follows its buckets
+    norm_limit: the largest L2 norm of the gradient in one push
     """
 
     def __init__(self, spec: JobSpec, place: Place, first: int, norm_limit: float = math.inf) -> None:
@@ -44,7 +44,7 @@ class RowChecker:
         self._good = GoodValues()  # by table
 
     def push(self, push: RowsPush, principal: str = "") -> StageRows | AssignRows:
-        """Returns the command that stages one message. principal: whose bytes they are"""
+        """Returns the command for one message of a push. principal: the caller, to whom the bytes are accounted"""
         table = self.table(push.table)
         if push.kind is RowPushKind.ASSIGN:
             return self._assign(table, push, principal)
@@ -106,7 +106,7 @@ class RowChecker:
         return AssignRows(push.worker, unit, *which, principal=principal)
 
     def beginning(self, push: TablePush) -> BeginRows:
-        """Returns the command that takes one message with what a table begins with."""
+        """Returns the command for one message of a table's initial content."""
         table, beginning = self.table(push.table), push.beginning
         name, rows = table.rows.name, table.rows
         end = push.first + push.rows + push.waiting
@@ -166,7 +166,7 @@ class RowChecker:
         return ids
 
     def table(self, number: int) -> JobTable:
-        """Returns a table by its place in the job's list. Raises NotFound where there is none."""
+        """Returns a table by its index in the job's list of tables. Raises NotFound if there is none."""
         if number >= len(self._spec.tables):
             raise NotFound(
                 f"job {self._spec.name!r} has {len(self._spec.tables)} tables, and table {number} is asked for"
@@ -242,5 +242,8 @@ def _check_distinct(table: JobTable, ids: Ids) -> None:
 
 
 def _elements(codec: Cast, payload: Buffer, offset: int, count: int) -> torch.Tensor:
-    """Returns so many elements of a payload, from an offset on, as float32. Read from them, never write."""
+    """Decodes `count` elements of a payload, from byte `offset` on, as float32: [count].
+
+    The result may be a view of the payload: do not write to it.
+    """
     return codec.decode(memoryview(payload)[offset:], count).to(torch.float32)

@@ -25,16 +25,19 @@ R = TypeVar("R")
 
 
 class Command(Generic[R]):
-    """A change of a partition. Executing it answers with an R."""
+    """A change of a partition. Its execution returns an R."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A push is staged, or kept (`kept`) until another makes it count: a draft, an assignment.
+    """The result of a push.
 
-    duplicate: it had been staged before
-    use:       what became of the leased data that it names
-    seed:      of a table that had begun before it was to begin with something else
+    version:   the unit's version
+    duplicate: the push was staged before
+    skipped:   the gradient was left out
+    use:       the outcome for the leased data that the push names
+    kept:      the push takes effect only with a later one: it is a draft or an assignment
+    seed:      the table's seed, if the table had begun before with another beginning
     """
 
     version: int
@@ -46,7 +49,7 @@ class Staged:
 
     @property
     def fresh(self) -> bool:
-        """Whether it counts from now on: there may be something to apply."""
+        """Whether the push takes effect now, so that there may be something to apply."""
         return not (self.duplicate or self.kept)
 
 
@@ -55,10 +58,10 @@ class Staged:
 
 @dataclass(frozen=True)
 class AddWorker(Command[Counted]):
-    """Counts a worker as live from `clock` on (None: from this shard's frontier on).
+    """Counts a worker as live from `clock` on. clock: None: from this shard's frontier on
 
-    An older incarnation of the rank is fenced at once. Repeating it changes nothing. Raises Fenced for an incarnation
-    that was removed already (the coordinator had given up on it): it would never be removed again.
+    An older incarnation of the rank is fenced at once. A repetition changes nothing. Raises Fenced for an incarnation
+    that was removed already, because the coordinator had given up on it: it would never be removed again.
     """
 
     rank: int
@@ -69,9 +72,9 @@ class AddWorker(Command[Counted]):
 
 @dataclass(frozen=True)
 class RemoveWorker(Command[None]):
-    """Stops counting a worker as live, for good; a newer incarnation is left alone.
+    """Stops counting a worker as live. A newer incarnation of its rank stays.
 
-    What it had staged stays staged, in memory of this process: from here on the worker may write its own again.
+    Its staged contributions stay, as copies in this process: the worker may overwrite its own memory from now on.
     """
 
     rank: int
@@ -80,11 +83,12 @@ class RemoveWorker(Command[None]):
 
 @dataclass(frozen=True)
 class RestoreSnapshot(Command[None]):
-    """Continues from snapshots of all buckets and tables, in a partition that has had no push. No worker is live; those
-    of before, up to `last_incarnation`, have to join again.
+    """Continues from snapshots of all buckets and tables, in a partition that has had no push.
 
-    owned: the tensors are the partition's to keep; otherwise it copies them
-    Raises InvalidRequest if there is a bucket or a table without a snapshot, before anything is changed.
+    No worker is live afterwards: workers with an incarnation up to `last_incarnation` must join again.
+
+    owned: the partition may keep the snapshots' tensors; otherwise it copies them
+    Raises InvalidRequest if a bucket or a table has no snapshot, before anything is changed.
     """
 
     snapshots: Mapping[int, BucketSnapshot]
@@ -105,7 +109,7 @@ class Close(Command[None]):
 
 @dataclass(frozen=True)
 class UnitCommand(Command[Staged]):
-    """What a worker does to one unit. unit: the index of a bucket, or of a table, which come behind the buckets"""
+    """A worker's command to one unit. unit: the index of a bucket, or of a table: tables follow the buckets"""
 
     worker: Identity
     unit: int
@@ -113,9 +117,9 @@ class UnitCommand(Command[Staged]):
 
 @dataclass(frozen=True)
 class PushCommand(UnitCommand):
-    """What a worker pushes to one unit for its next clock.
+    """A push to one unit for the worker's next clock.
 
-    principal: whose bytes they are, where principals are known
+    principal: the caller, to whom the bytes are accounted; empty: unknown
     Changes nothing if it raises UnknownWorker, Fenced, OutOfOrder or Backlogged.
     """
 
@@ -125,9 +129,10 @@ class PushCommand(UnitCommand):
 
 @dataclass(frozen=True)
 class Initialise(UnitCommand):
-    """A bucket's first weights, [numel] in the bucket's dtype; or optimizer state that goes with them and comes before.
+    """A bucket's initial weights, [numel] in the bucket's dtype; or its initial optimizer state, which is sent before
+    them.
 
-    Raises InvalidRequest if they are from another rank than 0. The first weights count, later ones are repeats.
+    Raises InvalidRequest if the worker is not rank 0. The first weights count; later ones are repeats.
     """
 
     value: torch.Tensor | Assignment
@@ -143,24 +148,26 @@ class StageGradient(PushCommand):
 
 @dataclass(frozen=True)
 class DraftGradient(PushCommand):
-    """A contribution that may still change: kept until the commit of its clock. Raises as PushCommand."""
+    """A contribution that may still change. It is kept until the Commit of its clock. Raises as PushCommand."""
 
     gradient: Gradient
 
 
 @dataclass(frozen=True)
 class Assign(PushCommand):
-    """What a worker's script has set itself, kept until the contribution of its clock. Raises as PushCommand."""
+    """Weights or optimizer state that a worker's script has set. Kept until the contribution of its clock. Raises as
+    PushCommand.
+    """
 
     assignment: Assignment
 
 
 @dataclass(frozen=True)
 class Commit(PushCommand):
-    """Makes the draft of a clock count, now or when it comes. Raises as PushCommand.
+    """Makes the draft of a clock count, now or as soon as it comes. Raises as PushCommand.
 
-    groups, ranges: of the whole step, in place of the draft's
-    stage:          of the script: that of the groups
+    groups, ranges: those of the whole step, in place of the draft's
+    stage:          the script's stage, to which the groups belong
     """
 
     groups: Mapping[int, HyperParameters]
@@ -170,16 +177,18 @@ class Commit(PushCommand):
 
 @dataclass(frozen=True)
 class StageRows(PushCommand):
-    """One message of a worker's contribution to a table at its next clock. It is staged when all are here.
+    """One message of a worker's contribution to a table at its next clock. It is staged once all messages are here.
 
-    rows:    of this message; none where they are left out
-    first, count: the numbers of the message's rows, among `total`, those of all messages
+    rows:    the rows of this message; empty if the step is left out
+    first:   the number of the message's first row among those of all messages
+    count:   the number of its rows
+    total:   the number of rows of all messages
     present: the step has a gradient for the table, here or on another shard
-    in_mean: it is a term of the mean
-    values:  hyper-parameters to use from this update on
-    assignment: the number of the assigned rows that it takes along; 0: none
-    Raises as PushCommand, InvalidRequest for messages of one step that contradict each other, and where not all rows
-    are here that it takes along, LimitExceeded for too many rows. Nothing changes then.
+    in_mean: the step counts as a term of the mean
+    values:  hyper-parameters to use from this update on; None: unchanged
+    assignment: the number of the assignment that the step includes; 0: none
+    Raises as PushCommand; InvalidRequest if messages of one step contradict each other, or rows of the assignment are
+    missing; LimitExceeded for too many rows. Nothing changes then.
     """
 
     rows: RowGradients
@@ -195,11 +204,11 @@ class StageRows(PushCommand):
 
 @dataclass(frozen=True)
 class AssignRows(PushCommand):
-    """One message of the rows that a worker's script has set before its next step. They are kept until that is staged.
+    """One message of the rows that a worker's script has set. They are kept until the worker's next step includes them.
 
-    first, total: as in StageRows, of what is assigned
-    assignment: its number: a higher one takes the place of a lower one
-    Raises as PushCommand, InvalidRequest for messages that contradict each other, LimitExceeded for too many rows.
+    first, total: as in StageRows, for the rows that are set
+    assignment:   its number: a higher one replaces a lower one
+    Raises as PushCommand; InvalidRequest if messages contradict each other; LimitExceeded for too many rows.
     """
 
     rows: RowValues
@@ -215,15 +224,17 @@ class AssignRows(PushCommand):
 
 @dataclass(frozen=True)
 class BeginRows(UnitCommand):
-    """One message of rank 0 with what a table begins with on this shard. They come in order; the last one begins it.
+    """One message of rank 0 with a table's initial content on this shard. Messages come in order; the last one begins
+    it.
 
-    beginning: all of it, the same in each message of an incarnation
-    first:     how many rows and ids came before this message
-    part:      rows, or ids that wait, as Table.snapshot has them; `count` of them, none in a message that only asks
+    beginning: describes the whole content; the same in each message of an incarnation
+    first:     the number of rows and of waiting ids in the messages before
+    part:      rows, or ids that wait for admission, as Table.snapshot returns them
+    count:     their number; 0 in a message that only asks whether there is room
     last:      no message follows
-    Raises as PushCommand, InvalidRequest for another rank and messages that contradict each other, OutOfOrder where
-    some are missing, LimitExceeded for more rows than there is room for. Nothing changes then; but where the disk takes
-    no more rows, all are given up, and have to come again.
+    Raises as PushCommand; InvalidRequest for another rank and for messages that contradict each other; OutOfOrder if
+    some are missing; LimitExceeded if there is no room. Nothing changes then; but if the disk is full, all rows are
+    dropped and must be sent again.
     """
 
     beginning: Beginning

@@ -46,7 +46,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Live:
-    """A live worker as a shard counts it: updates after clock `start` need it, and `key` proves its calls."""
+    """A live worker, as one shard counts it.
+
+    incarnation: that of the worker's place
+    start:       the clock from which the shard counts it: only updates after this one wait for its contribution
+    key:         the lease key, which the worker sends with each call
+    """
 
     incarnation: int
     start: int
@@ -55,7 +60,7 @@ class Live:
 
 @dataclass(frozen=True)
 class Add(Generic[T]):
-    """Add this contribution to the open update. `ranges`: the leased data that its step used."""
+    """Add this contribution to the open update. ranges: the leased data that its step used"""
 
     rank: int
     clock: int
@@ -65,10 +70,11 @@ class Add(Generic[T]):
 
 @dataclass(frozen=True)
 class Step:
-    """The open update is complete: step the optimizer with the mean over `ranks`, in the order they were added.
+    """The open update is complete: step the optimizer with the mean over `ranks`, in the order in which they were
+    added.
 
-    staleness: of the stalest contribution
-    clocks:    of each contribution
+    staleness: the highest staleness of a contribution
+    clocks:    the clock of each contribution, in the same order
     late:      ranks whose contribution came after an update without it; only with a quorum
     """
 
@@ -80,7 +86,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Admission:
-    """Whether a pull is admitted; if not, which ranks it waits for (none: for the shard), and why in words."""
+    """Whether a pull may be answered.
+
+    waiting_for: the ranks that it waits for; empty: it waits for the shard
+    reason:      why it waits, in words
+    """
 
     admitted: bool
     waiting_for: tuple[int, ...] = ()
@@ -95,23 +105,25 @@ ALL_STAGED_APPLIED = Admission(False, (), "what was staged when it came is being
 
 
 def own_push_missing(rank: int, clock: int) -> Admission:
-    """Returns the admission of a pull at a clock whose push has not come."""
+    """Returns the admission of a pull at `clock` whose worker has not pushed this clock yet."""
     return Admission(False, (rank,), f"its own push of clock {clock} has not come")
 
 
 @dataclass
 class UpdateRule(Generic[T]):
-    """The state of one bucket. `T` is what a contribution is; this class only passes it on.
+    """The protocol state of one bucket. `T` is the type of a contribution; this class only passes it on.
 
     roster:  the live workers by rank, shared by all buckets of the job on this shard
-    staged:  by rank, the highest clock taken: all that exactly-once needs, one number a worker
-    pushed:  by rank, the highest clock of a contribution: `staged` without the clocks that were joined at
+    staged:  by rank, the highest staged clock: one number a worker is all that exactly-once needs
+    pushed:  by rank, the highest clock of a contribution: as `staged`, but without clocks at which the worker joined
     applied: by rank, the highest clock whose update is in the weights
-    brought: by rank, the highest clock of a contribution that is in the weights: `applied` without those joined at
-    version: updates applied
-    awaits:  what a pull waits for before it is initialised
-    mixes_clocks: an update may have contributions of several clocks, and their workers go on, and write their memory,
-             before it is made
+    brought: by rank, the highest clock of a contribution in the weights: as `applied`, but without clocks of a join
+    waiting: by rank, the contribution that is staged and not added yet
+    added:   the contributions in the open update
+    version: the number of updates applied
+    awaits:  the admission of a pull before the bucket is initialised
+    mixes_clocks: an update may have contributions of several clocks. Their workers go on, and overwrite their memory,
+                  before the update is made
     """
 
     mixes_clocks: ClassVar[bool] = False
@@ -129,7 +141,7 @@ class UpdateRule(Generic[T]):
     awaits: Admission = NOT_INITIALISED
 
     def add_worker(self, rank: int, clock: int) -> None:
-        """Counts a worker from `clock` on: what came before counts as done by it."""
+        """Counts a worker from `clock` on: its steps up to this clock count as made."""
         self.staged[rank] = self.applied[rank] = clock
 
     def unapplied(self) -> list[DataRange]:
@@ -138,9 +150,10 @@ class UpdateRule(Generic[T]):
         return waiting + [used for add in self.added for used in add.ranges]
 
     def owed(self) -> dict[int, int]:
-        """Returns what is staged and not in the weights, for a pull that wants all of it: a clock by rank.
+        """Returns, by rank, the clock up to which contributions are staged and not applied. A pull that wants all of
+        them waits.
 
-        With aggregation nothing: what is staged belongs to updates that wait for other workers.
+        With aggregation it is empty: staged contributions belong to updates that wait for other workers.
         """
         return {} if self.consistency.aggregate else self._staged_only()
 
@@ -149,11 +162,11 @@ class UpdateRule(Generic[T]):
         return added | {add.rank: add.clock for add in self.waiting.values()}
 
     def has(self, owed: Mapping[int, int]) -> bool:
-        """Whether the weights have all contributions that were `owed` at some time."""
+        """Whether the weights have all contributions that an earlier call of `owed` returned: a clock by rank."""
         return all(self.applied.get(rank, 0) >= clock for rank, clock in owed.items())
 
     def frontier(self) -> int:
-        """Returns the highest clock that any worker has reached here, live or not."""
+        """Returns the highest clock that any worker, live or gone, has reached on this bucket."""
         return max([self.version if self.consistency.aggregate else 0, *self.staged.values()])
 
     def is_repeat(self, rank: int, clock: int) -> bool:
@@ -165,8 +178,9 @@ class UpdateRule(Generic[T]):
         return False
 
     def is_awaited(self, rank: int, clock: int) -> bool:
-        """Whether this contribution, once staged, is the next to be added. Kept back, it would stop all workers; those
-        behind it can be kept back until it is in."""
+        """Whether this contribution would be the next to be added. It must not be refused for lack of room: all workers
+        would stop. Contributions that come after it in order may be refused.
+        """
         if not self.consistency.aggregate:
             return False
         if clock > self.version + 1:
@@ -178,14 +192,14 @@ class UpdateRule(Generic[T]):
         return not any(self._is_next(other) or self._is_needed(other) for other in before)
 
     def stage(self, rank: int, clock: int, contribution: T, ranges: tuple[DataRange, ...] = ()) -> None:
-        """Takes a contribution that `is_repeat` let pass."""
+        """Stages a contribution for which `is_repeat` has returned False."""
         self.staged[rank] = self.pushed[rank] = clock
         self.waiting[rank] = Add(rank, clock, contribution, ranges)
 
     def next(self) -> Add[T] | Step | None:
-        """Returns what to do now; None when nothing can be done before something is staged or the roster changes.
+        """Returns the next operation; None until another push is staged or the roster changes.
 
-        Do it, then call `done` with it. Nothing is added while the bucket is not initialised.
+        The caller carries it out, then calls `done` with it. Before the bucket is initialised there is none.
         """
         if not self.initialised:
             return None
@@ -207,7 +221,10 @@ class UpdateRule(Generic[T]):
         return self._step() if self.added or self.waiting else None
 
     def completes(self, work: Add[T]) -> bool:
-        """Whether the open update is complete with a contribution that `next` named, as the roster is now."""
+        """Whether `work` completes the open update: with it, no live worker is missing.
+
+        work: the contribution that `next` returned; it is not added yet
+        """
         if not self.consistency.aggregate:
             return True
         taken = {add.rank for add in self.added} | {work.rank}
@@ -228,51 +245,55 @@ class UpdateRule(Generic[T]):
         self.added.clear()
 
     def awaits_draft(self, rank: int, clock: int) -> bool:
-        """Whether the update that comes next waits for this draft: as the open sum it takes no room for drafts."""
+        """Whether the next update waits for this draft. If so, the draft becomes the open sum and takes no room."""
         return self.is_awaited(rank, clock)
 
     @property
     def drafts_take_room(self) -> bool:
-        """Whether drafts and contributions share one room. They do in sync, where both wait for other workers, and
-        whoever is awaited is let in. In the other modes nobody is awaited: a draft, which waits for its own worker
-        alone, must not keep a contribution out."""
+        """Whether drafts and contributions share one budget.
+
+        In sync they do: both wait for other workers, and an awaited one is always taken. In the other modes no
+        contribution is awaited. A draft waits only for its own worker there, and must not keep a contribution out.
+        """
         return self.consistency.aggregate
 
     def grace(self) -> float | None:
-        """Returns for how many seconds the open update is held back for workers that it does not need; None: it is not
-        held back. See QuorumRule."""
+        """Returns for how many seconds the open update still waits for workers that it does not need; None: it does not
+        wait. See QuorumRule.
+        """
         return None
 
     def end_grace(self, version: int) -> None:
-        """Has the open update wait no longer for workers that it does not need, if it is the one after `version`."""
+        """Makes the update after `version` stop waiting for workers that it does not need."""
 
     def close(self) -> None:
-        """Has what is staged applied although no push is taken for now. What waits for its worker's peers stays: in
-        sync, an update without them would be another one."""
+        """Allows staged contributions to be applied while no push is taken. In sync an update still waits for all its
+        workers: without them it would be another update.
+        """
 
     def is_at(self, clock: int) -> bool:
-        """Whether a snapshot of a clock, which all workers share, is to be taken now."""
+        """Whether a snapshot of `clock`, common to all workers, is to be taken now."""
         return self.version == clock
 
     def has_passed(self, clock: int) -> bool:
-        """Whether it is too late to name a clock for a snapshot."""
+        """Whether it is too late to take a snapshot at `clock`."""
         return self.version >= clock
 
     def releases(self, work: Add[T] | Step) -> bool:
-        """Whether this operation may admit pulls that wait."""
+        """Whether waiting pulls may be admitted after this operation."""
         return isinstance(work, Step)
 
     def sent(self, rank: int, clock: int) -> None:
-        """Notes that a live worker gets this version by a pull at `clock`; see QuorumRule."""
+        """Notes that a worker's pull at `clock` is answered with the current version; see QuorumRule."""
 
     def admit_all(self, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
-        """Returns whether each pull, a rank and a clock, may be answered: the one rule of sync, ssp and async.
+        """Returns an admission for each pull, which is a rank and a clock: the one rule of sync, ssp and async.
 
-        Its own updates up to `clock` must be in, and those of every other live worker up to clock - max_staleness
-        (Ho et al., NIPS 2013). The dead are not waited for: only the roster counts.
+        The worker's own updates up to `clock` must be applied, and those of every other live worker up to clock -
+        max_staleness (Ho et al., NIPS 2013). Only workers in the roster are waited for.
 
-        What the pulls of one clock have in common is found out once: otherwise a push would cost as much as there are
-        workers, squared.
+        What the pulls of one clock have in common is computed once. Otherwise a push would cost the square of the
+        number of workers.
         """
         if not self.initialised:
             return [self.awaits for _ in pulls]
@@ -293,9 +314,10 @@ class UpdateRule(Generic[T]):
         return found
 
     def restore(self, version: int, clocks: Mapping[int, int], pushed: Mapping[int, int] | None = None) -> None:
-        """Continues from a snapshot: nothing is staged, and what its clocks say counts as pushed.
+        """Continues from a snapshot: nothing is staged, and all pushes up to its clocks count as staged.
 
-        pushed: by rank, what counts as pushed where its clock does not; see `joined_at`
+        pushed: by rank, the last clock that the rank has pushed, if the snapshot's clock is one of a join; see
+                `joined_at`
         """
         self.initialised = True
         self.version = version
@@ -312,12 +334,13 @@ class UpdateRule(Generic[T]):
         return self.version, self.version
 
     def extent(self) -> VersionRange:
-        """Returns how far a snapshot is that is taken now, with the clocks of the dead."""
+        """Returns the versions and clocks of a snapshot that would be taken now, also of workers that are gone."""
         return VersionRange(*self.versions(), dict(self.applied))
 
     def joined_at(self) -> dict[int, int]:
-        """Returns, by rank, the last clock that it has pushed, where the clock of a snapshot that is taken now is not
-        that of a push, but one that it has joined at."""
+        """Returns, by rank, the last clock that it has pushed, for ranks whose clock in a snapshot is one at which they
+        joined.
+        """
         clocks = self.extent().clocks
         pushed = {rank: min(clock, self.brought.get(rank, 0)) for rank, clock in clocks.items()}
         return {rank: clock for rank, clock in pushed.items() if clock != clocks[rank]}
@@ -335,7 +358,7 @@ class UpdateRule(Generic[T]):
         return Step(tuple(add.rank for add in self.added), 0, tuple(add.clock for add in self.added))
 
     def was_staged(self, rank: int, clock: int) -> bool:
-        """Whether a push was staged before. Raises OutOfOrder if it is not the one that comes next either."""
+        """Whether a push was staged before. Raises OutOfOrder if it skips a clock."""
         staged = self.staged.get(rank, 0)
         if clock > staged + 1:
             raise OutOfOrder(f"worker {rank} pushed clock {clock} where {staged + 1} comes next")
@@ -365,10 +388,10 @@ class UpdateRule(Generic[T]):
 class QuorumRule(UpdateRule[T]):
     """The update rule of one bucket in sync with a quorum.
 
-    weights_of: by rank, the version of the weights that its next gradient is taken at, at least
+    weights_of: by rank, the lowest version of the weights at which its next gradient may be taken
     cleared:    by rank, the highest clock at which it may pull
-    lags:       of what is added, how many updates were made since its weights
-    grace_over: the open update waits no longer than for its quorum
+    lags:       for each added contribution, how many updates were made since the weights of its gradient
+    grace_over: the open update waits for its quorum only
     closing:    no push is taken for now: the open update is made with what it has
     """
 
@@ -381,12 +404,14 @@ class QuorumRule(UpdateRule[T]):
     closing: bool = False
 
     def add_worker(self, rank: int, clock: int) -> None:
-        """Counts a worker from `clock` on: what came before counts as done by it."""
+        """Counts a worker from `clock` on: its steps up to this clock count as made."""
         super().add_worker(rank, clock)
         self.cleared[rank], self.weights_of[rank] = clock, self.version
 
     def owed(self) -> dict[int, int]:
-        """Returns what is staged and not in the weights, and has updates made with that: there may be no other push."""
+        """As UpdateRule.owed, but also makes the open update go on with what is staged: there may be no
+        further push.
+        """
         self.close()
         return self._staged_only()
 
@@ -403,13 +428,12 @@ class QuorumRule(UpdateRule[T]):
         return False
 
     def is_awaited(self, rank: int, clock: int) -> bool:
-        """Whether this contribution, once staged, is the next to be added: what waits here waits for a later update."""
+        """Whether this contribution would be the next to be added: all waiting ones belong to a later update."""
         taken = self._taken()
         return rank not in taken and self.waiting.keys() <= taken
 
     def next(self) -> Add[T] | Step | None:
-        """Returns what to do now; None when nothing can be done before something is staged or the roster changes, or
-        the grace is over."""
+        """Returns the next operation; None until another push is staged, the roster changes or the grace is over."""
         if not self.initialised:
             return None
         taken = self._taken()
@@ -423,30 +447,33 @@ class QuorumRule(UpdateRule[T]):
         return Step(tuple(add.rank for add in self.added), max(self.lags), clocks, late)
 
     def completes(self, work: Add[T]) -> bool:
-        """Returns False: a worker goes on, and writes its memory, while what it has contributed is here."""
+        """Returns False: a worker goes on, and overwrites its memory, before the update with its
+        contribution is made.
+        """
         return False
 
     @property
     def drafts_take_room(self) -> bool:
-        """Returns False: what is staged is mostly added without waiting for others."""
+        """Returns False: most staged contributions are added without waiting for others."""
         return False
 
     def awaits_draft(self, rank: int, clock: int) -> bool:
-        """Returns False: none is awaited more than another. Each is added when its step has ended."""
+        """Returns False: no contribution is awaited. Each is added when its worker's step has ended."""
         return False
 
     def grace(self) -> float | None:
-        """Returns for how many seconds the open update, which has its quorum, is held back for those who may still
-        come; None: it is not held back."""
+        """Returns for how many seconds the open update, which has its quorum, waits for the others; None: it does not
+        wait.
+        """
         waits = self.initialised and self.next() is None and bool(self.added) and self._has_quorum()
         return self.consistency.quorum_grace if waits else None
 
     def end_grace(self, version: int) -> None:
-        """Has the open update wait for no more than its quorum, if it is the one after `version`."""
+        """Makes the update after `version` wait for its quorum only."""
         self.grace_over = self.grace_over or version == self.version
 
     def close(self) -> None:
-        """Has updates made with what is staged, although no push is taken for now: fewer than the quorum will do."""
+        """Makes updates of the staged contributions although no push is taken, with fewer workers than the quorum."""
         self.closing = bool(self.added or self.waiting)
 
     def done(self, work: Add[T] | Step) -> None:
@@ -466,17 +493,24 @@ class QuorumRule(UpdateRule[T]):
         self.grace_over, self.closing = False, self.closing and bool(self.waiting)
 
     def releases(self, work: Add[T] | Step) -> bool:
-        """Whether pulls may be answered now that this has been done: after a late one, its worker's."""
+        """Whether waiting pulls may be admitted after this operation: a step, or the addition of a late
+        contribution.
+        """
         return isinstance(work, Step) or self.lags[-1] > 0
 
     def sent(self, rank: int, clock: int) -> None:
-        """Notes that a worker gets this version: updates may have been made since it was cleared."""
+        """Notes that a worker's pull is answered with the current version, which may be later than the one that
+        admitted it.
+        """
         if clock == self.staged.get(rank, 0):  # otherwise its next gradient is taken already
             self.weights_of[rank] = self.version
 
     def admit_all(self, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
-        """Returns whether each pull, a rank and a clock, may be answered: its contribution is in, or in the open update
-        and an update was made since the weights that it was taken at."""
+        """Returns an admission for each pull, which is a rank and a clock.
+
+        A pull is admitted when its worker's contribution is in the weights; or when it is in the open update, and an
+        update was made since the weights at which its gradient was taken.
+        """
         if not self.initialised:
             return [self.awaits for _ in pulls]
         waits = self._waits_for_all()
@@ -525,6 +559,6 @@ class QuorumRule(UpdateRule[T]):
 
 
 def update_rule(consistency: Consistency, roster: Mapping[int, Live], initialised: bool = False) -> UpdateRule[T]:
-    """Returns the rule of a bucket or a table, at its beginning."""
+    """Returns the rule of a new bucket or table."""
     kind: type[UpdateRule[T]] = QuorumRule if consistency.mixes_clocks else UpdateRule
     return kind(consistency, roster, initialised)

@@ -1,12 +1,11 @@
-"""Counts each sample into each bucket of a shard exactly once, whichever worker brings it.
+"""Counts each sample exactly once into each bucket of a shard, whichever worker pushes it.
 
-A push says which leased ranges its step used. They are taken for its bucket in the moment in which it is staged. A
-range that the bucket has had already is not taken twice: the push that brings it counts as one without a gradient. So
-when a worker dies with a step half pushed, and another is given the same batch again, the buckets that had it leave it
-out and the others take it.
+A push names the leased ranges that its step used. They are recorded for its bucket at the moment at which it is staged.
+If the bucket has had a range already, the push counts as one without a gradient. So when a worker dies with a step half
+pushed, and another worker gets the same batch, the buckets that had it leave it out and the others take it.
 
-A range is *whole* when every bucket that trains here has had it. What only some have had is kept by range, so memory
-grows with the steps that are under way and not with the samples.
+A range is *whole* when all trained buckets of the shard have had it. Only ranges that some buckets have had are kept
+one by one, so the memory grows with the steps under way and not with the samples.
 """
 
 from __future__ import annotations
@@ -23,7 +22,9 @@ Span = tuple[int, int]  # [start, stop)
 
 
 class Intervals:
-    """Disjoint half-open intervals, ascending, no two of them touching. `total` is how many numbers they hold."""
+    """A set of numbers as disjoint half-open intervals, ascending, none touching another. total: the count of numbers
+    in it
+    """
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
         self._starts: list[int] = []
@@ -49,7 +50,7 @@ class Intervals:
         return (self._starts[0], self._stops[0]) if self._starts else None
 
     def add(self, start: int, stop: int) -> None:
-        """Adds [start, stop), of which a part may be there already."""
+        """Adds [start, stop). Some of it may be in the set already."""
         if start >= stop:
             return
         low, high = bisect_left(self._stops, start), bisect_right(self._starts, stop)
@@ -58,7 +59,7 @@ class Intervals:
         self._replace(low, high, [(start, stop)])
 
     def remove(self, start: int, stop: int) -> None:
-        """Removes [start, stop), of which a part may be missing."""
+        """Removes [start, stop). Some of it may not be in the set."""
         low, high = bisect_right(self._stops, start), bisect_left(self._starts, stop)
         if start < stop and low < high:
             ends = (self._starts[low], start), (stop, self._stops[high - 1])
@@ -101,10 +102,11 @@ Committed = dict[int, tuple[int, list[Span]]]
 
 @dataclass(frozen=True)
 class Use:
-    """What became of the ranges of one push in one bucket.
+    """The outcome for the ranges of one push in one bucket.
 
     spent: the bucket has had some of them: the gradient must be left out
-    lost:  how many samples are left out with it although the bucket has not had them; only if a push has several ranges
+    lost:  the number of samples that are left out although the bucket has not had them; above 0 only if a push has
+           several ranges
     """
 
     spent: bool = False
@@ -146,11 +148,11 @@ class DataCommits:
 
     @property
     def has_say(self) -> bool:
-        """Whether this shard has a trained bucket, and so a say in which samples count."""
+        """Whether this shard has a trained bucket. Only such shards are asked which samples are committed."""
         return bool(self._buckets)
 
     def use(self, bucket: int, ranges: Sequence[DataRange]) -> Use:
-        """Takes the ranges of a push for its bucket. Raises LimitExceeded, and changes nothing then."""
+        """Records the ranges of a push for its bucket. Raises LimitExceeded, and changes nothing then."""
         if not ranges:
             return UNUSED
         had = 0
@@ -182,11 +184,13 @@ class DataCommits:
                 extra.remove(*used.span)
 
     def whole(self) -> Committed:
-        """Returns what every bucket that trains here has had."""
+        """Returns the data that all trained buckets here have had."""
         return {loader: (latest.number, latest.whole.spans()) for loader, latest in self._passes.items()}
 
     def of(self, bucket: int, without: Iterable[DataRange] = ()) -> Committed:
-        """Returns what one bucket has had, but for some ranges: those of pushes that are not in its weights yet."""
+        """Returns the data in one bucket's weights. without: the ranges of pushes that are staged and not
+        applied yet
+        """
         committed: Committed = {}
         not_yet = list(without)
         for loader, latest in self._passes.items():
@@ -203,7 +207,9 @@ class DataCommits:
         return committed
 
     def restore(self, committed: Mapping[int, Committed]) -> None:
-        """Continues from what a snapshot has of each bucket. A bucket that it does not know has had nothing."""
+        """Continues from a snapshot. committed: by bucket, the data that it has had; a bucket that is not named has had
+        none
+        """
         self._passes = {}
         for loader in {loader for had in committed.values() for loader in had}:
             number = max(had[loader][0] for had in committed.values() if loader in had)
@@ -220,7 +226,10 @@ class DataCommits:
 
 
 def in_all(parts: Sequence[Committed]) -> Committed:
-    """Returns the data that is in each of some parts: nothing of a pass that one of them has not begun."""
+    """Returns the data that is committed in all parts, of the latest pass of each loader.
+
+    There is none if a part has not begun that pass.
+    """
     committed: Committed = {}
     for loader in set[int]().union(*parts):
         number = max(part[loader][0] for part in parts if loader in part)
@@ -245,7 +254,12 @@ def check_ranges(ranges: Sequence[DataRange]) -> None:
 
 
 def common(shards: Iterable[Committed], loader: int, number: int, samples: int) -> Intervals:
-    """Returns what is committed of a pass on all shards. A shard that is in a later pass has had all of this one."""
+    """Returns the samples of one pass that are committed on all shards. A shard in a later pass has had all of this
+    one.
+
+    number:  the number of the pass
+    samples: the number of samples of a pass
+    """
     everywhere = Intervals([(0, samples)])
     for committed in shards:
         latest, spans = committed.get(loader, (-1, []))

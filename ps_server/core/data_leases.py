@@ -1,12 +1,12 @@
-"""One loader's data, as the coordinator gives it out: batch by batch, each to one worker.
+"""One loader's data, as the coordinator leases it: batch by batch, each to one worker.
 
-A pass goes over the positions [0, samples) of an order that all workers compute from the seed and the pass's number.
-A position is free, leased, said to be pushed by the worker that had it, or committed: all shards said so. What a worker
-had leased when it died or left is in doubt until the shards were asked; what they do not have is free again. What is
-free is given out lowest first. A pass is complete when all is committed, and only then does the next one begin.
+A pass covers the positions [0, samples) of an order that all workers compute from the seed and the number of the pass.
+A position is free; leased; reported as pushed by its worker; or committed, which all shards have confirmed. If a worker
+dies or leaves, its leased positions are in doubt until the shards are asked; those that the shards do not have are free
+again. Free positions are leased lowest first. A pass is complete when all is committed; then the next one begins.
 
-The shards decide what was used, once for each bucket (data_commits.py), and are asked when nothing is left to give out.
-Leases only see to it that no work is done twice.
+The shards decide which data was used, for each bucket (data_commits.py). They are asked when no position is free.
+Leases only avoid that work is done twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ WorkerId = tuple[int, int]  # rank and incarnation
 
 @dataclass(frozen=True)
 class LoaderProgress:
-    """How far a loader's data is, in samples: of the pass, committed and leased of it, and returned since the start."""
+    """The state of a loader's current pass, in samples.
+
+    samples:   those of the whole pass
+    committed: pushed, as shards have confirmed or workers have reported
+    leased:    leased to workers, live or gone
+    returned:  returned unused since the job began, over all passes
+    """
 
     pass_number: int
     samples: int
@@ -33,7 +39,7 @@ class LoaderProgress:
 
 
 class DataLeases:
-    """One loader of one job. `stale` until the shards have said what is committed: see `settle`."""
+    """One loader of one job. stale: the shards must first say what is committed: see `settle`"""
 
     def __init__(self, spec: LoaderSpec, limit: int = 1_024) -> None:
         """limit: batches that one worker may have leased."""
@@ -56,7 +62,7 @@ class DataLeases:
     # -- what workers ask --------------------------------------------------------------------------------------------
 
     def agree(self, spec: LoaderSpec) -> None:
-        """Raises JobMismatch naming what differs from the loader that is known."""
+        """Raises JobMismatch, naming the difference, if a worker's loader differs from the known one."""
         for (name, value), got in zip(vars(self.spec).items(), vars(spec).values(), strict=True):
             if value != got:
                 raise JobMismatch(f"loader {self.loader} differs: {name} is {value}, got {got}")
@@ -64,9 +70,11 @@ class DataLeases:
     def lease(
         self, worker: WorkerId, asked: int, count: int, workers: int = 1, report: LeaseReport = NOTHING
     ) -> BatchLease:
-        """Gives a worker that is in pass `asked` up to `count` batches, fewer the fewer are left for `workers` of them.
+        """Leases up to `count` batches to a worker; fewer if few are left for `workers` workers.
 
-        Raises InvalidRequest for a range that is none of this loader's; changes nothing then.
+        asked:  the number of the pass in which the worker is
+        report: what the worker reports of its earlier leases
+        Raises InvalidRequest, and changes nothing, if a range in the report is not one of this loader's.
         """
         self._check([*report.leased, *report.committed, *report.returned])
         self._tell(worker, report)
@@ -149,7 +157,9 @@ class DataLeases:
     # -- what happens to workers and shards --------------------------------------------------------------------------
 
     def gone(self, rank: int, incarnation: int) -> None:
-        """Notes that a worker, and each older one of its rank, is gone: what it had leased is in doubt."""
+        """Notes that worker `rank` of this incarnation, and all earlier ones, are gone: their leased batches are in
+        doubt.
+        """
         for worker in [worker for worker in self._leased if worker[0] == rank and worker[1] <= incarnation]:
             spans = self._leased.pop(worker)
             if spans:
@@ -163,7 +173,7 @@ class DataLeases:
     def settle(self, shards: Sequence[Committed], gone: Iterable[WorkerId] = ()) -> None:
         """Takes over which samples the shards have committed.
 
-        gone: those of `doubtful` of which nothing can come any more; what they had and did not commit is free again
+        gone: those of `doubtful` whose pushes can no longer arrive: their batches that are not committed are free again
         """
         if self.stale:
             self._begin(max((had[self.loader][0] for had in shards if self.loader in had), default=0))
@@ -188,7 +198,7 @@ class DataLeases:
 
     @property
     def progress(self) -> LoaderProgress:
-        """How many samples of the pass are committed, leased and left."""
+        """How many samples of the pass are committed or reported as pushed, leased, and returned."""
         batches = [*self._leased.values(), *self._doubtful.values()]
         leased = sum(stop - start for spans in batches for start, stop in spans)
         done = self._committed.total + self._pushed.without(self._committed).total

@@ -1,6 +1,6 @@
-"""Checks how large a job is, and that its parts fit together: all of a registration but its hyper-parameters.
+"""Checks the size of a job, and that its parts fit together: all of a registration but its hyper-parameters.
 
-It needs no torch, which hyper-parameters do: `ps-server plan` refuses here what a coordinator would refuse.
+Hyper-parameters need torch, this file does not: so `ps-server plan` refuses what a coordinator would refuse.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ FREE_BUCKETS, BYTES_OF_A_BUCKET = 1_024, 16 * 2**10
 
 
 def check_extent(spec: JobSpec, limits: Limits) -> None:
-    """Raises InvalidRequest or LimitExceeded naming the first thing wrong with a job. Makes nothing of its size."""
+    """Raises InvalidRequest or LimitExceeded that names a job's first error. Allocates nothing in proportion to the
+    job.
+    """
     _check_counts(spec, limits)
     validate(spec)
     _check_sizes(spec, limits)

@@ -1,6 +1,6 @@
-"""How much a caller may take: every limit of a server by name, with its default. Each has a flag, --max-NAME.
+"""Every limit of a server by name, with its default. Each has a flag, --max-NAME.
 
-Past one, a call ends with RESOURCE_EXHAUSTED or INVALID_ARGUMENT and names it; a connection is closed.
+Past a limit, a call ends with RESOURCE_EXHAUSTED or INVALID_ARGUMENT, which names it; or a connection is closed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def _limit(default: float | None, text: str, largest: int = _LARGEST, least: int
 
 
 def share(limit: float) -> float:
-    """Returns how much of what there is for all one principal may have, at most: half, so that others find some."""
+    """Returns how much of `limit` one principal may use: half, so that others find room."""
     return limit if math.isinf(limit) else max(1, limit // 2)
 
 
 def check_feeds(job: str, callers: Sequence[str], caller: str, limit: float) -> None:
-    """Raises LimitExceeded where a caller may not begin another feed of a job.
+    """Raises LimitExceeded if a caller may not begin another feed of a job.
 
-    callers: of the feeds that there are; an empty name is nobody's in particular
-    limit:   feeds of the job; of one caller half as many
+    callers: the principal of each feed there is; empty: unknown
+    limit:   the most feeds of the job; one principal may have half of it
     """
     if len(callers) >= limit:
         raise LimitExceeded(f"job {job!r} has {len(callers)} feeds here: that is the limit max-feeds")

@@ -29,10 +29,10 @@ class Counted:
     """How far a shard is when it counts a worker.
 
     frontier: the highest clock that any worker has reached
-    pushed:   the last clock of which workers of this rank pushed every bucket that trains: a step of an earlier
-              incarnation counts up to there, whether or not its caller heard so. None: no bucket trains here
-    further:  by bucket or table, the last clock that they pushed there, where it is a later one: these have had a step
-              that others have not. None: not known
+    pushed:   the last clock that workers of this rank have pushed to all trained buckets. Such a step of an earlier
+              incarnation counts, even if the worker did not get the answer. None: no bucket trains here
+    further:  by bucket or table, the last clock pushed to it, if it is later: it has had a step that others have not.
+              None: unknown
     """
 
     frontier: int
@@ -42,7 +42,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A worker that a shard is to count. clock: from which on; None: from the shard's own frontier on"""
+    """A worker that a shard is to count. clock: the clock from which it counts; None: the shard's own frontier"""
 
     rank: int
     incarnation: int
@@ -56,17 +56,17 @@ class Member:
 
     incarnation: rises with every join in the job, and fences the process that held the rank before
     expires:     when its lease runs out unless a heartbeat comes
-    clock:       steps finished, as last heard
+    clock:       its steps finished, as last reported
     key:         the secret that proves the incarnation: numbers can be guessed
-    attempt:     the number of the call that took the place; 0 for none
-    launch:      the launch that started it; empty: not known
-    pushed:      the last clock of which workers of this rank had pushed every bucket when it joined; None: not known
-    on_shards:   by shard, how far that was then; empty: not known. Not on disk: it is for the answer to the join
-    since:       when a worker of that launch took the rank, for people to read: seconds since 1970
-    heard:       when heartbeats came last; minus infinity: none yet. A join is no sign of life: it may be carried
-                 out when its caller is dead
-    heard_before: when they came last but once. Those that a network held back come together, and count as one
-    replaced:    the launches that this one took the rank from, each with the incarnation of its last worker there
+    attempt:     the number of the join request; 0 for none
+    launch:      the launch that started it; empty: unknown
+    pushed:      the last clock that workers of this rank had pushed to all buckets when it joined; None: unknown
+    on_shards:   by shard, how far it was then; empty: unknown. Not on disk: it is for the answer to the join
+    since:       when a worker of its launch took the rank, in seconds since 1970, for logs
+    heard:       when heartbeats came last; minus infinity: none yet. A join does not count: its caller may be dead when
+                 it is carried out
+    heard_before: when they came the time before. Heartbeats that a network held back come together, and count as one
+    replaced:    the launches from which it took the rank, each with the incarnation of its last worker there
     """
 
     rank: int
@@ -92,9 +92,9 @@ UNKNOWN = JoinRequest()
 
 @dataclass(frozen=True)
 class NamedProcess:
-    """A process as it named itself when it joined.
+    """A process, by the launch, host and pid that it named when it joined.
 
-    incarnation: of the worker that is meant; 0: any. Containers have the same pid one after the other
+    incarnation: only this worker of it; 0: any. Processes of containers may have the same pid one after the other
     """
 
     launch: str
@@ -103,19 +103,19 @@ class NamedProcess:
     incarnation: int = 0
 
     def was(self, member: Member) -> bool:
-        """Whether a worker is one of this process."""
+        """Whether a worker is or was one of this process."""
         same = (member.launch, member.host, member.pid) == (self.launch, self.host, self.pid)
         return same and self.incarnation in (0, member.incarnation)
 
 
 @dataclass(frozen=True)
 class Rivals:
-    """The workers of other launches that stand in the way of a join.
+    """The workers of other launches that prevent a join.
 
     members: by rank; at least one
-    live:    one of them has sent heartbeats since the caller began to wait. Otherwise all may be dead: the workers of
-             a launch that was killed look live until their leases are over
-    seconds: until the last of their leases is over
+    live:    one of them is known to live: it has sent heartbeats since the caller began to wait. Otherwise all may be
+             dead: after a launch was killed, its workers look live until their leases end
+    seconds: until the last of their leases ends
     """
 
     members: tuple[Member, ...]
@@ -125,14 +125,16 @@ class Rivals:
 
 @dataclass(frozen=True)
 class JoinedMember:
-    """What a worker that joined gets.
+    """The result of a join.
 
-    clock:         the clock that it starts from
+    member:        the worker
+    clock:         the clock at which it starts
     placement:     for each bucket, the index of its shard
     restore_count: how many times the job was rolled back to a checkpoint
-    state:         what a worker of its rank had saved for the last checkpoint, and at which clock
-    run:           of the job
-    continued:     for the first worker of a launch, if others have trained the job
+    state:         the state that an earlier worker of its rank has saved or left behind, with its clock; None: there is
+                   none
+    run:           the run of the job
+    continued:     for the first worker of a launch, if others have trained the job; otherwise None
     """
 
     member: Member
@@ -148,20 +150,21 @@ class JoinedMember:
 class Membership:
     """The live workers of one job.
 
-    world_size: how many workers the job declares; 0 is elastic
-    started:    true from the moment that all declared workers had joined (at once for an elastic job). A worker that
-                dies later does not undo it: training goes on with the others. Once none is left, nobody trains: the
-                first that comes back waits for the others, as at the first start
-    rejoining:  after a rollback, or when no worker was left: by rank, until when the others wait for the worker to join
-                again; for ever, as long as there are no others, or if its launch is about to start it
+    world_size: the number of workers that the job declares; 0: elastic
+    started:    all declared workers have joined; an elastic job has started at once. A worker that dies later does not
+                change it: the others go on. If no worker is left, the first that comes back waits for the others, as at
+                the first start
+    rejoining:  the ranks that are expected to join again, after a rollback or when no worker was left, each with the
+                time until which the others wait for it: without end if there are no others, or if its launch is about
+                to start it
     away:       the workers that were live at the rollback: for AWAY_SECONDS no other launch gets their rank
-    absent:     by rank, workers that were taken off because they were silent, each until its `expires`: their processes
-                may live, and come back. No other worker waits for them
-    absence:    for how many seconds each of those is remembered
-    done:       the ranks whose workers have left because their scripts had come to their ends
-    gone:       of a job with a world size: by rank, when its last worker gave its last sign of life
-    in_doubt:   live workers that have given no sign of life since another one was started again: all may have died
-    group_size: of each worker: more than 1 where workers are groups of processes
+    absent:     by rank, workers that were removed as silent, until their `expires`: they may live, and come back. No
+                other worker waits for them
+    absence:    seconds for which an absent worker is remembered
+    done:       the ranks whose workers have left because their scripts had run to their ends
+    gone:       in a job with a world size: by rank, when its last worker gave its last sign of life
+    in_doubt:   live workers that gave no sign of life since another one was started again: all may have died
+    group_size: the number of processes of each worker: above 1 if workers are groups
     """
 
     world_size: int
@@ -188,11 +191,12 @@ class Membership:
     def claim(
         self, rank: int | None, request: JoinRequest = UNKNOWN, reserved: Iterable[int] = (), now: float = math.inf
     ) -> int:
-        """Returns the rank that a worker gets: the one asked for, or the lowest free one. Changes nothing.
+        """Returns the rank that a worker gets: the one it asks for; for None, the lowest free one. Changes nothing.
 
         reserved: the ranks of workers that are joining at this moment
-        now:      the time: one that was taken off a moment ago, and lives, comes back to its rank
-        Raises Fenced for a worker that comes back to a rank that another process holds now.
+        now:      the time. A rank whose worker was removed only a moment ago is not free: it may come back
+        Raises Fenced for a worker that comes back to a rank that another process has now; InvalidRequest for a rank
+        beyond the world size.
         """
         live = self.members.get(rank) if rank is not None else None
         # The same process asks again where the answer to its first call was lost.
@@ -212,11 +216,12 @@ class Membership:
         return rank
 
     def rivals(self, rank: int, request: JoinRequest, now: float) -> Rivals | None:
-        """Returns the live workers of other launches because of which a rank may not be taken now; None: it may.
+        """Returns the live workers of other launches that prevent this worker from taking a rank; None if it may take
+        it.
 
-        A rank that is free, or held by a worker of the same launch (which starts it again), may always be taken, and so
-        may one of which either launch is not known. A new launch is refused as a whole: in the way is each worker that
-        holds one of `launch_ranks`. A launch that a rank was taken over from does not take it over in turn.
+        A rank may always be taken if it is free, if a worker of the same launch holds it (which restarts it), or if
+        either launch is unknown. A new launch is refused as a whole: each worker on one of its `launch_ranks` prevents
+        it. A launch from which a rank was taken over does not take it back.
         """
         if not request.launch or request.previous is not None:
             return None
@@ -248,10 +253,10 @@ class Membership:
         return self.last_incarnation
 
     def join(self, member: Member, launch_ranks: range = range(0), is_back: bool = False) -> None:
-        """Counts a worker as live, in place of an earlier one of its rank.
+        """Makes a worker live, in place of an earlier one of its rank.
 
         launch_ranks: the ranks that its launch is about to start
-        is_back:      it is a process that was live before
+        is_back:      the process was live before
         """
         now, older = member.expires - self.lease, self.members.get(member.rank)
         # Those that a rollback took off come back by themselves.
@@ -302,7 +307,9 @@ class Membership:
         self._has_nobody, self._is_told = True, False
 
     def newly_awaited(self) -> tuple[int, ...]:
-        """Returns the ranks that are waited for because no worker was left, once; later none."""
+        """Returns, once, the ranks that the job begins to wait for because no worker is left; later calls
+        return none.
+        """
         if self._is_told or self.started or self.in_doubt:
             return ()
         self._is_told = True
@@ -324,10 +331,11 @@ class Membership:
                 self.rejoining[r] = grace
 
     def resume(self, done: set[int], now: float) -> None:
-        """Goes on with what an earlier coordinator left of a job, once its workers are here, and those that are to
-        rejoin. Of the others nobody knows since when they are gone.
+        """Continues a job of an earlier coordinator, once its members and rejoining ranks are set.
 
-        Those that no rollback took off are to be started again, and get the time for it.
+        done: the ranks whose scripts have run to their ends
+        For all other ranks the time since which they are gone is unknown: it counts from `now`. Ranks that rejoin
+        without a rollback must be started again, and get more time.
         """
         self.done = done
         here = self.members.keys() | self.rejoining.keys()
@@ -337,7 +345,7 @@ class Membership:
         self._has_nobody = bool(anew)
 
     def doubt_is_over(self) -> bool:
-        """Returns whether a worker has turned out to live that was in doubt: then nobody is waited for any more."""
+        """Returns whether a worker that was in doubt has given a sign of life. Then no rank is waited for any more."""
         since = self._doubted + self.lease / DELAYED_PER_LEASE
         if not any(self.members[rank].heard > since for rank in self.in_doubt if rank in self.members):
             return False
@@ -346,7 +354,7 @@ class Membership:
         return True
 
     def rollback(self, now: float, fenced: Iterable[Member] = ()) -> list[Member]:
-        """Takes all workers off, and expects those of a job that had started to rejoin within a lease. Returns them.
+        """Removes all workers and returns them. If the job had started, they are expected to join again within a lease.
 
         fenced: workers that were live, and that are about to join again anyway
         """
@@ -360,9 +368,9 @@ class Membership:
         return before
 
     def stop_waiting(self, now: float) -> list[int]:
-        """Drops the workers that did not rejoin in time: training starts without them. Returns their ranks.
+        """Drops the ranks that did not rejoin in time, so that training goes on without them. Returns them.
 
-        As long as none has come back at all, none is kept waiting: the lease for the others begins with the first.
+        While no worker has come back yet, the time is unlimited: it begins when the first one has.
         """
         late = [rank for rank, until in self.rejoining.items() if until <= now]
         if not self.members:
@@ -376,9 +384,10 @@ class Membership:
         return late
 
     def heartbeat(self, rank: int, incarnation: int, clock: int, now: float, key: bytes = b"", of: int = 0) -> None:
-        """Renews a lease. Raises UnknownWorker, Fenced or Forbidden if the caller lost its place or never had it.
+        """Renews a lease. Raises UnknownWorker, Fenced or Forbidden if the caller is not the live worker.
 
-        of: the member of the worker's group whose heartbeat it is. The lease of a group is that of its most silent one
+        of: the member of the worker's group that sends it. A group's lease is that of the member that was silent
+            longest
         """
         member = self.check(rank, incarnation, key)
         sign = now if self.group_size == 1 else self._group_sign(rank, of, now)
@@ -400,19 +409,20 @@ class Membership:
         return min(signs.values()) if len(signs) == self.group_size else None
 
     def member_leaves(self, rank: int, of: int) -> bool:
-        """Notes that a member of a group is done; returns whether all of its members are now. Its silence means nothing
-        from here on."""
+        """Notes that a member of a group is done; it need send no more heartbeats. Returns whether all members are
+        done.
+        """
         signs = self._signs.setdefault(rank, {})
         signs[of] = math.inf
         return sum(at == math.inf for at in signs.values()) >= self.group_size
 
     def leave(self, rank: int, incarnation: int, now: float = 0.0, done: bool = False, expired: bool = False) -> bool:
-        """Takes a worker off. Returns False if it was not there any more.
+        """Removes a worker. Returns False if it was not there any more.
 
-        done:    its script has come to its end
-        expired: it has not left by itself: its lease is over
-        A member that a rollback took off does not join again, so nothing waits for it, nor for one in doubt that is
-        done.
+        done:    its script has run to its end
+        expired: its lease has run out, or its process has ended; False: it leaves by itself
+        A worker that a rollback had removed is no longer expected to join again. Nor is one in doubt whose script has
+        ended.
         """
         away, member = self.away.get(rank), self.members.get(rank)
         is_away = away is not None and away.incarnation == incarnation
@@ -435,7 +445,9 @@ class Membership:
         return True
 
     def take_silent(self, now: float) -> list[Member]:
-        """Takes off the workers whose lease has run out; remembers them, as they may come back. Returns them."""
+        """Removes the workers whose lease has run out, and returns them. They are remembered as absent, as they may
+        come back.
+        """
         silent = self.expired(now)
         for member in silent:
             self.leave(member.rank, member.incarnation, now, expired=True)
@@ -451,8 +463,9 @@ class Membership:
         return late
 
     def postpone(self, seconds: float, now: float) -> None:
-        """Has all leases, and all waits for workers to rejoin, end so much later, but none later than a lease from now:
-        heartbeats that lay in a queue meanwhile may be heard already."""
+        """Extends leases and waits for rejoining ranks by `seconds`, but to no later than a lease from now: heartbeats
+        that lay in a queue meanwhile may have come. The times of absent workers are extended by the full `seconds`.
+        """
 
         def later(until: float) -> float:
             return max(until, min(until + seconds, now + self.lease))
@@ -466,7 +479,9 @@ class Membership:
         return [member for member in self.members.values() if member.expires <= now]
 
     def ended(self, process: NamedProcess, now: float) -> list[Member]:
-        """Returns the workers of a process that is gone. If one of it is expected to come back, it is not any more."""
+        """Returns the live workers of a process that has ended. Those of its workers that were absent or expected to
+        rejoin are awaited no more.
+        """
         self.absent = {rank: member for rank, member in self.absent.items() if not process.was(member)}
         for rank in [rank for rank, member in self.away.items() if process.was(member)]:
             del self.away[rank]

@@ -1,9 +1,9 @@
-"""The hyper-parameters that contributions name: one rule for buckets and tables.
+"""Which hyper-parameters an update uses, out of those that contributions name: one rule for buckets and tables.
 
-Each worker names its own with what it contributes, or names none: a step that was left out has none to name. The first
-contributor's count, which in sync is the live worker of the lowest rank. Where the contributors to one update may have
-several clocks (`UpdateRule.mixes_clocks`), those of the worker that is furthest count, and an update in which only late
-workers name some keeps those that the bucket has. So a late worker never sets a schedule back.
+A contribution names its worker's hyper-parameters, or none if its step was left out. Those of the first contribution
+count, which in sync is that of the lowest live rank. If contributions may differ in their clocks
+(`UpdateRule.mixes_clocks`), those with the highest clock count; an update in which only late workers name some keeps
+those that the bucket has. So a late worker never sets a schedule back.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from ps_protocol.hyper_parameters import HyperParameters
 
 
 class GoodValues:
-    """The hyper-parameters last found good, by what they are for. Most steps name those of the step before, and need no
-    new check."""
+    """The hyper-parameters that last passed the check, by key. Most steps name those of the step before, and need no
+    check.
+    """
 
     def __init__(self) -> None:
         self._last: dict[object, HyperParameters] = {}
@@ -36,7 +37,7 @@ class NamedValues:
         self._named: dict[int, tuple[int, HyperParameters]] = {}
 
     def add(self, group: int, values: HyperParameters, clock: int) -> None:
-        """Takes what one contribution names. clock: of its worker, where an update may have several; else 0"""
+        """Adds what one contribution names. clock: its worker's, if contributions may differ in it; else 0"""
         if group not in self._named or clock > self._named[group][0]:
             self._named[group] = clock, values
 
@@ -46,13 +47,15 @@ class NamedValues:
 
 
 class ValuesInUse:
-    """How far the workers were whose hyper-parameters a bucket, or a table, has. It begins, or is restored, with 0."""
+    """By group, the clock of the worker that named the hyper-parameters in use; 0 at first, and after a restore."""
 
     def __init__(self) -> None:
         self._clocks: dict[int, int] = {}
 
     def newer(self, named: NamedValues) -> dict[int, HyperParameters]:
-        """Returns, by group, the values to use from an update on; without those of workers that were less far."""
+        """Returns, by group, the values to use from an update on; without those of workers at a lower clock than
+        before.
+        """
         newer = {}
         for group, (clock, values) in named.items():
             if clock >= self._clocks.get(group, 0):

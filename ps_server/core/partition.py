@@ -64,8 +64,8 @@ def check_buckets(layout: Layout, indices: Sequence[int]) -> None:
 class JobPartition:
     """The buckets of one job that this shard holds, and its part of the job's tables.
 
-    units: both, by index
-    rules: of those that an optimizer steps
+    units: the buckets and the tables, by index: tables follow the buckets
+    rules: the update rules of the units that an optimizer steps, by index
     """
 
     def __init__(
@@ -119,7 +119,9 @@ class JobPartition:
         return self.buckets[self.checker.bucket(index).index]
 
     def check_worker(self, worker: Identity) -> None:
-        """Raises UnknownWorker or Fenced unless this is a live worker, Forbidden if the key is not its own."""
+        """Raises UnknownWorker or Fenced unless the worker is live, Forbidden for a wrong key, InvalidRequest for a
+        member that its group does not have.
+        """
         if self._closed is not None:
             raise anew(self._closed)
         rank, live = worker.rank, self.roster.get(worker.rank)
@@ -133,14 +135,16 @@ class JobPartition:
             check_key(rank, worker.key, live.key)
 
     def highest_incarnation(self) -> int:
-        """Returns the highest incarnation that is live, was removed, or is fenced."""
+        """Returns the highest incarnation that this partition has heard of: live, removed or fenced."""
         live = [worker.incarnation for worker in self.roster.values()]
         return max(self._fenced, *live, *self._removed.values(), 0)
 
     # -- changing --------------------------------------------------------------------------------------------------
 
     def execute(self, command: Command[R]) -> R:
-        """Carries out a command. Changes nothing if it raises what the command says it may."""
+        """Carries out a command, and returns its result. If it raises an error that the command documents, nothing is
+        changed.
+        """
         result: Any = None
         match command:
             case UnitCommand():
@@ -224,7 +228,7 @@ class JobPartition:
 
     @property
     def staged_limit(self) -> int:
-        """Bytes that may be staged here, but for what an update waits for."""
+        """The bytes that may be staged here. A contribution for which an update waits may exceed it."""
         return self._staged_limit or derived_limit(
             self.parameter_bytes, self.spec.bucket_bytes, len(self.roster), len(self.spec.tables)
         )
@@ -237,8 +241,9 @@ class JobPartition:
     # -- pulls -------------------------------------------------------------------------------------------------------
 
     def owed(self, index: int) -> Mapping[int, int]:
-        """Returns what a pull of a unit that wants all that is staged has to wait for; see UpdateRule.owed. There may
-        be something to apply then: schedule the unit."""
+        """Returns what a pull of all staged contributions waits for; see UpdateRule.owed. The caller must schedule the
+        unit.
+        """
         return self.rules[index].owed() if index in self.rules else {}
 
     # -- figures -----------------------------------------------------------------------------------------------------
@@ -255,12 +260,12 @@ class JobPartition:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of this process that are staged: without what lies in workers' memory."""
+        """Bytes that are staged in memory of this process, without those in workers' memory."""
         return self._room.staged.bytes
 
     @property
     def promised_bytes(self) -> int:
-        """Bytes that tables come to take for the rows that their job has announced, and have not taken yet."""
+        """Bytes that the tables will still allocate for the rows that the job has announced."""
         return sum(table.promised_bytes for table in self.tables.values())
 
     def agreement(self) -> Agreement | None:
@@ -274,7 +279,7 @@ class JobPartition:
 
 
 class Reached:
-    """Reads the rules of a job's buckets and tables together. What no optimizer steps is none of them.
+    """How far a job's buckets and tables are, over all their rules. Frozen buckets are left out.
 
     rules:  by index
     roster: the live workers by rank, as the partition keeps them
@@ -290,11 +295,13 @@ class Reached:
         return max((rule.frontier() for rule in self._rules), default=0)
 
     def pushed(self, rank: int) -> int | None:
-        """Returns the last clock of which every bucket and table has a push of this rank; None: nothing trains here."""
+        """Returns the last clock that a rank has pushed to all buckets and tables; None: nothing trains here."""
         return min((rule.pushed.get(rank, 0) for rule in self._rules), default=None)
 
     def further(self, rank: int) -> dict[int, int]:
-        """Returns, by index, the last clock that this rank has pushed of a bucket or table, where it is a later one."""
+        """Returns, by index, the last clock that a rank has pushed to a bucket or table, if it is later
+        than `pushed`.
+        """
         least = self.pushed(rank) or 0
         pushed = {index: rule.pushed.get(rank, 0) for index, rule in zip(self._indices, self._rules, strict=True)}
         return {index: clock for index, clock in pushed.items() if clock > least}

@@ -58,12 +58,13 @@ def imbalance(sizes: Sequence[int], placement: Sequence[int], shard_count: int) 
 
 @dataclass(frozen=True)
 class Place:
-    """Which of so many shards this is that have a part of each table, and what it gives to a table.
+    """A shard's place among those that share each table, and what it gives to each table.
 
-    table_bytes: of memory, what the rows of each may take
-    salt:        that its index depends on: a secret of the process
-    file_bytes:  of disk, likewise; 0: all rows are in memory
-    open_file:   makes a file for a table: for records of so many numbers, and so many records
+    shard, shards: the shard's number among them, and their count
+    table_bytes: bytes of memory for the rows of each table
+    salt:        a secret of the process, on which the hash index depends
+    file_bytes:  bytes of disk for each table; 0: all rows are in memory
+    open_file:   makes a table's file, given the numbers in a record and the count of records; None: there are no files
     """
 
     shard: int = 0
@@ -76,12 +77,12 @@ class Place:
 
 @dataclass(frozen=True)
 class PlacedJob:
-    """A job with its buckets placed.
+    """A job with its buckets placed on shards.
 
-    run:       tells this job from earlier ones of its name; of two, the later one has the greater digits
-    continues: the run and the checkpoint that this run began with, where it began with one
+    run:       tells this job from earlier ones of its name; later runs sort after earlier ones
+    continues: the run and the checkpoint with which this run began; None: it began anew
     placement: for each bucket, the index of its shard
-    nbytes:    bytes of all buckets; trained_bytes: of those that an optimizer steps
+    nbytes, trained_bytes: bytes of all buckets, and of those that an optimizer steps
     imbalance: most bytes on a shard over the mean of all shards
     """
 
@@ -94,7 +95,7 @@ class PlacedJob:
     continues: tuple[str, str] | None = None
 
     def owns(self, run: str, checkpoint: str) -> bool:
-        """Whether a checkpoint is one of this run, or belongs to what it continues."""
+        """Whether a checkpoint belongs to this run, or to the part of the earlier run from which this run continued."""
         if self.continues is not None and run == self.continues[0]:
             return int(checkpoint) <= int(self.continues[1])
         return run == self.run
@@ -120,10 +121,10 @@ MOST_BUCKETS = 2048  # between hosts, with what is not trained: it is cut alike,
 
 
 def sized(spec: JobSpec, one_machine: bool, limit: int) -> JobSpec:
-    """Returns the job with the size of its buckets, where that was left open.
+    """Returns the job with a bucket size: its own, or one that is chosen here.
 
-    one_machine: whether shards and workers are all on it
-    limit:       buckets that a job may have; kept where buckets of DEFAULT_BUCKET_BYTES keep it
+    one_machine: shards and workers are all on one machine
+    limit:       the most buckets of a job. A chosen size keeps it if DEFAULT_BUCKET_BYTES would
     """
     if spec.bucket_bytes:
         return spec

@@ -1,7 +1,7 @@
-"""Rounds: values that all live workers of a job exchange, one round after the other. The coordinator's side.
+"""Rounds in which all live workers of a job exchange values, one after the other. The coordinator's side.
 
-A round is open until every live worker has given a value. What it had is kept, so that a worker whose answer was lost
-gets it again, and a process that starts late gets what the others had before it: it decides then as they did.
+A round is open until every live worker has given a value. Its values are kept, so that a worker whose answer was lost
+gets them again. A process that starts late gets the values of earlier rounds, too, and so decides as the others did.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Round:
     """A round that is complete.
 
     number:  from 1
-    clock:   the highest of those that took part, in steps
-    values:  what each gave, by rank, ascending
-    refused: why there are no values, in words; empty where there are
+    clock:   the highest clock of the workers that took part
+    values:  each worker's value, by rank, ascending
+    refused: why there are no values, in words; empty: there are
     """
 
     number: int
@@ -46,11 +46,11 @@ class Given:
 class Rounds:
     """The rounds of one job.
 
-    limit:     bytes of all values of the open round, and of the complete ones that are kept
+    limit:     bytes for the values of the open round and of the kept ones together
     completed: the number of the last complete round
-    kept:      the last of the complete ones, without a gap
-    given:     by rank, what the open round has
-    behind:    true for a coordinator that resumed the job: its workers may know of rounds that it does not
+    kept:      the last complete rounds, without a gap
+    given:     by rank, the values of the open round
+    behind:    this coordinator has resumed the job: its workers may know of later rounds than it does
     """
 
     limit: int
@@ -66,20 +66,23 @@ class Rounds:
         return given + sum(kept.bytes for kept in self.kept)
 
     def more(self, rank: int, number: int, given: Given) -> int:
-        """Returns how many bytes more there are with what a worker gives: none with a repeat."""
+        """Returns by how many bytes a worker's value adds to those that are kept; 0 for a repetition."""
         before = self.given.get(rank)
         if number <= self.completed or (before is not None and before.incarnation == given.incarnation):
             return 0
         return len(given.value)
 
     def following(self, clock: int) -> int:
-        """Returns the next round of a worker at a clock that has taken no part in any: those before it are over."""
+        """Returns the number of the next round for a worker at `clock` that has taken part in none: earlier ones are
+        over.
+        """
         return next((kept.number for kept in self.kept if kept.clock >= clock), self.completed + 1)
 
     def find(self, number: int) -> Round | None:
-        """Returns a round if it is complete, None if it is the open one.
+        """Returns a round if it is complete; None if it is open.
 
-        Raises InvalidRequest for one beyond that, LimitExceeded for one that is not kept any more.
+        Raises InvalidRequest for a later round, unless this coordinator is `behind`; LimitExceeded for one that is not
+        kept any more.
         """
         if number < 1 or (number > self.completed + 1 and not self.behind):
             raise InvalidRequest(f"round {self.completed + 1} is open, got a value for round {number}")
@@ -117,7 +120,9 @@ class Rounds:
         return self.settle(live, started)
 
     def settle(self, live: Mapping[int, int], started: bool) -> Round | None:
-        """Drops what is from workers that are gone; returns the round if it is complete without them."""
+        """Drops the values of workers that are gone. Returns the round if it is complete without them,
+        otherwise None.
+        """
         self.given = {rank: given for rank, given in self.given.items() if live.get(rank) == given.incarnation}
         if not started or not self.given or self.given.keys() != live.keys():
             return None
@@ -133,7 +138,7 @@ class Rounds:
 
 
 def newest(rounds: tuple[Round, ...], limit: int) -> tuple[Round, ...]:
-    """Returns the last rounds whose values are no more than so many bytes together; the very last one in any case."""
+    """Returns the last rounds whose values have at most `limit` bytes together, and at least the very last one."""
     size, first = 0, len(rounds)
     while first and (size + rounds[first - 1].bytes <= limit or first == len(rounds)):
         first -= 1

@@ -1,6 +1,6 @@
-"""What processes measure of their own work, for people who watch: sums since each began to measure, by its own clock.
+"""The measurements of processes, for dashboards: sums since each process began to measure, on its own clock.
 
-The numbers come from other processes. Those of workers are checked here; nothing in training depends on any.
+The numbers come from other processes. Those of workers are checked here; nothing in training depends on them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ OTHER_TABLES = "(others)"
 
 @dataclass(frozen=True)
 class ShardFigures:
-    """What a shard's process has measured of itself.
+    """The measurements of a shard's process.
 
-    measured: seconds for which it has
-    resident, limit: bytes of memory that it has in use, and that it may have; 0: not known
-    library:  that it uses for tables: the level of processors that it is for, or numpy; empty: not known
+    measured: seconds of measurement
+    resident, limit: bytes of memory that it uses, and that it may use; 0: unknown
+    library:  the processor level of the compiled library for tables, or "numpy"; empty: unknown
     """
 
     measured: float = 0.0
@@ -34,12 +34,12 @@ class ShardFigures:
 
 @dataclass(frozen=True)
 class ShardJobFigures:
-    """What a shard has measured of one job.
+    """A shard's measurements of one job.
 
-    applies:   optimizer steps of single buckets; apply_seconds: how long they took, all together
-    received, sent: payload bytes of accepted pushes, and to workers
-    staleness: (the most clocks that count here, how many gradients), ascending
-    awaited:   by rank, seconds for which pulls of single buckets have waited for that worker
+    applies, apply_seconds: the optimizer steps of single buckets, and their seconds in all
+    received, sent: payload bytes of accepted pushes, and of answers to workers
+    staleness: a histogram: (upper bound in clocks, the number of gradients), ascending
+    awaited:   by rank, the seconds for which pulls of single buckets have waited for that worker
     """
 
     applies: int = 0
@@ -52,13 +52,14 @@ class ShardJobFigures:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """What became of ids and rows of a table on a shard, since it took up the job: when that began, or was restored.
+    """Counts of a table's ids and rows on a shard, since the shard began or restored the job.
 
-    found, missing: ids that were looked up and had a row, and those that had none
-    pushed:   gradients of single rows that updates took in
-    admitted: rows that came into being; expired, evicted: rows that were forgotten, see Applied
+    found, missing: ids that were looked up, with a row and without one
+    pushed:   gradients of single rows in updates
+    admitted: rows that were created
+    expired, evicted: rows that were removed, see Applied
     waiting, no_room: gradients that were dropped, see Applied
-    cold:     of the ids that were found, those whose row was read from a file
+    cold:     looked-up ids whose row was read from a file
     """
 
     found: int = 0
@@ -77,10 +78,11 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class TableFigures:
-    """What a shard has of one table.
+    """The size of one table on a shard, and its counts.
 
-    nbytes:    of memory: rows, their optimizer's state, and the index
-    file_rows: of the rows, those in a file that memory has no room for; file_bytes: of that file
+    nbytes:    bytes of memory: rows, their optimizer's state, and the index
+    file_rows: the number of rows in a file, because memory has no room for them
+    file_bytes: bytes of that file
     """
 
     name: str
@@ -92,7 +94,9 @@ class TableFigures:
 
 
 def told(tables: Sequence[TableFigures]) -> tuple[TableFigures, ...]:
-    """Returns what is told of a job's tables: the first ones as they are, and the rest added up, if there are more."""
+    """Returns the figures of a job's tables for a message: the first TABLES_TOLD, and the sum of the rest if there are
+    more.
+    """
     rest = tables[TABLES_TOLD:]
     if not rest:
         return tuple(tables)

@@ -27,11 +27,11 @@ M = TypeVar("M", StageRows, AssignRows)
 
 @dataclass
 class Gathered(Generic[M]):
-    """Messages of rows that count together, once all are here.
+    """Messages of rows that take effect together, once all are here.
 
-    total:  how many rows they have in all
-    number: of an assignment; 0: they are of a step
-    parts:  by the number of the first row
+    total:  the number of rows in all of them
+    number: the number of the assignment; 0: they are of a step
+    parts:  by the number of their first row
     """
 
     total: int
@@ -58,18 +58,17 @@ class PendingRows(Pending):
 
 @dataclass
 class ComingRows:
-    """What has come of the rows that a table begins with, from rank 0: in order, and all of them or none.
+    """The part of a table's initial rows that has come from rank 0. They come in order, and take effect together.
 
-    ask    a message without rows, and not the last, asks whether there is room: nothing changes
-    take   a message has the rows that come next; one that was taken before changes nothing
-    begin  the last one says so: the table begins
+    ask    a message without rows, which is not the last, asks whether there is room: nothing changes take   a message
+    has the next rows; one that was taken before changes nothing begin  the last message begins the table
 
-    Each incarnation of rank 0 begins anew. What one has sent that is gone then is dropped. The rows go into the table
-    at once, unlike those of a step: a table's beginning may be as large as the table.
+    Each incarnation of rank 0 begins anew: the rows of an earlier one are dropped. The rows go into the table at once,
+    unlike those of a step, as they may take as much memory as the table.
 
-    incarnation: of the worker that sends; 0: none does
-    beginning:   what is to come in all; None: nothing is known
-    came:        how many rows and ids are here
+    incarnation: that of the worker that sends; 0: none does
+    beginning:   describes the whole content; None: unknown
+    came:        the number of rows and ids that are here
     """
 
     incarnation: int = 0
@@ -78,7 +77,7 @@ class ComingRows:
     is_complete: bool = False
 
     def take(self, command: BeginRows, rows: TableRows) -> bool:
-        """Takes a message; returns whether there was anything new in it. See BeginRows."""
+        """Takes a message; returns whether it had anything new. See BeginRows."""
         beginning, end = command.beginning, command.first + command.count
         is_known = command.worker.incarnation == self.incarnation
         came = self.came if is_known else 0
@@ -127,10 +126,10 @@ class ComingRows:
 
 
 class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
-    """One table on this shard: its rule, its rows, and by rank what is pending.
+    """One table on this shard: its rule, its rows, and what each worker has pending.
 
-    most_bytes: that it comes to take, where its job says how many rows there may be; 0: it takes what there is
-    coming:     what has come of what it begins with
+    most_bytes: the memory that it will take, if its job limits the number of rows; 0: unknown
+    coming:     the part of its initial rows that has come
     """
 
     first = "rows that a table begins with"
@@ -274,14 +273,14 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
         super().drop_pending(rank)
 
     def let_go(self, rank: int) -> None:
-        """Forgets what is pending of a worker that is gone, and of rank 0 what the table was to begin with."""
+        """Drops what a gone worker has pending; for rank 0 also the initial rows, if the table has not begun."""
         if rank == 0 and not self.rule.initialised:
             self.coming.drop(self.weights)
         super().let_go(rank)
 
     @property
     def promised_bytes(self) -> int:
-        """Bytes that it comes to take for the rows that its job has announced, and has not taken yet."""
+        """Bytes that the table will still allocate for the rows that its job has announced."""
         return max(0, self.most_bytes - self.weights.nbytes)
 
     def figures(self) -> TableFigures:
@@ -296,12 +295,14 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
         return replace(self.without_rows(committed or {}), tensors=self.weights.snapshot())
 
     def without_rows(self, committed: Committed) -> TableSnapshot:
-        """Returns a snapshot of the table as it is, to which its rows are still to come."""
+        """Returns a snapshot of the table without its rows, which are copied later."""
         clocks, seed = self.rule.extent().clocks, self.weights.spec.initializer.seed
         which = self.index, self.rule.version, clocks
         return TableSnapshot(*which, {}, self.weights.values, committed, seed, self.rule.joined_at())
 
     def restore(self, snapshot: TableSnapshot) -> None:
-        """Becomes what a snapshot is, from having no rows. Raises InvalidRequest for one that fits no such table."""
+        """Replaces the state of a table without rows by a snapshot. Raises InvalidRequest if the snapshot
+        does not fit.
+        """
         self.weights.restore(snapshot.tensors, snapshot.values, snapshot.seed)
         self.rule.restore(snapshot.version, snapshot.clocks, snapshot.pushed)

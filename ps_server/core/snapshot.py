@@ -29,16 +29,17 @@ OptimizerState = Mapping[int, Mapping[str, torch.Tensor]]
 class BucketSnapshot:
     """One bucket at one version.
 
-    version: updates applied
-    clocks:  by rank, the highest clock whose update is in the weights, of the living and of the dead: what makes a push
-             exactly once
+    version: the number of updates applied
+    clocks:  by rank, of live and gone workers, the highest clock whose update is in the weights: by these, a repeated
+             push is known
     weights: [numel of the bucket] in the bucket's dtype
-    state:   of the optimizer, by slice; empty for a frozen bucket
+    state:   the optimizer's state, by slice; empty for a frozen bucket
     groups:  the hyper-parameters of the last update, by parameter group
-    committed: the leased data that is in the weights, by loader
-    sent:    what workers have, where weights travel in blocks: [numel] float32; None: what they have are the weights
-    pushed:  by rank, the last clock that it has pushed, where `clocks` has one that it has joined at
-    stage:   what trains it; None: what its job is registered with
+    committed: the leased data in the weights, by loader
+    sent:    the workers' version of the weights, if these travel in blocks: [numel] float32; None: the weights
+             themselves
+    pushed:  by rank, the last clock that it has pushed, if `clocks` has one at which it joined
+    stage:   the bucket's stage; None: the one with which its job is registered
     """
 
     index: int
@@ -61,12 +62,12 @@ class BucketSnapshot:
 
 @dataclass(frozen=True)
 class TableSnapshot:
-    """A table's rows on one shard, or on several, at one version; or what changed in it after another one.
+    """A table's rows on one shard, or on several, at one version; or only those that changed after an earlier version.
 
-    tensors: as Table.snapshot returns them, or, for changes, as ps_tables/increments.py says
+    tensors: as Table.snapshot returns them; for changes only, as ps_tables/increments.py describes
     values:  the hyper-parameters of the last update
-    seed:    of rows that are not trained; None: that of the job
-    the others as in BucketSnapshot
+    seed:    the seed of rows that are not trained; None: that of the job
+    The other fields are as in BucketSnapshot.
     """
 
     index: int
@@ -115,7 +116,7 @@ class VersionRange:
 class Part:
     """One file of a checkpoint.
 
-    disk: the name of the shard's own disk that has it; empty: it is where the manifest is
+    disk: the name of the shard's own disk that has it; empty: it lies beside the manifest
     """
 
     file: str
@@ -134,9 +135,12 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class ShardSnapshot:
-    """A shard's part on disk: the file, how far its buckets are, and seconds for which copying held up training.
+    """A shard's part of a checkpoint on disk.
 
-    changes_only: of a table it has only what changed since the part that it was to build on
+    part:     the file
+    extent:   how far the shard's buckets are in it
+    held_up:  seconds for which copying held up training
+    changes_only: of tables it has only what changed since the part on which it builds
     """
 
     part: Part
@@ -147,8 +151,11 @@ class ShardSnapshot:
 
 @dataclass(frozen=True)
 class RestoreProgress:
-    """How far a shard's restore is: bytes read, of so many (0: not known yet), and how far the buckets are that it
-    holds once it is complete; None before."""
+    """How far a shard's restore is.
+
+    done, total: the bytes that were read, and all bytes to read; a total of 0 is not known yet
+    extent:      how far the restored buckets are; None: the restore is not complete
+    """
 
     done: int
     total: int
@@ -156,7 +163,7 @@ class RestoreProgress:
 
 
 def union(ranges: Iterable[VersionRange]) -> VersionRange:
-    """Returns the smallest range that has all of these."""
+    """Returns the smallest range that includes all these ranges."""
     total, *others = [*ranges] or [VersionRange()]
     for other in others:
         total = total.union(other)
@@ -164,10 +171,10 @@ def union(ranges: Iterable[VersionRange]) -> VersionRange:
 
 
 def chained(parts: list[TableSnapshot]) -> TableSnapshot:
-    """Returns the last of some snapshots of one shard with all its rows: the first has all, the others what changed
-    after the one before. Raises ValueError or KeyError where they do not fit together.
+    """Returns the last of a shard's snapshots with all its rows. The first has all rows, each other one what changed
+    since the one before. Raises ValueError or KeyError if they do not fit together.
 
-    Takes the parts out of the list, and gives back the memory of each as soon as it can.
+    Empties the list, so that the memory of each part is freed as soon as possible.
     """
     last = replace(parts[-1], tensors={})
     chain = [dict(part.tensors) for part in parts]
@@ -176,11 +183,12 @@ def chained(parts: list[TableSnapshot]) -> TableSnapshot:
 
 
 def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
-    """Returns the rows of some shards that belong to this one, of which there may be another number now.
+    """Returns the rows that belong to this shard, out of the snapshots of all former shards, which may be another
+    number.
 
-    Where the parts are of different versions (ssp, async), rows keep the time since they were trained last. What no
-    part has had of leased data is not committed. A step that one part has had counts as pushed: its rows are not to
-    come twice.
+    If the parts are of different versions (ssp, async), each row keeps the time since it was last trained. Leased data
+    counts as committed only if all parts have had it. A step counts as pushed if one part has had it, so that its rows
+    are not pushed twice.
     """
     newest = max(int(part.tensors["version"]) for part in parts)
     kept: dict[str, list[torch.Tensor]] = {}
@@ -213,13 +221,13 @@ def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
 
 @dataclass(frozen=True)
 class SnapshotRequest:
-    """A shard's part of a checkpoint that a coordinator asks for.
+    """A coordinator's request for a shard's part of a checkpoint.
 
-    clock:   the snapshot has so many updates of each bucket; None: those that are there
-    refusal: for so many seconds the shard takes no push that would not be in it; 0: it takes all
-    last_incarnation: a worker of a later one ends the refusal
-    kept:    the checkpoints that stay: a shard with a disk of its own removes its parts of the others before this
-    built_on: the SHA-256 of the shard's part of the last checkpoint, which this one may build on; empty: it may not
+    clock:    the number of updates of each bucket in the snapshot; None: as many as there are
+    refusal:  seconds for which the shard refuses pushes that would not be in it; 0: none
+    last_incarnation: a worker with a higher one ends the refusal
+    kept:     the checkpoints to keep: a shard with its own disk first removes its parts of all others
+    built_on: the SHA-256 of the shard's part of the last checkpoint, on which this one may build; empty: it must not
     """
 
     job: str
@@ -234,11 +242,12 @@ class SnapshotRequest:
 
 @dataclass(frozen=True)
 class RestoreRequest:
-    """A job that a shard is to continue as of a checkpoint: with some of its buckets, and the workers that it fences.
+    """A request to a shard to continue a job from a checkpoint, with some of its buckets.
 
-    own:    the file that has the buckets, the last one, and those that it builds on, oldest first, on a disk of this
-            shard's own; none: as the manifest says, which all share
-    shards: how many have a part of the job's tables
+    last_incarnation: workers up to this one are fenced
+    own:    the shard's files, if they are on a disk of its own: those on which the last one builds, oldest first, then
+            the last one. Empty: the files that the manifest names, in the common directory
+    shards: the number of shards that share the job's tables
     """
 
     spec: JobSpec

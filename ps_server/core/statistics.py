@@ -9,15 +9,20 @@ from ps_protocol.figures import WorkerFigures
 from ps_protocol.modes import Consistency
 from ps_server.core.agreement import Agreement
 from ps_server.core.data_leases import LoaderProgress
+from ps_server.core.feed_figures import FeedFigures
 from ps_server.core.membership import Member
 from ps_server.core.server_figures import ShardFigures, ShardJobFigures, TableFigures
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What one worker waits for on a shard: so many buckets at a clock of its own, for these ranks, for so long.
+    """One worker's wait on a shard.
 
-    reason: why, in words, for one of the buckets
+    clock:        its clock at which it pulls
+    bucket_count: how many buckets it waits for
+    waiting_for:  the ranks that it waits for
+    reason:       why, in words, for one of the buckets
+    seconds:      how long it has waited
     """
 
     rank: int
@@ -42,6 +47,7 @@ class ShardJobStatistics:
     sharing, connected: ranks of workers that share memory with this shard, or have a data connection to it
     tables:  of rows
     agreement: how alike workers have moved in the last rounds of local:H; None: not known
+    feed:    how its weights are read; None: nobody follows them
     """
 
     bucket_count: int
@@ -60,6 +66,7 @@ class ShardJobStatistics:
     connected: tuple[int, ...] = ()
     tables: tuple[TableFigures, ...] = ()
     agreement: Agreement | None = None
+    feed: FeedFigures | None = None
 
     @property
     def table_bytes(self) -> int:
@@ -69,13 +76,15 @@ class ShardJobStatistics:
 
 @dataclass(frozen=True)
 class ShardStatistics:
-    """A shard, by the names of its jobs. figures: what it has measured of itself; None: nothing is known"""
+    """A shard's jobs, by name. figures: the measurements of its process; None: unknown"""
 
     jobs: Mapping[str, ShardJobStatistics]
     figures: ShardFigures | None = None
 
     def progress(self, job: str, by_version: bool) -> int:
-        """Returns how far a job is here: its highest clock, or where all workers share a clock its highest version."""
+        """Returns how far a job is here; 0 if it is not here. by_version: its highest version (in sync); otherwise its
+        highest clock
+        """
         hosted = self.jobs.get(job)
         if hosted is None:
             return 0
@@ -91,13 +100,13 @@ class ShardStatistics:
 class CheckpointStatistics:
     """The checkpoints of a job since this coordinator coordinates it.
 
-    complete, failed: how many there were
-    incomplete:       how many of the complete ones lack a worker's own state
-    name, clock:      of the last one; None and 0 before the first
-    seconds:          how long it took
-    held_up_seconds:  for how long it held up the shard that it held up most
-    age_seconds:      since it was complete
-    without:          ranks of workers whose own state the last one lacks
+    complete, failed: how many were completed, and how many failed
+    incomplete:       how many of the complete ones lack a worker's state
+    name, clock:      those of the last one; None and 0 before the first
+    seconds:          how long the last one took
+    held_up_seconds:  for how long it kept updates from the shard that it held up most
+    age_seconds:      the time since it was complete
+    without:          ranks of workers whose state it lacks
     """
 
     complete: int
@@ -131,6 +140,7 @@ class JobStatistics:
     local_steps:  steps of a worker in a round of mode local:H; 0 in other modes
     local_seconds: seconds of a round of mode local:Ts; 0 in other modes
     local_fragments: of the model in mode local:H/F; 0 in other modes
+    group_size:   processes of each worker: more than one where workers are groups
     """
 
     name: str
@@ -156,6 +166,7 @@ class JobStatistics:
     local_fragments: int = 0
     trained_bytes: int = 0
     absent: tuple[int, ...] = ()
+    group_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -173,9 +184,9 @@ class RecoveryStatistics:
 
 @dataclass(frozen=True)
 class CoordinatorStatistics:
-    """What a coordinator coordinates: how many shards have called in, and its jobs by name.
+    """The statistics of a coordinator: the number of shards that have called in, and its jobs by name.
 
-    recovery: None where there are no checkpoints
+    recovery: None if the servers make no checkpoints
     """
 
     shards: int

@@ -26,30 +26,30 @@ def square(values: torch.Tensor) -> float:
 
 
 class Scratch:
-    """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe."""
+    """A pool of memory for sums: to touch fresh memory takes as long as to sum in it. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor of [numel] with anything in it."""
+        """Returns a tensor [numel] with undefined content."""
         try:
             return self._free[numel, dtype].pop()  # in one go: another thread may take the last one
         except (KeyError, IndexError):
             return torch.empty(numel, dtype=dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Takes a tensor back."""
+        """Gives a tensor back to the pool."""
         free = self._free.setdefault((tensor.numel(), tensor.dtype), [])
         if len(free) < KEPT:
             free.append(tensor)
 
 
 class Sum:
-    """A sum of tensors of [numel], in the order in which they are added. Not thread-safe.
+    """A sum of tensors [numel], in the order in which they are added. Not thread-safe.
 
-    total: the sum, in float32 where what is added is narrower; None: nothing was added
-    last:  what is still to be added to it; None: nothing
+    total: the sum, in float32 if its terms are narrower; None: it has no term
+    last:  the last term, which is not added to `total` yet; None: there is none
     """
 
     def __init__(self, scratch: Scratch) -> None:
@@ -62,9 +62,9 @@ class Sum:
     def add(self, values: torch.Tensor, own: bool, copy: bool = False, is_last: bool = False) -> None:
         """Adds a term.
 
-        own:     nobody else uses the memory of the term, so that the sum may be made in it
-        copy:    the term's owner may write it while the sum is here
-        is_last: no other one comes, as it seems now: it may be kept as `last`
+        own:     nothing else uses the memory of the term, so that the sum may be made in it
+        copy:    the term's owner may overwrite it while the sum exists: copy it
+        is_last: as far as is known, no other term comes: it may be kept as `last`
         """
         self.complete()
         if self.total is None and copy and not own:
@@ -78,7 +78,7 @@ class Sum:
             self._add(self.total, values)
 
     def complete(self) -> None:
-        """Adds the contributions that are still to be added."""
+        """Adds `last` to `total`, if there is one."""
         if self.total is not None and self.last is not None:
             values, self.last = self.last, None
             self._add(self.total, values)
@@ -98,7 +98,7 @@ class Sum:
         self._scratch.give(piece)
 
     def own(self) -> None:
-        """Copies what it has borrowed of a worker's memory."""
+        """Copies what the sum has borrowed from a worker's memory."""
         if self.total is not None and not self._owns:
             self.total, self._owns = self.total.clone(), True
         if self.last is not None and not self._owns_last:
@@ -111,10 +111,10 @@ class Sum:
 
 
 def add(total: torch.Tensor, values: torch.Tensor, out: torch.Tensor, wide: torch.Tensor) -> None:
-    """Makes `out` the sum of two tensors as large, in its type. It may be `total`.
+    """Sets `out` to the sum of two tensors of the same size, in the type of `out`, which may be `total`.
 
-    wide: memory of that type, as large or larger. Values are widened there: to add mixed types takes up to three times
-          as long as both together (measured)
+    wide: memory of that type, at least as large, in which values are widened: to add tensors of different types takes
+          up to three times as long as to widen and add (measured)
     """
     if total.dtype == values.dtype == out.dtype:
         torch.add(total, values, out=out)
@@ -126,7 +126,9 @@ def add(total: torch.Tensor, values: torch.Tensor, out: torch.Tensor, wide: torc
 
 @dataclass(frozen=True)
 class PiecePart:
-    """The elements of one slice that lie in a piece: [start, stop) of the slice, from `offset` of the piece on."""
+    """The elements [start, stop) of one slice, which lie in a piece from element `offset` on. position: that of the
+    slice
+    """
 
     position: int
     start: int
@@ -144,7 +146,7 @@ class Piece:
 
 
 def pieces_of(bucket: BucketSpec, size: int = PIECE) -> tuple[Piece, ...]:
-    """Returns the pieces of a bucket, of so many elements each, the last one of the rest."""
+    """Returns the pieces of a bucket. size: the elements of a piece; the last one has the rest"""
     found = []
     for start in range(0, bucket.numel, size):
         stop = min(start + size, bucket.numel)

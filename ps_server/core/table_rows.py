@@ -1,4 +1,4 @@
-"""A table's rows on one shard, what workers contribute to them, and how many of them there may be."""
+"""A table's rows on one shard, the contributions of workers to them, and the number of rows that fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ps_protocol.tables import MAX_ROWS, JobTable, TableSpec
 from ps_server.core.named_values import NamedValues, ValuesInUse
 from ps_server.core.placement import Place
 from ps_server.core.server_figures import RowCounts
-from ps_tables.changes import Changes
+from ps_tables.changed_rows import Changes
 from ps_tables.cold import PLACE_BYTES
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.copies import TableCopy
@@ -26,11 +26,11 @@ from ps_tables.table import Applied, Beyond, InFile, Table
 class RowsContribution:
     """One worker's contribution to a table on this shard.
 
-    rows:     in the messages that they came in; empty where the step has none of this shard
-    assigned: rows that the script has set before the step, likewise: the update begins from them
+    rows:     the gradients, in the messages in which they came; empty: the step has none for this shard
+    assigned: the rows that the script has set before the step, likewise: the update builds on them
     present:  the step has a gradient for the table, here or on another shard
-    in_mean:  it is a term of the mean
-    values:   hyper-parameters to use from this update on
+    in_mean:  the step counts as a term of the mean
+    values:   hyper-parameters to use from this update on; None: unchanged
     clock:    as in dense.Gradient
     """
 
@@ -52,20 +52,21 @@ class RowsContribution:
         return not self.rows
 
     def left_out(self) -> RowsContribution:
-        """Returns it without its gradient: as a step that no mean counts."""
+        """Returns the contribution without its gradient: the mean does not count it."""
         return replace(self, rows=(), present=False, in_mean=False)
 
     def owned(self) -> RowsContribution:
-        """Returns the same: what a worker has in a segment is copied before it is checked."""
+        """Returns the contribution itself: rows in a segment were copied before they were checked."""
         return self
 
 
 class TableRows:
     """The rows of one table on this shard, and the contributions to its open update. For one caller at a time.
 
-    An update in which no worker has a gradient makes none of the table: what expires is counted in those that do.
+    An update without any gradient or assigned row does not count as an update of the table: expiry counts only the
+    others.
 
-    counts: of ids and rows; replaced as a whole: another thread reads them
+    counts: counts of ids and rows; replaced as a whole, as other threads read it
     """
 
     def __init__(self, table: JobTable, capacity: int, salt: int, beyond: Beyond | None = None) -> None:
@@ -97,7 +98,7 @@ class TableRows:
         self.counts += RowCounts(pushed=sum(len(rows) for rows in contribution.rows))
 
     def step(self) -> None:
-        """Makes an update with the mean of what was added."""
+        """Applies the open update, with the mean of its contributions."""
         added, self._open = self._open, []
         if not any(each.present or each.assigned for each in added):
             return
@@ -139,16 +140,16 @@ class TableRows:
 
     @property
     def capacity(self) -> int:
-        """How many rows there may be now."""
+        """The number of rows that fit now."""
         return self._table.capacity
 
     def begin(self, seed: int, version: int) -> None:
-        """Becomes empty, for rows that are to come. version: updates that have trained them"""
+        """Empties the table, for initial rows that follow. version: the number of updates that have trained these"""
         self._table = self._made(self.spec.seeded(seed))
         self._table.version = version
 
     def take(self, part: Mapping[str, torch.Tensor], more: int) -> None:
-        """Takes some of the rows that the table begins with; see Table.restore. more: how many come after these"""
+        """Adds some of the initial rows; see Table.restore. more: the number of rows that follow"""
         self._table.restore(part, more=more)
 
     @property
@@ -163,7 +164,7 @@ class TableRows:
 
     @property
     def version(self) -> int:
-        """Updates of the rows: those in which no worker had a gradient are not among them."""
+        """The number of updates of the rows. An update without any gradient or assigned row does not count."""
         return self._table.version
 
     def changes(self, since: int | None) -> Changes:
@@ -200,8 +201,10 @@ class TableRows:
 class TableSize:
     """How large a table may become on one shard.
 
-    rows:      all of them; in_memory: how many memory holds; in_file: for how many there is a file
-    nbytes:    of memory
+    rows:      the most rows, in memory and file together
+    in_memory: the most rows in memory
+    nbytes:    bytes of memory for them
+    in_file:   the most rows in the file; 0: there is no file
     """
 
     rows: int
@@ -211,9 +214,9 @@ class TableSize:
 
 
 def table_size(table: JobTable, place: Place) -> TableSize:
-    """Returns how large a table may become: its share of max_rows, as far as memory holds them, and a file.
+    """Returns how large a table may become: its share of max_rows, as far as memory and a file can hold it.
 
-    Where ids wait for admission, memory is to hold as many of these as rows.
+    If ids wait for admission, memory must hold as many of these as rows.
     """
     record = record_bytes(table.rows, table.optimizer, table.values)
     waits, memory = table.rows.admit_after > 1, place.table_bytes
@@ -232,7 +235,7 @@ def table_size(table: JobTable, place: Place) -> TableSize:
 
 
 def beyond_memory(table: JobTable, size: TableSize, place: Place) -> Beyond | None:
-    """Returns where the rows are that memory does not hold; None: it holds all."""
+    """Returns where rows go that do not fit into memory; None: all fit."""
     if not size.in_file or place.open_file is None:
         return None
     elements = record_bytes(table.rows, table.optimizer, table.values) // 4

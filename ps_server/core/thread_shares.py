@@ -1,6 +1,6 @@
-"""How the threads that a process may have are divided: pools of calls on one hand, data connections on the other.
+"""Divides the threads that a process may have between the pools for calls and the data connections.
 
-The shares are set once, when the process starts: what one kind takes in an attack, another does not lack.
+The shares are fixed when the process starts. So an attack that takes all threads of one kind leaves those of the other.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ class ThreadShares:
 
 
 def thread_shares(most: int | None, reserved: int, pools: int, connections: int) -> ThreadShares:
-    """Divides what a process may have. Pools get two thirds, and what they need not goes to data connections.
+    """Divides a process's threads. The pools get two thirds; what they do not need goes to data connections.
 
-    most:        of this process; None: as many as it likes
-    reserved:    for everything else
-    connections: data connections that are allowed
+    most:        the threads that the process may have; None: unlimited
+    reserved:    threads for everything else
+    pools:       the number of pools
+    connections: the data connections that are allowed
     """
     if most is None:
         return ThreadShares(MOST_OF_A_POOL, connections)

@@ -45,20 +45,20 @@ class Contribution(Protocol):
         """Returns the same contribution in memory of this process."""
 
     def left_out(self) -> Any:
-        """Returns it without its gradient: as a step that no mean counts."""
+        """Returns the contribution without its gradient: the mean does not count it."""
 
 
 class Trained(Protocol[Added]):
-    """The weights of a unit, with what trains them. For one caller at a time."""
+    """The weights of a unit, with their optimizer. For one caller at a time."""
 
     def add(self, contribution: Added, is_last: bool = False) -> None:
-        """Adds one contribution to the open update. is_last: the update is complete with it, as it seems now"""
+        """Adds one contribution to the open update. is_last: as far as is known, no other contribution comes"""
 
     def step(self) -> None:
         """Makes an update with the mean of what was added."""
 
     def own(self) -> None:
-        """Copies what the open update borrowed of a worker's memory."""
+        """Copies what the open update has borrowed from a worker's memory."""
 
     @property
     def wants_last(self) -> bool:
@@ -67,18 +67,18 @@ class Trained(Protocol[Added]):
 
 @dataclass
 class Pending:
-    """What one worker has sent to one unit for its next clock, and that does not count yet."""
+    """What one worker has sent to one unit for its next clock, and that has no effect yet."""
 
     clock: int
 
 
 class Unit(ABC, Generic[C, W, P]):
-    """A bucket or a table of a job on this shard. Not thread-safe, but for its weights, which have a lock of their own.
+    """A bucket or a table of a job on this shard. Not thread-safe, but its weights have a lock of their own.
 
-    index:   among the buckets of the job, and behind them its tables
-    rule:    of its updates
-    pending: by rank; of one clock each
-    first:   what rank 0 sends before any push, as an error calls it
+    index:   that of a bucket in the job, or of a table: tables follow the buckets
+    rule:    the rule of its updates
+    pending: by rank, what is pending for the worker's next clock
+    first:   the name, in error texts, of what rank 0 must send before any push
     """
 
     first: ClassVar[str]
@@ -91,7 +91,7 @@ class Unit(ABC, Generic[C, W, P]):
     # -- what workers push -----------------------------------------------------------------------------------------
 
     def execute(self, command: UnitCommand) -> Staged:
-        """Carries out a command of a worker that may give it. Changes nothing if it raises what the command says."""
+        """Carries out a worker's command. If it raises an error that the command documents, nothing is changed."""
         if isinstance(command, PushCommand):
             self._check_begun(command)
             if self.rule.is_repeat(command.worker.rank, command.clock):
@@ -190,11 +190,13 @@ class Unit(ABC, Generic[C, W, P]):
     # -- what is applied -------------------------------------------------------------------------------------------
 
     def completes(self, work: Add[C]) -> bool:
-        """Whether the open update is complete with this contribution, where its weights want to know."""
+        """Whether this contribution completes the open update. False if the weights make no use of it: see
+        Trained.wants_last.
+        """
         return self.weights.wants_last and self.rule.completes(work)
 
     def done(self, work: Add[C] | Step) -> None:
-        """Records that what the rule said comes next has been done to the weights."""
+        """Records that an operation of the rule has been carried out on the weights."""
         self.rule.done(work)
         if isinstance(work, Add):
             self._room.staged.release(self.index, work.rank)
@@ -216,7 +218,7 @@ class Unit(ABC, Generic[C, W, P]):
         return True
 
     def committed(self) -> Committed:
-        """Returns the leased data that is in the weights: without what is only staged."""
+        """Returns the leased data in the weights, without that of contributions that are only staged."""
         return self._data.of(self.index, self.rule.unapplied() if self.is_trained else ())
 
     @abstractmethod

@@ -20,7 +20,9 @@ MAX_PLACE_LENGTH = 128  # of a memory place
 
 
 def check_job_spec(spec: JobSpec, limits: Limits) -> None:
-    """Raises InvalidRequest or LimitExceeded naming the first thing wrong with a job. Makes nothing of its size."""
+    """Raises InvalidRequest or LimitExceeded that names a job's first error. Allocates nothing in proportion to the
+    job.
+    """
     check_extent(spec, limits)
     checked = set()
     for index, group in enumerate(spec.groups):
@@ -33,7 +35,9 @@ def check_job_spec(spec: JobSpec, limits: Limits) -> None:
 
 
 def check_once(values: Sequence[Hashable], what: str) -> None:
-    """Raises InvalidRequest, naming it, if one of these comes twice. what: as in "a push names each bucket"."""
+    """Raises InvalidRequest if a value occurs twice. what: the beginning of the message, as in "a push names each
+    bucket"
+    """
     if len(set(values)) != len(values):
         [(twice, _)] = Counter(values).most_common(1)
         raise InvalidRequest(f"{what} at most once, got {twice!r} twice")
@@ -52,7 +56,7 @@ def check_host(host: str) -> None:
 
 
 def check_memory_place(place: str) -> None:
-    """Raises InvalidRequest unless this can say where a process shares memory, or is empty."""
+    """Raises InvalidRequest unless the text can be a memory place (see memory_place), or is empty."""
     if len(place) > MAX_PLACE_LENGTH or not place.isascii() or not place.isprintable():
         raise InvalidRequest(
             f"memory_place has up to {MAX_PLACE_LENGTH} printable ASCII characters, got {place[:80]!r}"
@@ -66,7 +70,7 @@ def check_launch(launch: str) -> None:
 
 
 def check_stage(stage: StageSpec, bucket: BucketSpec) -> None:
-    """Raises InvalidRequest for what cannot train a bucket, wherever it came from."""
+    """Raises InvalidRequest if a stage cannot train a bucket. It may come from a worker or from a checkpoint."""
     if stage.number < 1:
         raise InvalidRequest(f"bucket {bucket.index}: a stage that follows has a number from 1, got {stage.number}")
     if len(stage.members) != len(bucket.slices):

@@ -3,6 +3,7 @@
 columns.py      Tables for a terminal, none wider than the window
 compiler.py     What keeps torch's compiler out of a server
 dev_certs.py    `ps-server dev-certs`: a small CA, and certificates for servers, clients and readers, to try things out
+feed_gauges.py  How a job's weights are read, as gauges of shards and relays
 feed_screen.py  `ps-server feed`: follows a job's weights in a terminal
 gauges.py       A server process' gauges, read at each scrape; and /sd, where Prometheus finds all processes
 glibc.py        What a server asks of the C library: one pool of memory, and copies that go past the processor's cache

@@ -9,6 +9,7 @@ from typing import Any
 
 from ps_runtime.metrics import Gauges, Sample
 from ps_server.coordinator.coordinator import Coordinator
+from ps_server.core.feed_figures import FeedFigures
 from ps_server.core.server_figures import TableFigures
 from ps_server.core.statistics import (
     CheckpointStatistics,
@@ -17,6 +18,7 @@ from ps_server.core.statistics import (
     ShardJobStatistics,
     ShardStatistics,
 )
+from ps_server.ops.feed_gauges import feed_gauges
 from ps_server.shard.shard import Shard
 
 # Of each job: name, help, and how its number is read from the statistics.
@@ -115,8 +117,19 @@ def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
                 (name, text, ("job", "table", label) if label else ("job", "table"), _each_table(label, numbers))
                 for name, text, label, numbers in _OF_TABLE
             ),
+            *feed_gauges(_feeds, "ps_edition_taken_age_seconds", "How long ago the newest edition was complete."),
+            ("ps_edition_refused_total", "Editions not taken, by reason.", ("job", "reason"), _refused_editions),
         ],
     )
+
+
+def _feeds(statistics: ShardStatistics) -> dict[str, FeedFigures]:
+    return {name: job.feed for name, job in statistics.jobs.items() if job.feed is not None}
+
+
+def _refused_editions(statistics: ShardStatistics) -> Iterable[Sample]:
+    for name, feed in _feeds(statistics).items():
+        yield from (((name, reason), count) for reason, count in feed.refused.items())
 
 
 def _each_table(

@@ -126,7 +126,10 @@ class _Columns:
 
 
 def _lane(clock: int, slowest: int, fastest: int, length: int) -> str:
-    """Returns where a worker is between the slowest and the fastest; all are in the middle where these are one."""
+    """Draws a worker's position between the slowest and the fastest worker, as a line of `length` characters.
+
+    clock, slowest, fastest: clocks of the worker, and of those two. If the two are equal, the worker is in the middle
+    """
     spread = fastest - slowest
     place = (clock - slowest) * (length - 1) // spread if spread else length // 2
     return "─" * place + "●" + "─" * (length - 1 - place)

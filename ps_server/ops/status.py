@@ -89,18 +89,50 @@ def job_lines(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
 
 
 def _feeds(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
-    """Returns a line on each process from which the job's weights are read now."""
-    head = f"job {job['name']}: " if status["coordinator"].get("upstream") else "  weights are read: "
-    lines = []
-    for held in _held(status, job["name"]):
-        feed = held.get("feed")
-        if not feed:
-            continue
-        text = f"edition {feed['edition_version']}, {feed['age_duration']:.1f} s old, " if feed["age_duration"] else ""
-        text += f"{counted(feed['behind'], 'update')} behind, {counted(feed['reader_count'], 'reader')}, "
-        text += f"{size_text(feed['size_bytes'])} in memory, {size_text(feed['sent_bytes'])} sent"
-        lines.append(head + text + (f"; {feed['trouble']}" if feed["trouble"] else ""))
-    return lines
+    """Returns how a job's weights are read now: a line on all shards together, or on each wire format of a relay."""
+    if status["coordinator"].get("upstream"):
+        feeds = [held["feed"] for held in _held(status, job["name"]) if held.get("feed")]
+        return [f"job {job['name']}: {_feed_text(feed)}" for feed in feeds]
+    feed = _of_all_shards(status, job["name"])
+    return [] if feed is None else [f"  weights are read: {_feed_text(feed)}"]
+
+
+def _of_all_shards(status: dict[str, Any], job: str) -> dict[str, Any] | None:
+    """Returns how a job's weights are read from the shards that answer; None: nobody reads them.
+
+    A reader asks all shards, and has an edition when it has the part of each.
+    """
+    feeds = {
+        shard["index"]: held["feed"]
+        for shard in status["shards"]
+        for held in shard["jobs"]
+        if held["job"] == job and held.get("feed")
+    }
+    if not feeds:
+        return None
+
+    def all_of(name: str) -> list[Any]:
+        return [feed[name] for feed in feeds.values() if feed[name] is not None]
+
+    troubles = [f"shard {index}: {feed['trouble']}" for index, feed in feeds.items() if feed["trouble"]]
+    return {
+        "reader_count": max(all_of("reader_count")),
+        "edition_version": min(all_of("edition_version"), default=None),
+        "age_duration": max(all_of("age_duration"), default=None),
+        "behind": max(all_of("behind")),
+        **{name: sum(all_of(name)) for name in ("size_bytes", "sent_bytes", "element_bytes")},
+        "trouble": troubles[0] if troubles else "",
+    }
+
+
+def _feed_text(feed: dict[str, Any]) -> str:
+    has_one = feed["edition_version"] is not None
+    text = f"edition {feed['edition_version']}, {feed['age_duration']:.1f} s old, " if has_one else ""
+    text += f"{counted(feed['behind'], 'update')} behind, {counted(feed['reader_count'], 'reader')}, "
+    text += f"{size_text(feed['size_bytes'])} in memory, {size_text(feed['sent_bytes'])} sent"
+    if feed["element_bytes"] > feed["sent_bytes"]:
+        text += f" in place of {size_text(feed['element_bytes'])}"
+    return text + (f"; {feed['trouble']}" if feed["trouble"] else "")
 
 
 def process_lines(status: dict[str, Any], width: int | None = None, workers: bool = False) -> list[str]:
@@ -119,10 +151,15 @@ def process_lines(status: dict[str, Any], width: int | None = None, workers: boo
     for job in status["jobs"] if workers else ():
         waiting = waits(status, job["name"])
         for worker in job["workers"]:
-            head = _process("worker", worker["rank"], {**worker, "address": worker["host"]})
+            head = _process(_role(job), worker["rank"], {**worker, "address": worker["host"]})
             reason = _wait(waiting.get(worker["rank"], []))
             rows.append((*head, job["name"], str(worker["clock"]), *_NOTHING[2:], reason))
     return lines_of([tuple(map(printable, row)) for row in rows], width, DROPPED)
+
+
+def _role(job: dict[str, Any]) -> str:
+    """Returns what a worker of a job is: a group of processes has one line, of the one that has joined for all."""
+    return f"group of {job['group_size']}" if job["group_size"] > 1 else "worker"
 
 
 def _process(role: str, index: int, process: dict[str, Any], restarts: str = "-") -> tuple[str, ...]:
@@ -183,6 +220,7 @@ def steps_text(job: dict[str, Any]) -> str:
 def _job_lines(job: dict[str, Any]) -> list[str]:
     ranks, size = [worker["rank"] for worker in job["workers"]], job["world_size"]
     workers = f"{len(ranks)} of {size} workers" if size else f"{len(ranks)} workers, elastic"
+    workers += f", each a {_role(job)} processes" if job["group_size"] > 1 else ""
     missing = sorted(set(range(size)) - set(ranks))
     waiting = f"; waits for ranks {ranges(missing)} to join" if missing and not job["started"] else ""
     if job["rejoining_ranks"]:

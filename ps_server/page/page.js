@@ -169,14 +169,30 @@ function drawFigures(job, view, status) {
     [`${counted(job)} made`, clocks.length === 0 ? "–" : low === high ? String(low) : `${low} – ${high}`],
     ["steps a second", rate(view.steps_per_second)],
     ...(view.age_duration === null || view.age_duration === undefined ? [] : [["running for", span(view.age_duration)]]),
-    ["workers", job.world_size ? `${clocks.length} of ${job.world_size}` : `${clocks.length}, elastic`],
+    [job.group_size > 1 ? `groups of ${job.group_size} processes` : "workers", job.world_size ? `${clocks.length} of ${job.world_size}` : `${clocks.length}, elastic`],
     ["shards", `${status.shards.length - silent} of ${status.coordinator.shard_count}`, silent ? "bad" : ""],
     ["weights + state", `${bytes(job.parameter_bytes)} + ${bytes(state)}`],
     [`bytes a step${less}`, steps ? `${bytes(sum(told, "sent_bytes") / steps)} + ${bytes(sum(told, "received_bytes") / steps)}` : "–"],
     ...(loader ? [["leased data", part]] : []),
     ["last checkpoint", age === null ? "none" : `${span(age)} ago`, age !== null && age > OLD_CHECKPOINT ? "bad" : ""],
+    ...readers(status, job.name),
   ];
   showFigures(figures);
+}
+
+// Who reads the job's weights. A reader asks all shards, and has an edition when it has the part of each.
+function readers(status, name) {
+  const feeds = status.shards.flatMap((shard) => shard.jobs.filter((held) => held.job === name && held.feed).map((held) => ({ ...held.feed, index: shard.index })));
+  if (feeds.length === 0) return [];
+  const most = (what) => Math.max(...feeds.map((feed) => feed[what]));
+  const versions = feeds.map((feed) => feed.edition_version).filter((version) => version !== null);
+  const edition = versions.length ? `, edition ${Math.min(...versions)} is ${plural(most("behind"), "update")} behind` : "";
+  const stopped = feeds.find((feed) => feed.trouble);
+  const why = stopped ? `; shard ${stopped.index}: ${stopped.trouble}` : "";
+  return [
+    [`readers of the weights${edition}${why}`, String(most("reader_count")), stopped ? "bad" : ""],
+    [`sent to readers; ${bytes(sum(feeds, "size_bytes"))} of editions in memory`, bytes(sum(feeds, "sent_bytes"))],
+  ];
 }
 
 function showFigures(figures) {
@@ -207,6 +223,9 @@ function drawAll(job) {
   $("all").textContent = all ? "show those in trouble and the fastest" : `show all ${job.workers.length} workers`;
 }
 
+// What a worker of a job is called: a group of processes is one.
+const called = (job, worker) => `${job.group_size > 1 ? "group" : "worker"} ${worker.rank}`;
+
 // -- the race ---------------------------------------------------------------------------------------------------------
 
 function drawRace(job, views) {
@@ -229,7 +248,7 @@ function drawRace(job, views) {
   if (between) svg.append(drawn("text", { class: "faint", x: left, y: y(SLOWEST) - lane + 4 }, `${between} more between`));
   workers.forEach((worker, index) => {
     svg.append(drawn("line", { class: "lane", x1: left, x2: width - right, y1: y(index), y2: y(index) }));
-    svg.append(drawn("text", { x: 0, y: y(index) + 4 }, `worker ${worker.rank}`));
+    svg.append(drawn("text", { x: 0, y: y(index) + 4 }, called(job, worker)));
   });
   workers.forEach((worker) => {
     const from = places.get(worker.rank), view = views.get(worker.rank);
@@ -242,7 +261,7 @@ function drawRace(job, views) {
     const { x: cx, y: cy } = places.get(worker.rank), view = views.get(worker.rank);
     const kind = view.activity.startsWith("silent") ? " silent" : view.activity.startsWith("waits") ? " waiting" : "";
     const runner = drawn("circle", { class: `runner${kind}`, cx, cy, r: 6 });
-    runner.append(drawn("title", {}, `worker ${worker.rank}: ${worker.clock} ${counted(job)}, ${view.activity}`));
+    runner.append(drawn("title", {}, `${called(job, worker)}: ${worker.clock} ${counted(job)}, ${view.activity}`));
     svg.append(runner);
   });
   svg.append(drawn("text", { class: "faint", x: left, y: height - 4 }, String(low)));

@@ -1,9 +1,9 @@
-"""A relay at work: editions that it follows for others, and hands on. Needs no torch, and knows no sockets.
+"""A relay: it follows jobs, keeps their newest editions, and hands them on to readers. Needs no torch, opens no socket.
 
 followed.py   One job in one wire format: its last editions, and who reads them
 kept.py       An edition that a relay keeps, and who reads it
-receiving.py  What a relay receives: an edition only where there is memory for it
+room.py       The memory into which a relay receives: an edition only if there is room for it
 sending.py    One reader that gets one edition
 relayed.py    The jobs of a relay: each is followed while somebody reads it
-upstream.py   Where a relay gets its editions from: which jobs are there
+upstream.py   The servers or relays from which a relay gets its editions, and the jobs that they have
 """

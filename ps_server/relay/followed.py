@@ -1,9 +1,9 @@
-"""One job in one wire format: what a relay has of it, and who reads that.
+"""One job in one wire format: the editions of it that a relay keeps, and their readers.
 
-The last `MOST` editions are kept, and the newest is sent to whoever asks for its version or a lower one. Where both are
-being read, a newer one waits until one of them is given back; readers that are so slow that they hold one up for
+A relay keeps the last `MOST` editions. It sends the newest to each reader that asks for its version or a lower one.
+While both are being read, a newer edition waits until one of them is given back. Readers that hold it up for
 `HELD_SECONDS` lose theirs. So a job takes the memory of four editions at most: two that are read, one that waits, and
-one that is being received; and what changed between some of these, which takes as much as one more.
+one that is being received. The changes between some of these take at most as much as one more.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, RunEnded, TryLater, anew
 from ps_protocol.messages.editions import EditionCall, WeightsHere
 from ps_runtime.background import guarded
-from ps_runtime.memory import free_bytes
+from ps_server.core.feed_figures import FeedFigures
 from ps_server.relay.kept import KeptEdition, Reader
+from ps_server.relay.room import EditionRoom
 from ps_server.relay.sending import RelaySender
-from ps_server.shard.changes import BucketChanges
 from ps_server.shard.outbox import Outbox
+from ps_server.shard.shared_changes import BucketChanges
 
 MOST = 2
 HELD_SECONDS = 30.0  # for which readers may hold an edition that a newer one waits to replace
@@ -32,6 +33,7 @@ class FollowedJob:
     """Follows a job until `close`. Methods may be called from any thread.
 
     subscribe: begins to follow it, given what to call when there is something new
+    room:      the relay's memory
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class FollowedJob:
         name: str,
         wire: str,
         subscribe: Callable[[Callable[[], None]], Subscription],
+        room: EditionRoom,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.wire = name, wire
@@ -49,9 +52,10 @@ class FollowedJob:
         self.ended_at: float | None = None  # when the job was known to have ended
         self._ended_run = ""  # which has ended, also while the next one is followed
         self._is_closed = False
-        self._subscribe, self._clock = subscribe, clock
+        self._subscribe, self._room, self._clock = subscribe, room, clock
         self._kept: list[KeptEdition] = []  # the oldest first
         self._pending: EditionArrays | None = None  # waits until there is room among those
+        self._pending_equal = 0.0  # when that was last known to be what the shards have
         self._waiting: set[RelaySender] = set()
         self._following = threading.Lock()  # held while another subscription is made; taken before the other
         self._lock = threading.Lock()
@@ -106,6 +110,15 @@ class FollowedJob:
         with self._lock:
             readers = {reader for kept in self._kept for reader in kept.readers}
             return [each.caller for each in (*self._waiting, *readers)]
+
+    @property
+    def figures(self) -> FeedFigures:
+        """How it is read, for people who watch."""
+        kept = self.newest
+        version, age = (None, 0.0) if kept is None else (kept.arrays.version, kept.age())
+        behind = 0 if version is None else max(0, self.latest - version)
+        sent = self.sent_bytes, self.sent_elements, str(self.trouble or "")
+        return FeedFigures(len(self.callers()), version, age, behind, self.nbytes, *sent)
 
     def describe(self, with_spec: bool, run: str = "") -> WeightsHere:
         """Returns what there is of the job. Raises TryLater, NotFound or RunEnded.
@@ -191,7 +204,7 @@ class FollowedJob:
                 self._changes_of, self._changes = kept.series, {}
             changes = self._changes.get(index)
             if changes is None:
-                changes = self._changes[index] = BucketChanges(contents.dtype(contents.buckets[index]), _has_room)
+                changes = self._changes[index] = BucketChanges(contents.dtype(contents.buckets[index]), self._room.has)
             copies = [each.bucket(index) for each in self._kept if each.series == kept.series]
         return changes.between(base, kept.bucket(index), copies)
 
@@ -264,7 +277,7 @@ class FollowedJob:
             self.ended_at = self._clock() if subscription.ended else None
             newest = self._pending or (self._kept[-1].arrays if self._kept else None)
             if edition is not None and edition is not newest:
-                self._pending = edition
+                self._pending, self._pending_equal = edition, self._clock() - subscription.age
         self._promote()
 
     def _promote(self) -> None:
@@ -275,7 +288,9 @@ class FollowedJob:
                 now = self._clock()
                 if self._kept:
                     self._kept[-1].replaced = now
-                self._kept.append(KeptEdition(self._pending, now - self._subscription.age, self._clock))
+                following = self._subscription  # another one by now, where another run has begun
+                equal = now - following.age if following.edition is self._pending else self._pending_equal
+                self._kept.append(KeptEdition(self._pending, equal, self._clock))
                 self._pending = None
             newest, served = self.newest, set[RelaySender]()
             refused: dict[Reader, PSError] = {}
@@ -326,11 +341,6 @@ class FollowedJob:
         if gone is not None:
             self._kept.remove(gone)
         return gone is not None
-
-
-def _has_room(size: int) -> bool:
-    free = free_bytes()
-    return free is None or size < free
 
 
 def _end(readers: Mapping[Reader, PSError]) -> None:

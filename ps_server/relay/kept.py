@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Protocol
 
 from ps_feed.edition import EditionArrays
-from ps_feed.tensor_file import TensorFile
+from ps_feed.edition_file import TensorFile
 from ps_protocol.errors import PSError
 from ps_protocol.messages.editions import EditionBucket
 
@@ -51,6 +51,8 @@ class KeptEdition:
         if not edition.contents.spec.consistency.has_one_version:
             each = ",".join(f"{index}:{version}" for index, version in sorted(edition.versions.items()))
             text += f"-{zlib.crc32(each.encode()):08x}"
+        wire = edition.contents.wire
+        text += "" if wire == "float32" else f"-{wire}"
         return f'"{text}"'
 
     @cached_property

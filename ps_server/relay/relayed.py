@@ -1,4 +1,4 @@
-"""The jobs of a relay: each is followed while somebody reads it, and for a while after that; some always."""
+"""The jobs of a relay. Each is followed while somebody reads it and for IDLE_SECONDS after; named jobs are always."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from ps_feed.subscription import WIRES, Subscription
-from ps_protocol.errors import InvalidRequest, NotFound, PSError
+from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
 from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_server.core.limits import check_feeds
 from ps_server.relay.followed import FollowedJob
-from ps_server.relay.receiving import RoomySubscription
+from ps_server.relay.room import EditionRoom
 from ps_server.relay.upstream import Upstream
 from ps_server.shard.outbox import Outbox
 
@@ -42,6 +42,7 @@ class Relayed:
     ) -> None:
         self.upstream = upstream
         self._named, self._every, self._period, self._limit = frozenset(named), every, period, limit
+        self._room = EditionRoom()
         self._followed: dict[tuple[str, str], FollowedJob] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -80,6 +81,8 @@ class Relayed:
         if found is None or found.ended:
             self._look_for(name, found)
             with self._lock:
+                if self._stopping.is_set():
+                    raise TryLater("this relay is stopping")
                 found = self._followed.get((name, wire))
                 if found is None:
                     found = self._followed[name, wire] = self._follow(name, wire)
@@ -114,16 +117,17 @@ class Relayed:
 
     def _follow(self, name: str, wire: str) -> FollowedJob:
         def subscribe(told: Callable[[], None]) -> Subscription:
-            return RoomySubscription(
+            return Subscription(
                 *(self.upstream.servers, name),
                 every=self._every,
                 wire=wire,
                 period=self._period,
                 access=self.upstream.access,
                 told=told,
+                room=self._room,
             )
 
-        return FollowedJob(name, wire, subscribe)
+        return FollowedJob(name, wire, subscribe, self._room)
 
     def _look_for(self, name: str, before: FollowedJob | None) -> None:
         """Raises NotFound where there is no such job. before: what has ended under that name, and may be read still"""

@@ -1,11 +1,11 @@
-"""Where a relay gets its editions from: the servers of a cluster, or other relays. Knows which jobs are there."""
+"""The upstream of a relay: the cluster or the relays from which it gets its editions, and the jobs that these have."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-from ps_feed.shard import cluster
+from ps_feed.edition_client import cluster
 from ps_protocol.errors import PSError, TryLater, anew
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import Access

@@ -8,6 +8,7 @@ coordinator_client.py How operators and shards call the coordinator
 data_service.py     Serves pushes and pulls
 feed_methods.py     The methods of FeedService, which shards and relays serve alike
 feed_service.py     Serves readers that follow a job while it trains
+feed_status.py      How a job's weights are read, as a message
 grpc_port.py        The gRPC port of a server process: how it is bound and started
 health.py           Serves the health of each server, and reflection
 health_client.py    Asks a server whether it serves, as probes do

@@ -331,7 +331,12 @@ class CallLimits:
             return HELD_SECONDS
 
     def after(self, seconds: float, end: Callable[[], None]) -> None:
-        """Ends a call later, which holds no thread meanwhile; at once after 0 s, or where very many are kept back."""
+        """Ends a call after a delay, in which it holds no thread.
+
+        The call ends at once if `seconds` is 0, or if a quarter of all calls that may be open is kept back already.
+
+        end: ends the call
+        """
         with self._lock:
             is_kept = seconds > 0 and len(self._kept_back) < self._limits.all_calls // 4
             if is_kept:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from ps_protocol.convert import consistency_message, duration
+from ps_protocol.convert import consistency_message
 from ps_protocol.errors import Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.messages import editions
@@ -19,6 +19,7 @@ from ps_server.relay.followed import FollowedJob
 from ps_server.relay.relayed import Relayed
 from ps_server.rpc.call_limits import caller_name, check_job, in_pool, may_see
 from ps_server.rpc.feed_methods import FeedMethods
+from ps_server.rpc.feed_status import feed_message
 from ps_server.rpc.streams import GrpcCall, PullStream, Send
 
 
@@ -106,13 +107,5 @@ def _held(job: FollowedJob) -> shard_pb2.ShardJobStatus:
         bucket_count=len(edition.contents.buckets),
         parameter_bytes=kept.nbytes,
         versions=shard_pb2.VersionRange(min_version=edition.version, max_version=max(edition.version, job.latest)),
-        feed=shard_pb2.FeedStatus(
-            reader_count=len(job.callers()),
-            edition_version=edition.version,
-            age_duration=duration(kept.age()),
-            behind=max(0, job.latest - edition.version),
-            size_bytes=job.nbytes,
-            sent_bytes=job.sent_bytes,
-            trouble=str(job.trouble or ""),
-        ),
+        feed=feed_message(job.figures),
     )

@@ -28,6 +28,7 @@ from ps_server.core.snapshot import (
     VersionRange,
 )
 from ps_server.core.statistics import ShardJobStatistics, ShardStatistics, Wait
+from ps_server.rpc.feed_status import feed_figures, feed_message
 
 
 def arrival(request: shard_pb2.AddWorkerRequest) -> Arrival:
@@ -62,7 +63,10 @@ def counted(response: shard_pb2.AddWorkerResponse) -> Counted:
 
 
 def committed_response(committed: Committed, has_say: bool) -> shard_pb2.GetCommittedDataResponse:
-    """Returns what is committed on a shard."""
+    """Returns the message that lists the leased data committed on a shard, by loader.
+
+    has_say: an optimizer steps a bucket on this shard; without one its answer does not count
+    """
     loaders = [
         shard_pb2.CommittedData(
             loader=loader,
@@ -223,6 +227,7 @@ def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobSt
         agreement=None
         if job.agreement is None
         else shard_pb2.RoundAgreement(mean_square=job.agreement.mean_square, square_mean=job.agreement.square_mean),
+        feed=None if job.feed is None else feed_message(job.feed),
     )
 
 
@@ -263,6 +268,7 @@ def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
         agreement=Agreement(status.agreement.mean_square, status.agreement.square_mean)
         if status.HasField("agreement")
         else None,
+        feed=feed_figures(status.feed) if status.HasField("feed") else None,
     )
 
 

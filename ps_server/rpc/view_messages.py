@@ -177,6 +177,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
         local_fragments=job.local_fragments,
         round_duration=duration(job.local_seconds) if job.local_seconds else None,
         trained_bytes=job.trained_bytes,
+        group_size=job.group_size,
         world_size=job.world_size,
         started=job.started,
         parameter_bytes=job.parameter_bytes,

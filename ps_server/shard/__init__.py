@@ -2,8 +2,9 @@
 
 apply.py      Applies what is staged: adds contributions and steps optimizers
 budgets.py    What principals have on a shard, counted over all its jobs
-changes.py    What changed between copies of a bucket, for readers that have an older one
+shared_changes.py What changed between copies of a bucket, for readers that have an older one
 editions.py   Editions: unchanging copies of a job's weights, for readers that follow training
+feed_tally.py What readers of a job's weights have had, for people who watch
 hosted.py     The jobs that a shard has: made, restored from checkpoints, and dropped
 hosted_job.py What a shard holds while it runs: the state of `core`, with locks, segments and waiting pulls beside it
 last_weights.py The last weights of a job that has ended, for readers that follow it

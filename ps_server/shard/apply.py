@@ -1,9 +1,9 @@
-"""Applies what is staged: adds contributions and steps optimizers, one bucket in order, several buckets in parallel.
+"""Applies staged pushes: adds contributions and steps optimizers, one bucket in order, several buckets in parallel.
 
 The update rule (core/consistency.py) names a bucket's next operation: to add a contribution, or to step. A bucket is
-`busy` while a thread works on it; that thread continues until the rule names no operation. So is a table.
+`busy` while a thread works on it; that thread continues until the rule names no operation. The same holds for tables.
 
-Where an update has all that it needs and is held back for others, the time is kept here: the rule knows none.
+The update rule has no clock. So an update that is held back for a grace, although it has its quorum, is timed here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ log = logging.getLogger("ps_server")
 
 @dataclass(frozen=True)
 class Grace:
-    """An open update that waits for more workers than it needs: that after `version`, until a time."""
+    """The time in which an open update, which has its quorum, still waits for more workers.
+
+    job:     the job that the unit belongs to
+    version: the version after which the update comes
+    until:   the end of the grace, on the shard's clock
+    """
 
     job: HostedJob
     version: int
@@ -47,18 +52,23 @@ class Updates:
         self._graces: dict[HostedUnit[Any], Grace] = {}
 
     def stop(self) -> None:
-        """Begins nothing more. What is begun is ended by the threads."""
+        """Stops new work. Updates under way are completed by their threads."""
         self._stopping = True
 
     def schedule(self, job: HostedJob, units: Iterable[int]) -> None:
-        """Has the pending operations of these units done by apply threads."""
+        """Queues the pending operations of units for the apply threads. Returns at once.
+
+        units: the indices of buckets and tables
+        """
         for index in units:
             task = self._due(job, index)
             if task is not None:
                 self._threads.submit(task)
 
     def lend(self, job: HostedJob, units: Iterable[int]) -> None:
-        """As `schedule`, but the calling thread applies what there is, unless enough threads are at it already."""
+        """As `schedule`, but the calling thread does the operations itself, unless enough threads are at
+        work already.
+        """
         self._threads.lend([task for index in units if (task := self._due(job, index)) is not None])
 
     def _due(self, job: HostedJob, index: int) -> Task | None:
@@ -81,7 +91,7 @@ class Updates:
             self._graces[hosted] = Grace(job, rule.version, self._clock() + seconds)
 
     def end_graces(self, now: float) -> None:
-        """Has the updates made whose grace is over."""
+        """Schedules the updates whose grace is over at the time `now`."""
         for hosted, grace in list(self._graces.items()):
             if grace.until <= now:
                 with grace.job.lock:

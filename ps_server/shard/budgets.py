@@ -1,4 +1,4 @@
-"""What principals have on a shard, counted over all its jobs, of which each has a lock of its own."""
+"""What each principal uses of a shard, over all jobs. Each job has its own lock, so these counts have theirs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,18 @@ WAITING_BYTES = 640  # that a bucket takes while its pull waits (measured)
 
 
 class PulledBuckets:
-    """The buckets that principals have asked for and that are not sent. Thread-safe.
+    """The buckets that principals have asked for and that are not sent yet. Thread-safe.
 
-    A bucket costs some hundred bytes while its pull waits or is not read, and a call may ask for all of a job. The ids
-    of a pull of rows count as so many buckets as take the same memory. Pulls that wait for other workers and pulls that
-    can be sent are counted apart: the others may be waiting for the very worker that is to get on by a pull of the
-    second kind. So are copies of whole tables, which may be large: they keep no other pull waiting.
+    A bucket costs some hundred bytes while its pull waits or is unread, and a call may ask for all buckets of a job.
+    The ids of a pull of rows count as the number of buckets that take the same memory. There are three separate counts:
 
-    limit: buckets of one principal, of either kind; its first pull of a kind may ask for any number
+    - pulls that wait for other workers;
+    - pulls that can be sent. A pull of the first kind may wait for the very worker that needs one of this kind to go
+    on;
+    - copies of whole tables, which may be large, so that they keep no other pull waiting.
+
+    limit: the largest number of buckets of one principal, of each kind. A principal's first pull of a kind may exceed
+           it
     """
 
     def __init__(self, limit: float) -> None:
@@ -46,13 +50,13 @@ class PulledBuckets:
     def take(
         self, principal: str, count: int, waits: bool, id_bytes: int = 0, copy_bytes: int = 0
     ) -> Callable[[], None]:
-        """Notes that a pull of so many buckets begins; returns what notes that it is over.
+        """Counts a pull of `count` buckets; returns a function to call when the pull is over.
 
-        waits:      for other workers
-        id_bytes:   of the rows that it asks for
-        copy_bytes: of the whole table that it asks for
+        waits:      the pull waits for other workers
+        id_bytes:   bytes of the ids of a pull of rows
+        copy_bytes: bytes of the whole table that the pull asks for
 
-        Raises Backlogged, and notes nothing, where they are too many.
+        Raises Backlogged, and counts nothing, past the limit.
         """
         budget = self._waiting if waits else self._ready
         count += id_bytes // WAITING_BYTES

@@ -4,8 +4,8 @@ A bucket is copied as a checkpoint's is: by the thread that steps it, at the mom
 that a reader has asked for. A bucket that is there already is copied by the thread that asks. Where workers share no
 clock, all buckets are copied as they are, by the thread that asks. Nothing is copied unless a reader asks.
 
-Who has an older version may get what changed since (changes.py). As long as somebody follows the job who wants that,
-the newest edition stays.
+Who has an older version may get what changed since (shared_changes.py). As long as somebody who wants that follows the
+job, the newest edition stays.
 
 What readers have asked for of a job that ends is copied as it is then: its last weights (last_weights.py).
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -34,7 +34,9 @@ from ps_protocol.tensors import bytes_of
 from ps_runtime.background import guarded, note_error
 from ps_runtime.memory import free_bytes
 from ps_server.core.buckets import Bucket
-from ps_server.shard.changes import BucketChanges
+from ps_server.core.feed_figures import FeedFigures
+from ps_server.shard.feed_tally import FeedTally
+from ps_server.shard.shared_changes import BucketChanges
 
 MOST = 2
 KEPT_SECONDS = 10.0  # for which an edition that nobody reads is kept for others
@@ -104,7 +106,9 @@ class TakenEdition:
         self.error: PSError | None = None
         self.began: float | None = None  # when the first bucket was copied
         self.used = 0.0
-        self.is_whole = False  # a reader has all that it wants
+        # Its lowest version, if an optimizer steps any of it, and when a reader had all that it wants:
+        self.completed: tuple[int | None, float] | None = None
+        self.unchecked: set[Piece] = set()  # what is to be copied, and nobody has asked whether there is memory for
         self._copied: dict[Piece, CopiedBucket] = {}
         self._missing: dict[int, set[str]] = {}  # by bucket, the types in which somebody wants it
         self._readers: dict[object, tuple[frozenset[Piece], Over]] = {}
@@ -114,6 +118,11 @@ class TakenEdition:
     def is_waiting(self) -> bool:
         """Whether buckets are still to be copied."""
         return self.error is None and bool(self._missing)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a reader has all that it wants."""
+        return self.completed is not None
 
     @property
     def is_read(self) -> bool:
@@ -143,7 +152,10 @@ class TakenEdition:
         with self._lock:
             self._readers[reader] = wanted.pieces, over
             for index, dtype in wanted.pieces - self._copied.keys():
-                self._missing.setdefault(index, set()).add(dtype)
+                dtypes = self._missing.setdefault(index, set())
+                if dtype not in dtypes:
+                    dtypes.add(dtype)
+                    self.unchecked.add((index, dtype))
 
     def give_back(self, reader: object, now: float) -> None:
         """Forgets a reader, and what only this reader wants and is not copied yet."""
@@ -193,6 +205,7 @@ class TakenEdition:
             return
         try:
             self._has_room(self, now)
+            dtypes = tuple(self._missing.get(index, ()))
             copied = {(index, dtype): CopiedBucket(bucket, dtype) for dtype in dtypes}
         except PSError as error:
             self.fail(error)
@@ -208,7 +221,9 @@ class TakenEdition:
             if left:
                 self._missing[index] = left
             calls = [over for pieces, over in self._readers.values() if copied.keys() & pieces and self.has(pieces)]
-            self.is_whole = self.is_whole or bool(calls)
+            if calls and self.completed is None:
+                trained = [each.version for each in self._copied.values() if each.is_trained]
+                self.completed = min(trained, default=None), now
         for over in calls:
             guarded("edition", partial(over, None))
 
@@ -224,11 +239,15 @@ class TakenEdition:
 
     def _refuse(self, index: int, version: int) -> None:
         """Tells readers that want a bucket that it has more updates already."""
-        with self._lock:
-            missing = {(index, dtype) for dtype in self._missing.get(index, ())}
-            refused = {reader: over for reader, (pieces, over) in self._readers.items() if missing & pieces}
-            self._forget(*refused)
         error = OutOfOrder(f"bucket {index} has {version} updates: more than the {self.version} asked for")
+        self.refuse({(index, dtype) for dtype in tuple(self._missing.get(index, ()))}, error)
+
+    def refuse(self, pieces: Set[Piece], error: PSError) -> None:
+        """Tells readers that wait for any of these pieces that they cannot be had."""
+        with self._lock:
+            missing = {(index, dtype) for index, dtype in pieces if dtype in self._missing.get(index, ())}
+            refused = {reader: over for reader, (wanted, over) in self._readers.items() if missing & wanted}
+            self._forget(*refused)
         for over in refused.values():
             guarded("edition", partial(over, error))
 
@@ -250,6 +269,7 @@ class Editions:
     buckets:  of the job, by index
     promised: returns the bytes of what is free that training still takes
     waiting:  editions that wait for updates
+    tally:    what readers have had
     """
 
     def __init__(self, job: str, buckets: Mapping[int, Bucket], promised: Callable[[], int]) -> None:
@@ -262,6 +282,7 @@ class Editions:
         self._changes: dict[Piece, BucketChanges] = {}
         self._keeps_newest = False  # for changes
         self.waiting: tuple[TakenEdition, ...] = ()
+        self.tally = FeedTally()
 
     def versions(self) -> list[int]:
         """Returns the versions of editions of one version that somebody waits for, or that no bucket is past yet."""
@@ -320,7 +341,9 @@ class Editions:
             self.looked_at(edition)
 
     def looked_at(self, edition: TakenEdition) -> None:
-        """Forgets an edition that has failed, and notes whether it still waits."""
+        """Forgets an edition that has failed, and notes whether it still waits, and whether a reader has all of it."""
+        if edition.completed is not None:
+            self.tally.complete(*edition.completed)
         if not edition.is_waiting:
             with self._lock:
                 if edition.error is not None and edition in self._kept:
@@ -328,7 +351,10 @@ class Editions:
                 self._note_waiting()
 
     def tick(self, now: float) -> None:
-        """Forgets what nobody has read for a while."""
+        """Drops editions, and the changes between them, that no reader has used for KEPT_SECONDS.
+
+        The newest edition stays as long as a reader that asks for changes follows the job.
+        """
         if not self._kept and not self._pieces:
             return
         with self._lock:
@@ -369,6 +395,15 @@ class Editions:
             is_followed = now - self._followed <= KEPT_SECONDS or any(each.is_read for each in self._kept)
             return frozenset(self._pieces) if is_followed else None
 
+    def figures(self, readers: int, lowest: int, now: float) -> FeedFigures | None:
+        """Returns how the job is read; None: nobody follows it.
+
+        readers: that have an edition or wait for one; lowest: the lowest version of the job's buckets now
+        """
+        if not self._kept and now - self._followed > KEPT_SECONDS:
+            return None
+        return self.tally.figures(readers, lowest, self.nbytes, now)
+
     def copied_now(
         self, pieces: frozenset[Piece], locked: Callable[[int], AbstractContextManager[Bucket]]
     ) -> TakenEdition:
@@ -377,7 +412,7 @@ class Editions:
 
         locked: gives a bucket by its index, and keeps it from being stepped
         """
-        edition = TakenEdition(None, lambda each, _: self._check_room(each))
+        edition = TakenEdition(None, lambda each, _: self._check_added(each))
         edition.hand_to(self, WantedEdition(None, 0, pieces), lambda _: None)
         with self._lock:
             kept = list(self._kept)
@@ -403,34 +438,68 @@ class Editions:
         self.waiting = tuple(each for each in self._kept if each.is_waiting)
 
     def _make_room(self, edition: TakenEdition, now: float) -> None:
-        """Forgets the oldest editions that nobody reads until there is room for another one.
+        """Makes room for what readers want of an edition, the first time before any of it is copied.
 
-        Raises TryLater where all are read, LimitExceeded where memory has no room.
+        Raises TryLater where too many editions are read, LimitExceeded where memory has no room. A reader that comes to
+        an edition later, and wants pieces for which there is no room, is refused by itself.
         """
-        with self._lock:
-            if edition.began is not None:
-                return
-            oldest = sorted((each for each in self._kept if each.began is not None), key=lambda each: each.began or 0.0)
-            surplus = len(oldest) - MOST + 1
-            free = [each for each in oldest if not each.is_read or now - (each.began or 0.0) > HELD_SECONDS]
-            if len(free) < surplus:
-                later = TryLater(f"job {self._name!r}: {MOST} editions are being read, which is the most at a time")
-                later.retry_after = RETRY_SECONDS
-                raise later
-            free = free[: max(0, surplus)]
-            for each in free:
-                self._kept.remove(each)
-            edition.began = now
-        for each in free:
-            each.fail(TryLater("this edition was given up for a newer one: it was not read in time"))
-        self._check_room(edition)
+        if not edition.unchecked:
+            return
+        try:
+            self._find_room(edition, now)
+        except PSError as error:
+            self.tally.refused(error)
+            raise
 
-    def _check_room(self, edition: TakenEdition) -> None:
-        """Raises LimitExceeded where memory has no room for what is missing of an edition."""
-        size = sum(PLAIN[dtype].size(self._buckets[index].spec.numel) for index, dtype in edition.missing())
-        left, promised = free_bytes(), self._promised()
+    def _find_room(self, edition: TakenEdition, now: float) -> None:
+        with self._lock:
+            is_first = edition.began is None
+            given_up = self._give_up(now) if is_first else []
+            edition.began = now if is_first else edition.began
+            added, edition.unchecked = edition.unchecked & set(edition.missing()), set()
+            begun = [each for each in self._kept if each.began is not None and each is not edition]
+        for each in given_up:
+            each.fail(TryLater("this edition was given up for a newer one: it was not read in time"))
+        try:
+            self._check_room(added, sum(self._size(each.missing()) for each in begun))
+        except LimitExceeded as error:
+            if is_first:
+                raise
+            self.tally.refused(error)
+            edition.refuse(added, error)
+
+    def _give_up(self, now: float) -> list[TakenEdition]:
+        """Takes out the editions that go for a new one: first the oldest that nobody reads, then the oldest that is
+        read too slowly. The caller holds the lock. Raises TryLater where there are none."""
+        begun = sorted((each for each in self._kept if each.began is not None), key=lambda each: each.began or 0.0)
+        surplus = max(0, len(begun) - MOST + 1)
+        slow = [each for each in begun if each.is_read and now - (each.began or 0.0) > HELD_SECONDS]
+        free = [*(each for each in begun if not each.is_read), *slow][:surplus]
+        if len(free) < surplus:
+            later = TryLater(f"job {self._name!r}: {MOST} editions are being read, which is the most at a time")
+            later.retry_after = RETRY_SECONDS
+            raise later
+        for each in free:
+            self._kept.remove(each)
+        return free
+
+    def _size(self, pieces: Iterable[Piece]) -> int:
+        return sum(PLAIN[dtype].size(self._buckets[index].spec.numel) for index, dtype in pieces)
+
+    def _check_added(self, edition: TakenEdition) -> None:
+        added, edition.unchecked = edition.unchecked, set()
+        if added:
+            self._check_room(added, 0)
+
+    def _check_room(self, pieces: Set[Piece], begun: int) -> None:
+        """Raises LimitExceeded where memory has no room for copies.
+
+        begun: bytes that other editions are still to take
+        """
+        size = self._size(pieces)
+        left, promised = free_bytes(), self._promised() + begun
         if left is not None and size + promised > left:
             raise LimitExceeded(
                 f"job {self._name!r}: this shard's memory has no room for an edition of {size} bytes: {left} are "
-                f"free, of which training still takes {promised}"
+                f"free, of which training and other editions still take {promised}"
             )

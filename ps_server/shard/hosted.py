@@ -55,7 +55,7 @@ from ps_server.storage.row_files import RowFiles
 
 
 class Restoring:
-    """One restore of a job on this shard: how far it is, and what came of it. Methods may be called from any thread."""
+    """One restore of a job on this shard, with its progress and its result. Methods may be called from any thread."""
 
     def __init__(self, request: RestoreRequest) -> None:
         self.request = request
@@ -65,23 +65,27 @@ class Restoring:
         self._error: PSError | None = None
 
     def begin(self, total: int) -> None:
-        """Notes how many bytes are to be read."""
+        """Notes the number of bytes that the restore will read."""
         self._total = total
 
     def read(self, count: int) -> None:
-        """Notes that so many more bytes were read. Raises TryLater once it was abandoned."""
+        """Notes that `count` more bytes were read. Raises TryLater if the restore was abandoned: the
+        reader must stop.
+        """
         if self._error is not None:
             raise TryLater(str(self._error))
         self._done += count
 
     def complete(self, extent: VersionRange) -> None:
-        """Notes that the job is here."""
+        """Notes that the restore is complete. extent: how far the job's buckets are"""
         with self._changed:
             self._extent = extent
             self._changed.notify_all()
 
     def fail(self, error: PSError) -> None:
-        """Ends it, unless it has ended: what reads stops soon, and calls that wait are told why."""
+        """Ends the restore with an error, unless it has ended. The thread that reads stops soon; calls that wait get
+        the error.
+        """
         with self._changed:
             if self._extent is None and self._error is None:
                 self._error = anew(error)  # its frames hold what was read
@@ -89,16 +93,16 @@ class Restoring:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended without the job."""
+        """Whether the restore has ended with an error."""
         return self._error is not None
 
     @property
     def complete_or_failed(self) -> bool:
-        """Whether it has ended."""
+        """Whether the restore has ended."""
         return self._extent is not None or self._error is not None
 
     def wait(self, seconds: float) -> RestoreProgress:
-        """Returns how far it is, once it is complete or after some time. Raises why it failed."""
+        """Waits up to `seconds` for the end of the restore; returns its progress. Raises its error if it failed."""
         with self._changed:
             self._changed.wait_for(lambda: self.complete_or_failed, seconds)
             if self._error is not None:
@@ -122,10 +126,10 @@ class Restores:
         return None if last is None or last.failed else last
 
     def ask(self, request: RestoreRequest, highest_incarnation: int) -> tuple[Restoring, bool]:
-        """Returns the restore that a call asks for, and whether it is to be begun.
+        """Returns the restore that a request asks for, and whether the caller must begin it.
 
-        highest_incarnation: of this run that the shard has heard of
-        Raises OutOfOrder for a call of before, RunEnded for one of an earlier run.
+        highest_incarnation: the highest incarnation of a worker of this run that the shard has heard of
+        Raises OutOfOrder for a request from before the last restore, RunEnded for a request of an earlier run.
         """
         last = self.get(request.spec.name)
         if last is not None and last.request == request:
@@ -149,7 +153,9 @@ class Restores:
         return begun, True
 
     def forget(self, job: str, run: str = "") -> None:
-        """Ends the restore of a job that is dropped or made anew, and forgets the last one. An empty run is any."""
+        """Ends the restore of a job that is dropped or made anew, and forgets it. run: only a restore of this run;
+        empty: any
+        """
         last = self._last.get(job)
         if last is not None and run in ("", last.request.run):
             del self._last[job]
@@ -165,21 +171,22 @@ _SALT = secrets.randbits(62)  # of the indices of tables: ids that share slots c
 
 
 class TablePlaces:
-    """The places of tables on one shard.
+    """Divides a shard's memory and files among the tables of a job.
 
-    index: of the shard
-    limit: bytes of memory that the tables of a job may take; None: half of what is free
-    files: of rows that memory has no room for; None: there are none
+    index: the index of the shard
+    limit: bytes of memory for all tables of a job; None: half of the free memory
+    files: makes files for rows that do not fit into memory; None: there are none
     """
 
     def __init__(self, index: int, limit: int | None = None, files: RowFiles | None = None) -> None:
         self._index, self._limit, self._files = index, limit, files
 
     def place(self, tables: int, shards: int, free: int) -> Place:
-        """Returns what each of so many tables of a job may have here.
+        """Returns what each of a job's tables may use here.
 
-        shards: that have a part of each
-        free:   bytes of memory
+        tables: the number of the job's tables
+        shards: the number of shards that share each table
+        free:   bytes of memory that are free
         """
         memory = max(0, free // 2 if self._limit is None else min(free, self._limit)) // max(1, tables)
         if self._files is None or not tables:
@@ -195,10 +202,10 @@ _UNKNOWN_BYTES = 2**34  # of memory, where the system does not say how much is f
 class HostedJobs:
     """The jobs of one shard, by name. Methods may be called from any thread.
 
-    index:      of the shard
-    limits:     of a job: bytes that may be staged, and the L2 norm of a gradient
-    principals: what each principal has staged in all jobs
-    tables:     what each table of a job gets
+    index:      the index of the shard
+    limits:     of each job: the bytes that may be staged (None: derived from its size), and the L2 norm of a gradient
+    principals: counts the bytes that each principal has staged in all jobs
+    tables:     divides memory and files among a job's tables
     """
 
     def __init__(
@@ -229,11 +236,12 @@ class HostedJobs:
             self._restores.stop()
 
     def create(self, spec: JobSpec, buckets: Sequence[int], run: str = "", shards: int = 1) -> None:
-        """Makes room for the buckets of a run of a job, in place of an earlier run. The same run stays as it is.
+        """Allocates the buckets of a run of a job, in place of an earlier run. A job of this run stays as it is.
 
-        shards: how many have a part of the job's tables
+        shards: the number of shards that share the job's tables
 
-        Raises RunEnded where a later run of the job is here, InvalidRequest for buckets that do not exist.
+        Raises RunEnded if a later run of the job is here, JobMismatch if this run is here with another spec,
+        InvalidRequest for buckets that do not exist.
         """
         check_buckets(bucket_layout(spec.parameters, spec.bucket_bytes), buckets)
         with self._lock:
@@ -254,11 +262,11 @@ class HostedJobs:
             raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
 
     def restore(self, store: CheckpointStore, request: RestoreRequest, seconds: float) -> RestoreProgress:
-        """Takes the job as a checkpoint has it, in place of what is here.
+        """Restores a job from a checkpoint, in place of what the shard holds of it.
 
-        Returns how far it is, once it is complete or after some seconds: to be called again until it is complete. The
-        same call may be made again. Raises RunEnded or OutOfOrder, and changes nothing, for a call of before, and so
-        InvalidRequest for buckets that do not exist; otherwise why it failed.
+        Waits up to `seconds`, and returns the progress. The caller repeats the same call until the restore is complete.
+        Raises RunEnded or OutOfOrder for a call that a later one has overtaken, InvalidRequest for buckets that do not
+        exist: these change nothing. Otherwise raises the error with which the restore failed.
         """
         name, run = request.spec.name, request.run
         store.path(name, request.checkpoint)
@@ -347,9 +355,9 @@ class HostedJobs:
             _collect()
 
     def drop(self, name: str, run: str = "", now: float = 0.0) -> None:
-        """Forgets a run of a job and gives its memory back; another run of that name stays.
+        """Drops a run of a job and frees its memory. run: empty: any; another run of the name stays
 
-        If somebody follows its weights, its last ones stay for a while.
+        If readers follow the job's weights, its last weights are kept for them for a while.
         """
         with self._lock:
             self._restores.forget(name, run)
@@ -386,7 +394,7 @@ class HostedJobs:
         return last if last is not None and last.run == run else None
 
     def tick(self, now: float) -> None:
-        """Forgets last weights that no reader wants any more."""
+        """Drops the last weights of ended jobs that no reader wants any more."""
         if self._last:
             with self._lock:
                 self._last = {name: last for name, last in self._last.items() if last.is_wanted(now)}
@@ -407,10 +415,12 @@ class HostedJobs:
         return job.run if job is not None else ""
 
     def get(self, name: str, run: str, of_worker: bool = False) -> HostedJob:
-        """Returns a run of a job; an empty run is any.
+        """Returns a job. run: the caller's run; empty: any
 
-        of_worker: for a live worker of it, of which there are none before it is restored
-        Raises NotFound where it is not here, RunEnded for an earlier run, TryLater while it is restored.
+        Raises NotFound if it is not here, RunEnded for an earlier run, TryLater while it is being restored.
+
+        of_worker: the caller is a worker. During a restore it gets UnknownWorker instead of TryLater: it must join
+                   again
         """
         job = self._jobs.get(name)
         if job is None:
@@ -457,9 +467,10 @@ def _warn_of_evicted(job: HostedJob) -> None:
 
 @contextlib.contextmanager
 def _making_room(name: str, room: JobRoom, promised: int) -> Iterator[None]:
-    """Raises LimitExceeded where a job comes to take more memory than is free.
+    """Raises LimitExceeded if a new job needs more memory than is free, or if the `with` block runs out of memory.
 
-    promised: bytes of what is free that jobs here are still to take
+    room:     the bytes that the new job will take
+    promised: free bytes that the jobs on this shard were admitted with and have not taken yet
     """
     free = free_bytes()
     if free is not None and room.total + promised > free:

@@ -72,7 +72,7 @@ class AttachedRows:
 
 @dataclass(frozen=True)
 class Connected:
-    """The data connection of one incarnation of a worker, and what ends it."""
+    """The data connection of one incarnation of a worker. end: closes it"""
 
     incarnation: int
     end: Callable[[], None]
@@ -80,15 +80,15 @@ class Connected:
 
 @dataclass
 class OfWorkers:
-    """What workers have here beside their pushes and pulls, by rank. The job's lock guards it.
+    """What workers have here beside their pushes and pulls, by rank and member. The job's lock guards it.
 
-    attaching: ranks that are handing over a segment
-    connected: data connections, by rank and member
+    attaching: those that are handing over a segment
+    connected: data connections
     """
 
-    segments: dict[int, Attached] = field(default_factory=dict)
-    row_memory: dict[int, AttachedRows] = field(default_factory=dict)
-    attaching: set[int] = field(default_factory=set)
+    segments: dict[tuple[int, int], Attached] = field(default_factory=dict)
+    row_memory: dict[tuple[int, int], AttachedRows] = field(default_factory=dict)
+    attaching: set[tuple[int, int]] = field(default_factory=set)
     connected: dict[tuple[int, int], Connected] = field(default_factory=dict)
 
 
@@ -108,13 +108,13 @@ U = TypeVar("U", bound=Unit[Any, Any, Any])
 
 
 class HostedUnit(Generic[U]):
-    """A unit of a job, a bucket or a table, with what it has while the shard runs.
+    """A unit of a job, a bucket or a table, with its lock and its waiting pulls.
 
-    tensors:  guards its weights
-    loans:    of its weights, to those that send them; None: none was made yet
-    waiters:  its waiting pulls, by the number of the pull
-    busy:     a thread is applying its updates
-    grace_of: the version after which an update was held back last for more workers than it needs
+    tensors:  the lock that guards the unit's weights
+    loans:    loans of the weights to threads that send them; None: there was none yet
+    waiters:  the pulls that wait for the unit, by the number of the pull
+    busy:     a thread is applying updates of the unit
+    grace_of: the version after which an update last had a grace, see apply.py; -1: none had
     """
 
     def __init__(self, unit: U, tensors: AbstractContextManager[object]) -> None:
@@ -131,14 +131,17 @@ class HostedUnit(Generic[U]):
         return self.loans.lend()
 
     def recall(self) -> None:
-        """Returns when the weights may be changed. The caller holds `tensors`."""
+        """Waits until all loans of the weights are given back, so that they may be changed. The caller
+        holds `tensors`.
+        """
         if self.loans is not None:
             self.loans.recall()
 
     def begin_copy(self, lock: AbstractContextManager[object], now: Callable[[], float]) -> Snapshot | TableCopying:
-        """Returns a copy of it for a checkpoint, with the leased data in it. The caller holds `tensors`.
+        """Returns a copy of the unit for a checkpoint, with the leased data that is in it. The caller holds `tensors`.
 
-        lock: of the job; now: the time, in seconds from anywhere
+        lock: the job's lock
+        now:  returns the time in seconds, from an arbitrary zero
         """
         with lock:
             committed = self.unit.committed()
@@ -148,9 +151,9 @@ class HostedUnit(Generic[U]):
 class HostedTable(HostedUnit[ShardTable]):
     """A table's rows on this shard.
 
-    history: of its updates: see RowCursor in row_feeds.py
-    feeds:   of readers; the job's lock guards them
-    saved:   what parts of checkpoints have of it
+    history: the number of the current history of updates: see RowCursor in row_feeds.py
+    feeds:   the readers' feeds of this table; the job's lock guards them
+    saved:   what the shard's parts of checkpoints have of the table
     """
 
     def __init__(self, unit: ShardTable) -> None:
@@ -169,7 +172,10 @@ class HostedTable(HostedUnit[ShardTable]):
 
 @dataclass(eq=False)
 class NarrowedBucket:
-    """A bucket in the wire format. users: who sends it now, and the job, as long as it keeps it"""
+    """A bucket's weights in the wire format. users: the number of users, each of which calls `Narrowed.give` once
+
+    The users are the messages that send it, and the cache of the job.
+    """
 
     version: int
     values: torch.Tensor
@@ -177,10 +183,10 @@ class NarrowedBucket:
 
 
 class Narrowed:
-    """The buckets last narrowed to the wire format: what several workers wait for is narrowed once, not once for each.
+    """A cache of buckets in the wire format, so that a bucket is converted once for all workers that wait for it.
 
-    A few stay for as long as the job does; workers that read slowly pin no more. Their memory is used again: to get
-    fresh memory of that size may take several times as long as to narrow into it (measured).
+    A few buckets stay as long as the job does; workers that read slowly do not add to them. The memory is reused: to
+    allocate fresh memory may take several times as long as the conversion (measured).
     """
 
     def __init__(self) -> None:
@@ -218,8 +224,8 @@ class Narrowed:
 class HostedJob:
     """A run of a job on this shard.
 
-    timeline: which of several series of updates this is: another one begins, with a higher number, with each restore
-    readers:  those that get an edition; the job's lock guards them
+    timeline: the number of this series of updates; a restore begins another one, with a higher number
+    readers:  the readers of editions; the job's lock guards them
     """
 
     def __init__(self, spec: JobSpec, state: JobPartition, run: str, room: JobRoom) -> None:
@@ -263,15 +269,15 @@ class HostedJob:
         """Returns a worker's segment. Raises NotShared if it has attached none, UnknownWorker if it is not live."""
         with self.lock:
             self.state.check_worker(worker)
-            attached = self.of_workers.segments.get(worker.rank)
+            attached = self.of_workers.segments.get((worker.rank, worker.member))
         if attached is None or attached.incarnation != worker.incarnation:
             raise NotShared(f"worker {worker.rank} has attached no segment here")
         return attached.segment
 
     def segment_bytes(self, row_bytes: int) -> int:
-        """Returns the size of a segment for so many bytes of rows; 0: for buckets.
+        """Returns the size of a segment with `row_bytes` bytes for rows; 0: the size of a segment for all buckets here.
 
-        Raises InvalidRequest for too many, or where there is no table.
+        Raises InvalidRequest if `row_bytes` is too large, or if the job has no table.
         """
         if not row_bytes:
             return self.plan.size
@@ -286,7 +292,7 @@ class HostedJob:
     # What a worker has written in a segment for rows is copied before it is checked: it may write again at any time.
 
     def with_payload(self, push: RowsPush) -> RowsPush:
-        """Returns a push with a copy of what it has in the worker's segment for rows."""
+        """Returns a push whose payload is here: if it lies in the worker's segment for rows, it is copied."""
         if push.place is None:
             return push
         dim = self.state.row_checker.table(push.table).rows.dim
@@ -294,7 +300,10 @@ class HostedJob:
         return replace(push, payload=memory.array(push.place, pushed_bytes(push.count, dim), np.uint8).copy().data)
 
     def with_ids(self, pull: RowsPull) -> tuple[RowsPull, torch.Tensor | None]:
-        """Returns a pull with a copy of the ids that it has in the segment, and where its rows go: [n, dim]."""
+        """Returns a pull whose ids are here: if they lie in the worker's segment, they are copied.
+
+        The second result is where in the segment the rows go: [n, dim]; None: they go into messages.
+        """
         if pull.places is None:
             return pull, None
         memory, (ids, count, rows) = self._row_memory(pull.worker), pull.places
@@ -306,15 +315,15 @@ class HostedJob:
         """Returns a worker's segment for rows. Raises NotShared if there is none, UnknownWorker if it is not live."""
         with self.lock:
             self.state.check_worker(worker)
-            attached = self.of_workers.row_memory.get(worker.rank)
+            attached = self.of_workers.row_memory.get((worker.rank, worker.member))
         if attached is None or attached.incarnation != worker.incarnation:
             raise NotShared(f"worker {worker.rank} has attached no segment for rows here")
         return attached.memory
 
     def connect(self, worker: Identity, end: Callable[[], None]) -> Callable[[], None]:
-        """Notes a worker's data connection, in place of an earlier one, which ends; returns what forgets it.
+        """Registers a worker's data connection, and closes an earlier one. Returns a function that removes it again.
 
-        end: ends it
+        end: closes the connection
         Raises UnknownWorker or Fenced unless the worker is live.
         """
         of, connected = (worker.rank, worker.member), Connected(worker.incarnation, end)
@@ -332,31 +341,28 @@ class HostedJob:
         return forget
 
     def detach(self, rank: int, before: int) -> None:
-        """Lets go of what a worker of an incarnation before this one has here: its data connections, its segments, and
-        what updates borrowed of them."""
+        """Closes the data connections and unmaps the segments that a rank's incarnations below `before` have here.
+
+        Contributions that open updates borrowed from such a segment are copied first.
+        """
         with self.lock:
-            connections = self.of_workers.connected
-            old = [of for of, each in connections.items() if of[0] == rank and each.incarnation < before]
-            ended = [connections.pop(of) for of in old]
+            ended = _taken_out(self.of_workers.connected, rank, before)
         for connected in ended:
             connected.end()
         with self.lock:
-            rows = self.of_workers.row_memory.get(rank)
-            if rows is not None and rows.incarnation < before:
-                del self.of_workers.row_memory[rank]
-            attached = self.of_workers.segments.get(rank)
-            if attached is None or attached.incarnation >= before:
+            _taken_out(self.of_workers.row_memory, rank, before)
+            if not _taken_out(self.of_workers.segments, rank, before):
                 return
-            del self.of_workers.segments[rank]
         for bucket in self.buckets.values():
             with bucket.tensors:
                 bucket.unit.weights.own()
 
     def begin_snapshot(self, task: SnapshotTask, refusal: Refusal | None = None, built_on: str = "") -> None:
-        """Begins a snapshot in place of the last, unless that one is the same already. Raises as SnapshotTask.check.
+        """Begins a snapshot, in place of the last one. Does nothing if it was begun already. Raises as
+        SnapshotTask.check.
 
-        refusal:  set for the last one before the servers end
-        built_on: the SHA-256 of the part that this one may build on; empty: none
+        refusal:  the pushes to refuse from now on, for the last snapshot before the servers end; None: refuse none
+        built_on: the SHA-256 of the part on which this one may build; empty: it must have all rows
         """
         with self.lock:
             if self.snapshot_task is not None and self.snapshot_task.is_at_least(task):
@@ -377,7 +383,7 @@ class HostedJob:
                 self.look(unit)
 
     def stepped(self, unit: HostedUnit[Any], now: float) -> None:
-        """Copies a unit that was stepped where a snapshot or an edition asks for it. The caller holds `tensors`."""
+        """Copies a unit after its step, if a snapshot or an edition needs this version. The caller holds `tensors`."""
         if self.snapshot_task is not None:
             self.look(unit)
         if self.editions.waiting and isinstance(unit.unit, Bucket):
@@ -394,21 +400,28 @@ class HostedJob:
         task.copy(unit.index, reached)
 
     def look_at_tables(self) -> None:
-        """Looks at all tables: with a worker that is gone, one may have all rows of a snapshot's clock."""
+        """Calls `look` for each table. After a worker is gone, a table may have all contributions of the snapshot's
+        clock.
+        """
         if self.snapshot_task is not None:
             for table in self.tables.values():
                 with table.tensors:
                     self.look(table)
 
     def saves_state(self, pull: Pull, version: int) -> bool:
-        """Whether what a pull gets is in a checkpoint for which its worker is to save its own state."""
+        """Whether the pulling worker is to save its own state, because the weights that it gets are in a checkpoint.
+
+        version: that of the weights that the pull gets
+        """
         task = self.snapshot_task
         return (
             task is not None and pull.worker.incarnation != READER and task.tells(pull.worker.rank, pull.clock, version)
         )
 
     def check_taken(self, rank: int, unit: int, clock: int) -> None:
-        """Raises TryLater for a new push that would not be in the last snapshot. The caller holds `lock`."""
+        """Raises TryLater for a new push that would not be in the last snapshot before the servers end. The caller
+        holds `lock`.
+        """
         refusal = self.refusals.current
         if refusal is not None and refusal.covers(clock) and clock > self.units[unit].rule.staged.get(rank, 0):
             later = TryLater(f"job {self.name!r}: the servers are stopping, and the last checkpoint is being made")
@@ -416,18 +429,20 @@ class HostedJob:
             raise later
 
     def feeds(self) -> list[Feed]:
-        """Returns the feeds of all tables, and of the weights. One that is added meanwhile looks for itself whether the
-        job is there."""
+        """Returns the feeds of all tables and of the weights.
+
+        A feed that is added at the same moment may be missing. It checks by itself whether the job is still there.
+        """
         if not self.readers and not any(table.feeds for table in self.tables.values()):
             return []
         with self.lock:
             return [*self.readers, *(feed for table in self.tables.values() for feed in table.feeds)]
 
     def add_feed(self, feeds: set[Feed], feed: Feed, limit: float) -> None:
-        """Adds a feed to those of a table or of the weights.
+        """Adds a feed to `feeds`, which are those of a table or of the weights.
 
-        limit: feeds of the job; of one principal half as many
-        Raises LimitExceeded where there are too many.
+        limit: the largest number of feeds of the job; one principal may have half of it
+        Raises LimitExceeded past either.
         """
         with self.lock:
             tables = (each for table in self.tables.values() for each in table.feeds)
@@ -435,7 +450,7 @@ class HostedJob:
             feeds.add(feed)
 
     def end_feeds(self, error: PSError) -> None:
-        """Ends all feeds with an error: to be tried again later, where the job goes on from a checkpoint."""
+        """Ends all feeds with an error. If the job is rolled back, readers get TryLater."""
         if isinstance(error, UnknownWorker):
             error = TryLater(f"job {self.name!r} is being rolled back to a checkpoint")
         self.editions.close(error)
@@ -443,7 +458,7 @@ class HostedJob:
             feed.end(error)
 
     def promised(self) -> int:
-        """Returns the bytes that the job was admitted with and that are not taken yet."""
+        """Returns the bytes that the job was admitted with and has not allocated yet."""
         state = self.state
         optimizer = self._room.optimizer + self.stage_room.more
         left = (optimizer - state.optimizer_bytes, self._room.staged - state.reserved_bytes)
@@ -455,7 +470,9 @@ class HostedJob:
             waiters = [waiter for unit in self.units.values() for waiter in unit.waiters.values()]
             low, high = self.state.reached.versions()
             clocks, departed = self.state.reached.clocks(), self.state.reached.departed_clocks()
-            sharing, of_ranks = tuple(sorted(self.of_workers.segments)), {rank for rank, _ in self.of_workers.connected}
+            sharing = {rank for rank, _ in self.of_workers.segments}
+            connected = {rank for rank, _ in self.of_workers.connected}
+            readers = len(self.readers)
         return ShardJobStatistics(
             bucket_count=len(self.buckets),
             parameter_bytes=self.state.parameter_bytes,
@@ -468,10 +485,11 @@ class HostedJob:
             waiting_pulls=len(waiters),
             run=self.run,
             departed_clocks=departed,
-            sharing=sharing,
-            connected=tuple(sorted(of_ranks)),
+            sharing=tuple(sorted(sharing)),
+            connected=tuple(sorted(connected)),
             tables=self.state.table_figures(),
             agreement=self.state.agreement(),
+            feed=self.editions.figures(readers, low, now),
         )
 
     def highest_incarnation(self) -> int:
@@ -480,7 +498,9 @@ class HostedJob:
             return self.state.highest_incarnation()
 
     def close(self, reason: PSError) -> None:
-        """Ends the job here: its pushes are refused, and what it has staged and copied counts no more."""
+        """Ends the job on this shard: pushes are refused with `reason`, and all that is staged or copied
+        is released.
+        """
         with self.lock:
             self.state.execute(Close(reason))
             task, self.snapshot_task = self.snapshot_task, None
@@ -489,6 +509,15 @@ class HostedJob:
             end()
         if task is not None:
             task.abandon()
+
+
+E = TypeVar("E", Attached, AttachedRows, Connected)
+
+
+def _taken_out(of_workers: dict[tuple[int, int], E], rank: int, before: int) -> list[E]:
+    """Takes out what a worker's incarnations before one have: those of all its members. Returns it."""
+    old = [of for of, each in of_workers.items() if of[0] == rank and each.incarnation < before]
+    return [of_workers.pop(of) for of in old]
 
 
 def _waits(waiters: list[Waiter], now: float) -> tuple[Wait, ...]:

@@ -1,7 +1,7 @@
-"""The last weights of a job that has ended: readers that follow it get them, whatever versions they want otherwise.
+"""The last weights of a job that has ended, for readers that follow it: they get these, whatever version they ask for.
 
-They are copied when the job is dropped, if somebody follows it: all that readers have asked for, in the types in which
-they have. They stay until no reader has been heard of for a while. A job that needs their memory gets it.
+If readers follow a job when it is dropped, the buckets that they have asked for are copied, in the types in which they
+asked. The copies stay until no reader has been heard of for KEPT_SECONDS. A job that needs their memory gets it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ log = logging.getLogger("ps_server")
 
 
 class LastWeights:
-    """What readers may have of a job that is over: an EditionSource, see weight_feeds.py. Its methods are thread-safe.
+    """What readers can get of an ended job: an EditionSource, see weight_feeds.py. Its methods are thread-safe.
 
-    spec, run, timeline, shards, specs: of the job, as it was
-    versions: of the buckets that an optimizer has stepped, whether readers want them or not
+    spec, run, timeline, shards, specs: those of the job
+    versions: the versions of all buckets that an optimizer stepped, also of those that were not copied
     """
 
     ended: ClassVar[bool] = True
@@ -41,23 +41,26 @@ class LastWeights:
         self._lock = threading.Lock()
 
     def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
-        """Notes that a reader still asks. pieces: what it wants, of which there is what there is"""
+        """Notes the time at which a reader asked. pieces: is ignored, as nothing more can be copied"""
         self._heard = now
 
     def is_wanted(self, now: float) -> bool:
-        """Whether a reader may still want it."""
+        """Whether a reader has a feed, or was heard of within KEPT_SECONDS."""
         return bool(self._readers) or now - self._heard <= KEPT_SECONDS
 
     def add(self, feed: Feed, limit: float) -> None:
-        """Adds a reader. Raises LimitExceeded where there are too many."""
+        """Adds a reader. Raises LimitExceeded if the job has `limit` feeds, or half of these are of the
+        same principal.
+        """
         with self._lock:
             check_feeds(self.spec.name, [each.caller for each in self._readers], feed.caller, limit)
             self._readers.add(feed)
 
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
-        """Returns the copies.
+        """Returns the edition, which is complete.
 
-        Raises OutOfOrder for another version, NotFound for what is not there, as a type that nobody had asked for.
+        Raises OutOfOrder if `wanted` names another version, NotFound for a bucket, or a type of it, that was not
+        copied.
         """
         if wanted.version is not None and any(each != wanted.version for each in self.versions):
             raise OutOfOrder(f"job {self.spec.name!r} has ended with {max(self.versions)} updates")
@@ -70,11 +73,14 @@ class LastWeights:
         return self._edition
 
     def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
-        """Returns None: nothing older is here."""
+        """Returns None: there is no older version, so buckets are sent whole."""
         return None
 
+    def sent(self, size: int, whole: int) -> None:
+        """Counts nothing: the job is not here any more, and no status has it."""
+
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
-        """Ends what a reader has of it."""
+        """Removes a reader."""
         self._heard = now
         with self._lock:
             self._readers.discard(feed)

@@ -28,7 +28,10 @@ def _samples(metric: Counter | Histogram) -> Iterable[Any]:
 
 
 class Series:
-    """Every series that was touched, by job: to find it fast, and to drop it when the job ends. Thread-safe."""
+    """The label sets of each metric that are in use, by job: a cache, and the list of what to remove when a job ends.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._of_jobs: dict[str, dict[tuple[Any, tuple[str, ...]], Any]] = {}

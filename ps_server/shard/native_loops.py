@@ -1,4 +1,4 @@
-"""The library for tables in a server process: whether it is used."""
+"""Chooses whether a server process uses the compiled library for tables, or numpy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ log = logging.getLogger("ps_server")
 
 
 def use_native_loops(how: str) -> str:
-    """Has this process use the library for tables, where there is one; says so in the log.
+    """Loads the compiled library for tables, if there is one for this processor, and logs the choice.
 
-    Returns the level of processors that it was compiled for; an empty text: numpy is used. how: auto or off
+    how: "auto", or "off" for numpy
+    Returns the processor level that the library was compiled for; empty: numpy is used.
     """
     choice = choose(how)
     log.log(logging.WARNING if choice.is_trouble else logging.INFO, "%s", choice.text)

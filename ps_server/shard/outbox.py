@@ -1,5 +1,6 @@
-"""Where the answers to one call go: values, one after the other. How they become messages is the business of the room
-that sends them. Needs no torch, for relays answer so, too.
+"""The interface to which a shard hands its answers to a call. The rpc package turns them into messages.
+
+Relays answer in the same way, so this file needs no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ Answer: TypeAlias = Union[
 
 
 class Lent(NamedTuple):
-    """An answer whose payload lies in memory of the shard. loan: of this memory; None: it changes no more"""
+    """An answer whose payload lies in memory of the shard. loan: gives that memory back; None: it never
+    changes again
+    """
 
     answer: Answer
     loan: Loan | None
@@ -43,10 +46,15 @@ class Outbox(Protocol):
         self.finish()
 
     def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
-        """Sends an answer that is made when its turn has come, and whose payload may be read until it is given back."""
+        """Queues an answer that is made when its turn comes.
+
+        lent: opens a context that has the answer; its payload may be read until the context is closed
+        """
 
     def lend_small(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
-        """As `lend`, of a payload of at most SMALL_BYTES: it may be copied, so that no other thread has to send it."""
+        """As `lend`, for a payload of at most SMALL_BYTES. The outbox may copy it and so needs no other thread to send
+        it.
+        """
         self.lend(lent)
 
     def finish(self) -> None:
@@ -56,4 +64,6 @@ class Outbox(Protocol):
         """Ends the stream with an error, after what was put before."""
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Has another thread call back when the stream is over, however it ended; also if it already is."""
+        """Registers a function that another thread calls when the stream is over, for any reason; at once if it is
+        over.
+        """

@@ -1,8 +1,7 @@
-"""Pulls: those that are admitted are sent; the others wait without a thread, and know for which workers.
+"""Pulls: an admitted pull is sent at once; the others wait without a thread, and record which workers they wait for.
 
-A bucket is sent from where it lies, or written into its worker's segment. Rows are copied while the table is not
-stepped, and sent from the copy, in messages of a few MiB: their order and number are others than in the table. Where
-the worker shares memory, they are copied there.
+A bucket is sent from its own memory, or copied into the worker's segment. Rows are copied while their table is not
+being stepped, into the worker's segment or into messages of a few MiB: the table itself has them in another order.
 """
 
 from __future__ import annotations
@@ -55,11 +54,13 @@ class Pulls:
         self._with_pushes: deque[tuple[HostedJob, Pull]] = deque()  # by age
 
     def now(self) -> float:
-        """Returns the time on the clock that timelines are told: it begins when the shard does."""
+        """Returns the seconds since the shard has started: the clock of the times that timelines get."""
         return self._clock() - self._began
 
     def tell_staged(self, now: float) -> None:
-        """Tells pulls of some age that the pushes that came with them are staged, where no bucket has."""
+        """Tells workers that the pushes of their exchange are staged, if no answer has told them within
+        STAGED_AFTER_SECONDS.
+        """
         while self._with_pushes and now - self._with_pushes[0][1].since >= STAGED_AFTER_SECONDS:
             job, pull = self._with_pushes.popleft()
             with job.lock:
@@ -68,7 +69,11 @@ class Pulls:
                 pull.outbox.tell(Notice(staged_seconds=seconds))
 
     def check(self, job: HostedJob, call: PullCall, outbox: Outbox, principal: str) -> Pull:
-        """Returns a pull to `ask` for. Raises what is wrong with it. principal: whose it is"""
+        """Checks a call, and returns the pull to hand to `ask`. Raises the PSError for what is wrong with the call.
+
+        outbox:    where the answers go
+        principal: the caller, to whom the pull counts
+        """
         worker, indices, shared = call.worker, call.buckets, call.in_segment
         segment = job.segment(worker) if shared else None
         if len(indices) > len(job.buckets):
@@ -101,7 +106,9 @@ class Pulls:
     def check_rows(
         self, job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, principal: str
     ) -> tuple[Pull, int]:
-        """Returns a pull of rows to `ask` for, and the index of its table. Raises what is wrong with it."""
+        """Checks a call for rows or a table. Returns the pull to hand to `ask`, and the index of its table. Raises as
+        `check`.
+        """
         checker = job.state.row_checker
         checker.table(call.table)
         rows = None
@@ -134,10 +141,11 @@ class Pulls:
         return pull, index
 
     def ask(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
-        """Sends each bucket on the pull's outbox as soon as it is admitted, then ends the stream. Returns at once.
+        """Begins a pull: each unit is sent to the pull's outbox as soon as it is admitted, then the stream ends.
+        Returns at once.
 
-        Raises Backlogged where its principal has asked for too much. Pushes that came with it are staged by then: what
-        other pulls wait for is not held up by that.
+        indices: the buckets, or the table
+        Raises Backlogged if the principal has asked for too much. Pushes of the same call are staged and stay so.
         """
         now, outbox = self._clock(), pull.outbox
         with job.lock:
@@ -345,7 +353,7 @@ class Pulls:
         outbox.finish()
 
     def release(self, job: HostedJob, unit: HostedUnit[Any]) -> None:
-        """Sends the unit to every waiting pull that is admitted now, and ends those whose worker lost its place."""
+        """Sends a unit to all waiting pulls that are admitted now. Ends the pulls of workers that lost their place."""
         if not unit.waiters:
             return  # one that is added meanwhile looks for itself, under the lock that a change takes too
         lost: list[tuple[Pull, PSError]] = []
@@ -448,5 +456,5 @@ def _lend_state(bucket: HostedUnit[Bucket], name: str) -> Iterator[Lent]:
 
 
 def wire_format_of(codec: Cast) -> str:
-    """Returns how messages name a codec of rows: float32 has no name there."""
+    """Returns the name of a codec for rows in messages; for float32 it is the empty string."""
     return "" if codec.dtype == "float32" else codec.dtype

@@ -40,7 +40,7 @@ class Pushes:
         self._shared_directory = shared_directory
 
     def push(self, job: HostedJob, call: PushCall, principal: str) -> list[Staged]:
-        """Stages buckets, and schedules them."""
+        """Stages the buckets of a call, and schedules their updates. Returns a Staged for each bucket."""
         fresh: list[int] = []
         try:
             return self._stage_all(job, call, principal, fresh)
@@ -48,10 +48,10 @@ class Pushes:
             self._updates.schedule(job, fresh)
 
     def push_rows(self, job: HostedJob, push: RowsPush | TablePush, principal: str) -> Staged:
-        """Stages rows of a step, or takes those that a table begins with; keeps them until the others are here. Has
-        the updates of their table applied then.
+        """Stages rows of a worker's step, or of a table's initial content. The rows of a step count once all their
+        messages came.
 
-        Where rows are in a segment, the calling thread applies what can be applied.
+        Then the table's updates are scheduled; if the rows came in a segment, the calling thread applies them.
         """
         fresh: list[int] = []
         try:
@@ -63,7 +63,10 @@ class Pushes:
                 self._updates.schedule(job, fresh)
 
     def exchange_rows(self, job: HostedJob, push: RowsPush, principal: str, wanted: RowsPull, outbox: Outbox) -> None:
-        """Stages rows, then pulls rows of the same table; the calling thread applies what can be applied."""
+        """Stages pushed rows, then begins a pull of rows of the same table.
+
+        The calling thread then applies the updates that can be made. The pull's answer goes to `outbox`.
+        """
         pull, table = self._pulls.check_rows(job, wanted, outbox, principal)
         pull.with_pushes = True
         fresh: list[int] = []
@@ -121,7 +124,10 @@ class Pushes:
         return staged
 
     def exchange(self, job: HostedJob, call: PushCall, principal: str, wanted: PullCall, outbox: Outbox) -> None:
-        """Stages buckets, then pulls; where all lies in a segment, the calling thread applies what can be applied."""
+        """Stages the buckets of a call, then begins a pull. The answers go to `outbox`.
+
+        If the pull goes into a segment, the calling thread then applies the updates that can be made.
+        """
         pull = self._pulls.check(job, wanted, outbox, principal)
         pull.with_pushes = wanted.in_segment
         fresh: list[int] = []
@@ -141,30 +147,29 @@ class Pushes:
     def attach(self, job: HostedJob, worker: Identity, offer: SegmentOffer) -> None:
         """Maps the segment that a live worker offers.
 
-        Raises NotShared if it cannot be had, TryLater while it is being had: a worker keeps one thread waiting at most.
+        Raises NotShared if it cannot be mapped; TryLater while an earlier call of the worker maps one, so that a worker
+        holds one thread at most.
         """
         in_blocks = {job.state.spec.gradient_wire, job.state.spec.weight_wire}.intersection(BLOCK_WIRES)
         if in_blocks and not offer.row_bytes:
             raise NotShared(f"buckets of job {job.name!r} travel as {in_blocks.pop()}, which is for messages alone")
-        if job.state.spec.group_size > 1:
-            raise NotShared(f"the workers of job {job.name!r} are groups, which share no memory with shards yet")
-        rank, incarnation = worker.rank, worker.incarnation
+        process, incarnation = (worker.rank, worker.member), worker.incarnation
         with job.lock:
             job.state.check_worker(worker)
-            if rank in job.of_workers.attaching:
-                raise TryLater(f"worker {rank} is handing over a segment already")
-            job.of_workers.attaching.add(rank)
+            if process in job.of_workers.attaching:
+                raise TryLater(f"worker {worker.rank} is handing over a segment already")
+            job.of_workers.attaching.add(process)
         try:
             memory = attach(offer, job.segment_bytes(offer.row_bytes), self._shared_directory)
             with job.lock:
                 job.state.check_worker(worker)
                 if offer.row_bytes:
-                    job.of_workers.row_memory[rank] = AttachedRows(incarnation, RowMemory(memory))
+                    job.of_workers.row_memory[process] = AttachedRows(incarnation, RowMemory(memory))
                 else:
-                    job.of_workers.segments[rank] = Attached(incarnation, SegmentMap(memory, job.plan))
+                    job.of_workers.segments[process] = Attached(incarnation, SegmentMap(memory, job.plan))
         finally:
             with job.lock:
-                job.of_workers.attaching.discard(rank)
+                job.of_workers.attaching.discard(process)
 
     def _stage_all(
         self,

@@ -1,7 +1,7 @@
 """Feeds of rows: each reader is sent what changed in a table, round after round.
 
 A message is made when the one before has left, from the table as it is then. So a reader that reads slowly gets fewer
-rounds, and takes the memory of one message. Updates wait for one step of a walk at most (ps_tables/changes.py).
+rounds, and takes the memory of one message. Updates wait for one step of a walk at most (ps_tables/changed_rows.py).
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import HostedJob, HostedTable
 from ps_server.shard.outbox import Lent, Outbox
 from ps_server.shard.pulls import MESSAGE_BYTES, wire_format_of
-from ps_tables.changes import Changes
+from ps_tables.changed_rows import Changes
 
 _FORMAT = 1  # the first byte: another one for what will be said in another way
 _SIZES = (4, 8, 8)  # bytes of the fields
 
 
 class RowCursor(NamedTuple):
-    """Where a reader of a feed is: it has all changes of a table up to a version. It keeps the bytes of this.
+    """A reader's position in a feed of rows: it has all changes of one table up to `version`.
 
-    A history is one unbroken sequence of updates of a table on a shard: it ends when the shard's process ends, when the
-    job is rolled back to a checkpoint, and with the run of the job. What changed after a version is known within a
-    history.
+    Readers keep the cursor as bytes, and hand these to the next call.
 
-    table:   its place in the job's list
-    history: a number that no other history has
-    version: of the table's rows: see TableRows.version
+    A history is one unbroken sequence of updates of a table on a shard. It ends when the shard's process or the run of
+    the job ends, and when the job is rolled back to a checkpoint. A shard knows what changed after a version only
+    within one history.
+
+    table:   the index of the table in the job's list of tables
+    history: the number of the history; no other history has it
+    version: the version of the table's rows on this shard: see TableRows.version
     """
 
     table: int
@@ -74,9 +76,9 @@ SIGN_OF_LIFE_SECONDS = 10.0
 class ShardFeed:
     """One reader's feed of one table.
 
-    since:  the version up to which the reader has all changes; None: it has nothing to go on from
-    period: seconds from the beginning of a round to that of the next one, at least
-    caller: the principal that reads; empty: nobody in particular
+    since:  the version up to which the reader has all changes; None: it has none, and gets all rows
+    period: the least time from the beginning of a round to that of the next, in seconds
+    caller: the principal that reads; empty: unknown
     """
 
     def __init__(
@@ -99,14 +101,16 @@ class ShardFeed:
         self._due = self._sign_due = 0.0
 
     def begin(self) -> None:
-        """Sends the first round, once the table has begun."""
+        """Sends the first round, or waits for it until the table has its initial rows."""
         if self._hosted is not None and not self._hosted[1].rule.initialised:
             self._waits = True
             return
         self.outbox.lend(self._next)
 
     def tick(self, now: float) -> None:
-        """Begins a round where it is time to. For one thread."""
+        """Begins the next round if one is due: the table has changed, or the reader needs a sign of life. For one
+        thread.
+        """
         hosted = self._hosted
         if not self._waits or hosted is None or now < self._due or not hosted[1].rule.initialised:
             return
@@ -120,7 +124,7 @@ class ShardFeed:
         self.outbox.fail(error)
 
     def forget(self) -> None:
-        """Lets go of the table: the stream is over."""
+        """Removes the feed from its table, because the stream is over."""
         hosted, self._hosted, self._walk = self._hosted, None, None
         if hosted is not None:
             with hosted[0].lock:
@@ -172,9 +176,9 @@ class ShardFeed:
 
 
 class RowFeeds:
-    """The feeds of one shard. Methods may be called from any thread.
+    """The feeds of rows of one shard. Methods may be called from any thread.
 
-    limit: feeds of one job; of one principal half as many
+    limit: the largest number of feeds of one job; one principal may have half of it
     """
 
     def __init__(self, hosted: HostedJobs, clock: Callable[[], float], limit: float = math.inf) -> None:
@@ -183,9 +187,9 @@ class RowFeeds:
         self._lock = threading.Lock()
 
     def watch(self, call: RowsWatch, outbox: Outbox, caller: str = "") -> None:
-        """Sends what changes in a table on the outbox until it is closed. Returns at once.
+        """Begins a feed of a table's changes, which go to `outbox` until it is closed. Returns at once.
 
-        Raises NotFound, InvalidRequest for a cursor or a period that is none, LimitExceeded where too many watch.
+        Raises NotFound, InvalidRequest for an invalid cursor or period, LimitExceeded if there are too many feeds.
         """
         if not SHORTEST_PERIOD <= call.period <= LONGEST_PERIOD:
             raise InvalidRequest(
@@ -213,7 +217,7 @@ class RowFeeds:
             self._open.discard(feed)
 
     def tick(self, now: float) -> None:
-        """Begins rounds where it is time to. For one thread."""
+        """Begins the rounds that are due. For one thread."""
         if not self._open:
             return
         with self._lock:

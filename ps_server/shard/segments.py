@@ -32,11 +32,11 @@ _NAME = re.compile(re.escape(SOCKET_PREFIX) + r"[0-9a-f]{32}")
 
 
 def attach(offer: SegmentOffer, size: int, directory: Path) -> mmap.mmap:
-    """Maps the segment that a worker offers, if it can never shrink, and is as large as it must be.
+    """Maps the segment that a worker offers: a memory file of `size` bytes, allocated and sealed against shrinking.
 
-    directory: where workers make their sockets; only a bare name in it is looked for
+    directory: where workers create their sockets; a location must be a bare name in it
 
-    Raises NotShared saying what was expected and what came, after HANDOVER_SECONDS at the latest.
+    Raises NotShared, saying what was expected and what came, after HANDOVER_SECONDS at the latest.
     """
     if not _NAME.fullmatch(offer.location):
         raise NotShared(
@@ -59,9 +59,9 @@ def attach(offer: SegmentOffer, size: int, directory: Path) -> mmap.mmap:
 
 
 def copy_out(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies a flat tensor of [numel] into one of that size in a segment, which may be of another type.
+    """Copies a flat tensor [numel] into one of the same size in a segment, and converts it if the types differ.
 
-    Without conversion by numpy, which leaves it to the C library: that streams (see ops.glibc), and torch never does.
+    Without conversion numpy does it: it uses the C library's streaming stores (see ops.glibc), which torch never does.
     """
     if target.dtype == source.dtype:
         np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())

@@ -57,20 +57,21 @@ log = logging.getLogger("ps_server")
 
 
 class Shard:
-    """Everything one shard has and does. All methods may be called from any thread; none waits for a worker.
+    """One shard: its jobs, and all that callers can ask of it. Methods may be called from any thread; none waits for a
+    worker.
 
-    threads:     what applies updates, writes snapshots and ticks; NoThreads: the calling thread, see `tick`
-    clock:       the time, in seconds from anywhere
-    shared_directory: where workers on this host hand over the memory that they share
+    threads:     runs updates, writes of snapshots, and the ticker; NoThreads: the calling thread does, see `tick`
+    clock:       returns the time in seconds, from an arbitrary zero
+    shared_directory: where workers on this host hand over their segments
     staged_limit: bytes of a job that may be staged; None: derived from its size
-    checkpoints: where checkpoints are; None: there are none
-    index:       of this shard: its part of a checkpoint is called after it
+    checkpoints: the store of checkpoints; None: the servers make none
+    index:       the index of the shard, after which its part of a checkpoint is named
+    norm_limit:  the largest L2 norm of the gradient in one push
     principal_limit: bytes that one principal may have staged, over all its workers
-    pulled_limit: buckets that one principal may have asked for and not got, over all its workers
-    norm_limit:  the L2 norm that the gradient in one push may have
-    feed_limit:  feeds of rows and of weights that one job may have
-    table_limit: bytes of memory that the tables of one job may take; None: half of what is free
-    row_files:   for rows that memory has no room for; None: there are none
+    pulled_limit: buckets that one principal may have asked for and not received, over all its workers
+    feed_limit:  the largest number of feeds, of rows and of weights, of one job
+    table_limit: bytes of memory for the tables of one job; None: half of the free memory
+    row_files:   makes files for rows that do not fit into memory; None: there are none
     """
 
     def __init__(
@@ -108,8 +109,9 @@ class Shard:
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)
 
     def tick(self) -> None:
-        """Tells pulls that wait that their pushes are staged, and which workers they wait for, where it is due. Ends
-        graces, begins rounds of feeds, and forgets editions that nobody reads."""
+        """Does the periodic work: tells waiting pulls that their pushes are staged and which workers they wait for,
+        ends graces, begins rounds of feeds, and drops editions that nobody reads.
+        """
         now = self._clock()
         self._pulls.tell_staged(now)
         self._updates.end_graces(now)
@@ -122,7 +124,7 @@ class Shard:
                 self._pulls.notify(job, now)
 
     def stop(self) -> None:
-        """Finishes what is staged and ends the threads. Calls that wait are told to come back later."""
+        """Completes the updates that can be made, and ends the threads. Waiting calls get TryLater."""
         self._hosted.stop()
         for job in self.jobs().values():
             task = job.snapshot_task  # read once: a job that is dropped meanwhile has none
@@ -139,7 +141,9 @@ class Shard:
         return ShardStatistics({name: job.statistics(now) for name, job in sorted(self.jobs().items())})
 
     def statistics_with_figures(self) -> ShardStatistics:
-        """Returns how the shard is, and what it has measured: for people who watch. It reads files of the system."""
+        """Returns the statistics with what the shard has measured of itself. Reads the process's memory from the
+        system.
+        """
         statistics, figures = self.statistics(), self._metrics.figures()
         jobs = {name: replace(job, figures=figures.get(name)) for name, job in statistics.jobs.items()}
         memory = resident_bytes() or 0, limit_bytes() or 0
@@ -182,7 +186,7 @@ class Shard:
         return counted
 
     def add_workers(self, name: str, workers: Sequence[Arrival], run: str = "") -> list[Counted | Fenced]:
-        """Counts workers as live; returns for each how far the shard is, or why it is fenced."""
+        """Counts workers as live. Returns for each how far the shard is, or a Fenced with the reason."""
         added: list[Counted | Fenced] = []
         for each in workers:
             try:
@@ -214,9 +218,10 @@ class Shard:
         self._of(worker).check_worker(worker)
 
     def connect(self, worker: Identity, end: Callable[[], None]) -> Callable[[], None]:
-        """Notes a live worker's data connection, to be ended with its place; returns what is to be called at its end.
+        """Registers a live worker's data connection. Returns a function to call when it has closed.
 
-        Raises as check_worker. An earlier connection of the worker ends.
+        end: closes the connection; is called when the worker loses its place or opens another connection
+        Raises as check_worker.
         """
         return self._of(worker).connect(worker, end)
 
@@ -225,7 +230,9 @@ class Shard:
         return self._hosted.get(worker.job, worker.run, of_worker=True)
 
     def committed(self, name: str, run: str = "") -> tuple[Committed, bool]:
-        """Returns the leased data that every bucket that trains here has had, and whether there is such a bucket."""
+        """Returns the leased data that all trained buckets here have had, and whether there is a trained
+        bucket here.
+        """
         job = self._hosted.get(name, run)
         with job.lock:
             return job.state.data.whole(), job.state.data.has_say
@@ -239,16 +246,16 @@ class Shard:
     # -- pushes and pulls --------------------------------------------------------------------------------------------
 
     def push(self, call: PushCall, principal: str = "") -> list[Staged]:
-        """Checks all buckets, stages each, and has each applied as soon as the rule lets it.
+        """Checks all buckets of a call, then stages each and schedules its update. Returns a Staged for each bucket.
 
-        principal: whose bytes they are
+        principal: the caller, to whom the staged bytes are accounted
         """
         return self._pushes.push(self._of(call.worker), call, principal)
 
     def exchange(
         self, push: PushCall | RowsPush, pull: PullCall | RowsPull, outbox: Outbox, principal: str = ""
     ) -> None:
-        """Does as `push` or `push_rows`, then as `pull`, for one worker at one clock; rows are those of one table."""
+        """Does as `push` or `push_rows`, then as `pull`, for one worker at one clock; rows must be of one table."""
         job = self._of(push.worker)
         if isinstance(push, RowsPush):
             assert isinstance(pull, RowsPull)
@@ -270,10 +277,10 @@ class Shard:
             self._updates.schedule(job, [index for index in indices if index in job.state.rules])
 
     def push_rows(self, push: RowsPush | TablePush, principal: str = "") -> Staged:
-        """Checks rows, stages them once all of their step are here, and has them applied as soon as the rule lets it;
-        or takes those that a table begins with.
+        """Checks and stages rows: those of a step count once all its messages are here, those of a table's beginning at
+        once.
 
-        principal: whose bytes they are
+        principal: the caller, to whom the staged bytes are accounted
         """
         return self._pushes.push_rows(self._of(push.worker), push, principal)
 
@@ -284,7 +291,9 @@ class Shard:
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def begin_snapshot(self, request: SnapshotRequest) -> None:
-        """Copies each bucket of a job when it has applied the request's clock, or now. Returns at once."""
+        """Begins a snapshot: each bucket is copied when it has applied the request's clock; now if it names none.
+        Returns at once.
+        """
         hosted, store, job = self._hosted.get(request.job, request.run), self._store(), request.job
         store.path(job, request.checkpoint)
 

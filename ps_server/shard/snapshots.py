@@ -36,16 +36,20 @@ MOST_CHANGED, MOST_CHANGED_IN_ALL = 0.5, 1.0
 
 @dataclass(frozen=True)
 class Saved:
-    """What a part has of a table. changed: rows in the parts after the one that has all rows"""
+    """What a shard's part of a checkpoint has of a table.
+
+    version: the version of the rows
+    changed: the number of rows in all incremental parts since the last one with all rows
+    """
 
     version: int
     changed: int
 
 
 class SavedParts:
-    """What the last parts that this shard has written have of one table, by the SHA-256 of each.
+    """What the last parts that this shard has written have of one table, by the SHA-256 of the part.
 
-    base: what the copy that is under way, or the next one, may build on; None: nothing
+    base: the part on which the current copy, or the next one, may build; None: it must have all rows
     """
 
     def __init__(self) -> None:
@@ -54,7 +58,7 @@ class SavedParts:
         self.base: Saved | None = None
 
     def build_on(self, sha256: str) -> None:
-        """Notes the part that the next one may build on, if it is known. The others are forgotten."""
+        """Sets `base` to the part with this SHA-256, or to None if it is not known. Forgets all other parts."""
         with self._lock:
             self._parts = {known: saved for known, saved in self._parts.items() if known == sha256}
             self.base = self._parts.get(sha256)
@@ -69,9 +73,9 @@ class TableCopying:
     """A table that is being copied. `complete` is for one thread; `end` may be called from any.
 
     lock:     keeps the table from being trained
-    snapshot: of the table when the copy began, to which its rows are still to come
-    saved:    what the part will have of it
-    now:      the time, in seconds from anywhere
+    snapshot: the table's snapshot when the copy began, still without rows
+    saved:    what the part will have of the table
+    now:      returns the time in seconds, from an arbitrary zero
     """
 
     def __init__(
@@ -87,9 +91,10 @@ class TableCopying:
         self._gap = threading.Event()  # is set when it ends
 
     def complete(self) -> tuple[TableSnapshot, float]:
-        """Copies what is missing; returns the snapshot, and for how many seconds that kept updates from the table.
+        """Copies the remaining rows. Returns the snapshot, and for how many seconds in all the table could not be
+        trained.
 
-        Raises NotFound once it has ended.
+        Raises NotFound if the copy was abandoned.
         """
         held_up = 0.0
         most = max(1, PIECE_BYTES // max(1, self._copy.row_bytes))
@@ -107,7 +112,7 @@ class TableCopying:
         return replace(self._snapshot, tensors=self._copy.tensors()), held_up
 
     def end(self) -> None:
-        """Abandons the snapshot."""
+        """Abandons the copy."""
         with self._lock:
             self._copy.end()
         self._gap.set()
@@ -120,7 +125,11 @@ def begin_copy(
     base: Saved | None,
     now: Callable[[], float],
 ) -> TableCopying:
-    """Begins the copy of a table. The caller holds the lock. base: what the part is to build on, of this table"""
+    """Begins the copy of a table. The caller holds the lock.
+
+    base: the part on which this copy may build: then it has only changed rows, unless too many have changed; None: all
+          rows
+    """
     copy = rows.copy(base.version if base is not None else None)
     if base is not None and copy.since is not None:
         most = min(MOST_CHANGED * len(rows), MOST_CHANGED_IN_ALL * len(rows) - base.changed)
@@ -138,14 +147,13 @@ Write = Callable[[str, list[Snapshot]], Part]
 
 @dataclass(frozen=True)
 class Refusal:
-    """After the last snapshot before the servers end, a push that would not be in it is not taken, and so is sent again
-    when they are back.
+    """Refuses pushes after the last snapshot before the servers end: workers send them again when the servers are back.
 
-    clock: the version that the snapshot is of; None: none, so that every new push is refused, and a bucket is copied
-           when what was staged before is in its weights
-    until: when this ends, if the servers have not ended; on the clock `now`
-    last_incarnation: a worker of a later one shows that the servers take workers again, which ends this; None: this
-           shard itself ends, and no worker shows otherwise
+    clock: the version of the snapshot: pushes of later clocks are refused. None: it has no common version, so that
+           every new push is refused, and each bucket is copied once all that was staged before is in its weights
+    until: the end of the refusal, on the clock `now`, if the servers have not ended by then
+    last_incarnation: a worker with a higher one ends the refusal, as it shows that the servers take workers again.
+                      None: no worker ends it, because this shard itself ends
     """
 
     clock: int | None
@@ -154,21 +162,25 @@ class Refusal:
     last_incarnation: int | None
 
     def covers(self, clock: int) -> bool:
-        """Whether the snapshot keeps out new pushes of a clock."""
+        """Whether new pushes of `clock` are refused now."""
         return self.now() < self.until and (self.clock is None or clock > self.clock)
 
 
 @dataclass
 class Refusals:
-    """current: set if the last snapshot was the last before the servers end
-    seconds: above 0 once this shard is to end: for so long pushes are refused after the next snapshot
+    """Whether the shard refuses new pushes of a job because the servers end.
+
+    current: the refusal, if the last snapshot was the last one before the servers end; otherwise None
+    seconds: above 0 if this shard is about to end: how long pushes are refused after the next snapshot
     """
 
     current: Refusal | None = None
     seconds: float = 0.0
 
     def worker_added(self, incarnation: int) -> None:
-        """Ends the refusal for a worker that joined after it. One that was on its way before ends nothing."""
+        """Ends the refusal if a worker has joined after it began. A worker whose join was under way before does not end
+        it.
+        """
         refusal = self.current
         if refusal is not None and refusal.last_incarnation is not None and incarnation > refusal.last_incarnation:
             self.current = None
@@ -176,7 +188,7 @@ class Refusals:
 
 @dataclass(frozen=True)
 class Copied:
-    """A bucket as it was copied, or a table that is being copied, and how far it was."""
+    """One unit of a snapshot: the copied bucket or the table that is being copied, and its versions and clocks then."""
 
     index: int
     content: Snapshot | TableCopying
@@ -186,9 +198,11 @@ class Copied:
 class SnapshotTask:
     """One checkpoint of one job on this shard. Tables count as buckets.
 
-    clock:   the version at which each bucket is copied; None: now
-    buckets: by index, whether an optimizer steps it
-    copy:    copies a bucket, or begins to copy a table, with the leased data that is committed in it
+    name:    the checkpoint's name, a number that rises
+    clock:   the version at which each bucket is copied; None: each is copied now
+    buckets: the buckets to copy, by index, each with whether an optimizer steps it
+    copy:    copies a bucket, or begins to copy a table, with the leased data in it
+    write:   writes all copies to disk
     """
 
     def __init__(
@@ -217,8 +231,11 @@ class SnapshotTask:
         self._told: dict[int, int] = {}  # by rank, the clock of the pull that was told first
 
     def is_at_least(self, other: SnapshotTask) -> bool:
-        """Whether the other is this one, asked for once more. Raises OutOfOrder if it is an older one, or has the same
-        name from another coordinator: a late call must not take the place of what was begun since."""
+        """Returns True if `other` is the same task, False if it is a later one, which may replace this.
+
+        Raises OutOfOrder if it is an earlier one, or has the same name but another clock, from another coordinator: a
+        late call must not replace a task that was begun since.
+        """
         if (self.name, self.clock) == (other.name, other.clock):
             return True
         if int(other.name) <= int(self.name):
@@ -234,18 +251,20 @@ class SnapshotTask:
             raise OutOfOrder(f"bucket {index} is at version {version}, and the checkpoint is of {self.clock}")
 
     def begin(self) -> None:
-        """Begins. A shard that holds no bucket of the job has its part at once: a file with nothing in it."""
+        """Begins the task. If this shard holds no bucket of the job, an empty part is written at once."""
         if not self._wanted:
             self._hand_over()
 
     def is_due(self, index: int, rule: UpdateRule[Any]) -> bool:
-        """Whether the moment at which a bucket is copied is now."""
+        """Whether a bucket is to be copied now: it is at the snapshot's clock, or the snapshot has none."""
         if index not in self._wanted:
             return False
         return self.clock is None or index not in self._trained or rule.is_at(self.clock)
 
     def copy(self, index: int, reached: VersionRange) -> None:
-        """Copies a bucket that is due, and so far. The caller holds the bucket's `tensors` lock."""
+        """Copies a bucket that is due. reached: its versions and clocks. The caller holds the bucket's
+        `tensors` lock.
+        """
         if index not in self._wanted:
             return  # another checkpoint took the place of this one meanwhile
         started = self._now()
@@ -312,14 +331,18 @@ class SnapshotTask:
         self._drop_copies()
 
     def stop(self) -> None:
-        """Ends a call that waits for buckets, with TryLater: the shard stops. What is all copied is still written."""
+        """Ends waiting calls with TryLater, unless all buckets are copied: then they are still written. The shard
+        stops.
+        """
         with self._changed:
             if self._wanted and self._error is None:
                 self._error = TryLater(f"checkpoint {self.name}: the shard stops")
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> ShardSnapshot:
-        """Returns the part, once it is on disk. Raises TryLater if that takes longer, otherwise why it cannot be."""
+        """Waits up to `seconds` for the part to be on disk, and returns it. Raises TryLater if it is not, or the task's
+        error.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._complete or self._error, seconds)
             if self._error is not None:
@@ -329,9 +352,10 @@ class SnapshotTask:
             return self._complete
 
     def tells(self, rank: int, clock: int, version: int) -> bool:
-        """Whether a worker that gets this version by a pull at `clock` is to save its own state.
+        """Whether a worker that pulls at `clock`, and gets `version`, is to save its own state.
 
-        At one clock each; but at any pull of that clock: the answer to the first may be lost.
+        Without a common clock, each worker saves at the first clock of a pull after the snapshot began. Every pull of
+        that clock says so, because the answer to the first one may be lost.
         """
         if self.clock is not None:
             return version == self.clock == clock

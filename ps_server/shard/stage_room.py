@@ -1,4 +1,7 @@
-"""Room for what optimizers keep in a later stage of a script: a shard refuses it before the kernel would kill it."""
+"""Admits the optimizer state of a script's later stages: the shard refuses what it has no memory for.
+
+Otherwise the kernel would kill the process.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from ps_server.core.checking import PushChecker
 
 
 class StageRoom:
-    """What the optimizers of one job come to keep here, beside what it was admitted with. Not thread-safe.
+    """The memory for the optimizer state of one job's later stages, beside what it was admitted with. Not thread-safe.
 
-    promised: returns the bytes of what is free that the job has been promised and has not taken
+    promised: returns the bytes of free memory that the job was promised and has not allocated yet
     more:     bytes that later stages have been promised
     """
 
@@ -26,7 +29,7 @@ class StageRoom:
         self._number, self._free = 0, 0.0  # of the stage that begins, and what was free when it did
 
     def make(self, bucket: BucketSpec, stage: StageSpec) -> None:
-        """Makes room for a bucket in a stage, once. Raises LimitExceeded where there is none."""
+        """Promises the memory for a bucket in a stage, once. Raises LimitExceeded if there is too little."""
         number, kept = self._kept.get(bucket.index) or (0, _bytes_kept(bucket, self._checker.stage(bucket, 0)))
         if stage.number <= number:
             return

@@ -17,8 +17,8 @@ class CoordinatorTerms:
     def check(self, term: int, is_look: bool = False) -> None:
         """Notes the term of a call. Raises Deposed if it is lower than the highest so far.
 
-        term:    0: the caller has none, as a coordinator without a lease, or of an earlier version
-        is_look: the call changes nothing, and may not come from a coordinator at all
+        term:    0: the caller has no term, as a coordinator without a lease, or of an earlier version
+        is_look: the call only reads. It is allowed without a term, because it may not come from a coordinator
         """
         with self._lock:
             if term < self._highest and not (is_look and not term):

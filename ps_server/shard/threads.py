@@ -1,7 +1,7 @@
-"""The threads of a shard: they apply updates, write checkpoints, and call regularly. A shard can do without.
+"""The threads of a shard, which apply updates, read and write checkpoints, and run periodic work; or none of these.
 
-To hand a bucket to another thread and be told of it costs as much as adding one up (measured). A thread that has just
-staged what completes an update, and whose caller waits for nothing else, does the work itself.
+To hand a bucket to another thread costs as much as adding a contribution (measured). So a thread that has just staged
+the last push of an update does the work itself, if its caller waits for nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Threads(Protocol):
         """Runs a task that applies updates, in another thread if there is one."""
 
     def lend(self, tasks: Iterable[Task]) -> None:
-        """As `submit`, but the calling thread runs what there is, unless enough are at it already."""
+        """As `submit`, but the calling thread runs the tasks itself, unless enough threads are at work already."""
 
     def write(self, task: Task) -> None:
         """Runs a task that writes to disk, beside all others if there is a thread for it."""
@@ -44,7 +44,9 @@ class Threads(Protocol):
 
 
 class ApplyThreads:
-    """Runs tasks in the order in which they came, at most `count` at a time, in threads of its own or lent ones."""
+    """Runs tasks in the order in which they came, at most `count` at a time, in its own threads or in callers of
+    `lend`.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -59,7 +61,7 @@ class ApplyThreads:
             self._threads.submit(self._run)
 
     def lend(self, tasks: Iterable[Task]) -> None:
-        """As `submit`, but the calling thread runs what there is, unless enough are at it already."""
+        """As `submit`, but the calling thread runs the tasks itself, unless `count` threads are at work already."""
         if self._enters(tasks):
             self._run()
 
@@ -89,7 +91,9 @@ class ApplyThreads:
 
 
 class OwnThreads(ApplyThreads):
-    """A shard's own threads: `count` that apply updates, one that writes, some that read, one a repeated task."""
+    """A shard's own threads: `count` that apply updates, one that writes, some that read, and one for each repeated
+    task.
+    """
 
     def __init__(self, count: int = 1) -> None:
         super().__init__(count)

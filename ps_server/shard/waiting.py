@@ -23,7 +23,7 @@ from ps_server.shard.outbox import Answer, Outbox
 
 @dataclass
 class _Push:
-    """One worker's last push of one bucket. applied: None: not yet"""
+    """One worker's last push of one bucket. applied: when its update was made; None: not yet"""
 
     clock: int
     staged: float
@@ -31,17 +31,18 @@ class _Push:
 
 
 class PushTimes:
-    """The last push of each bucket, of the workers of one job that record. The caller holds the job's lock.
+    """The times of the last push of each bucket, for the workers of a job that record a timeline. The caller holds the
+    job's lock.
 
-    A worker's next push of a bucket is mostly staged after its last one was applied: one of each is enough. Where the
-    last one is applied later, nothing is said of that.
+    A worker mostly pushes a bucket again only after its last push was applied, so one push of each is kept. If the last
+    push is applied later than that, its times are unknown.
     """
 
     def __init__(self) -> None:
         self._pushes: dict[int, dict[int, _Push]] = {}  # by rank, then by bucket
 
     def follow(self, rank: int, wanted: bool) -> None:
-        """Notes the pushes of a worker from here on, or forgets all of it."""
+        """Begins to note the times of a worker's pushes if `wanted`; otherwise forgets them."""
         if wanted:
             self._pushes.setdefault(rank, {})
         elif self._pushes:
@@ -65,7 +66,7 @@ class PushTimes:
                 push.applied = now
 
     def of(self, rank: int, bucket: int, clock: int, now: float) -> BucketTimes | None:
-        """Returns the times of a bucket that a worker gets now, at its clock; None: they were not noted."""
+        """Returns the times of a bucket that a worker gets now, at its clock; None if they are unknown."""
         push = self._pushes.get(rank, {}).get(bucket)
         if push is None or push.clock != clock or push.applied is None:
             return None
@@ -77,19 +78,21 @@ READER = 0  # the incarnation of a caller that is no worker
 
 @dataclass
 class Pull:
-    """One pull: which worker asks at which clock, how many of its buckets are still to be sent, and where to.
+    """One pull: the worker and its clock, the number of its buckets that are still to be sent, and where they go.
 
     segment:      where the buckets are written; None: they go over the network
-    notified:     when the worker was last told which others it waits for
+    notified:     when the worker was last told which workers it waits for
     notify_bytes: see PullCall
-    pending:      buckets that are in the segment, and that the worker was not told of yet; pending_bytes: of those
-    number:       tells it from all others
-    with_pushes:  it came with pushes, and the worker was not told yet that they are staged
-    principal:    whose it is
+    pending:      buckets that are in the segment, and of which the worker was not told yet
+    pending_bytes: bytes of these buckets
+    number:       identifies the pull
+    with_pushes:  the pull came with pushes, and the worker was not told yet that they are staged
+    principal:    the caller, to whom the pull counts
     times_wanted, whole, all_staged: see PullCall
-    wanted:       what it asks for of a table; None: it asks for buckets
+    wanted:       the ids or the table that it asks for; None: it asks for buckets
     rows:         where its rows are written; None: they go over the network
-    id_bytes:     of the rows that it asks for; copy_bytes: of the whole table. They are kept until it has been sent
+    id_bytes, copy_bytes: bytes of the ids, or of the whole table, that it asks for; they are kept until the pull is
+                          sent
     """
 
     worker: Identity
@@ -114,8 +117,9 @@ class Pull:
     number: int = field(default_factory=itertools.count().__next__)
 
     def landed(self, bucket: PulledBucket, size: int) -> tuple[PulledBucket, ...]:
-        """Keeps a bucket of `size` bytes that is in the segment; returns all that are kept once they are enough to
-        tell the worker of, or the last."""
+        """Adds a bucket of `size` bytes that is written to the segment. Returns the buckets to tell the worker of: all
+        that are pending, once these have `notify_bytes` or the pull has no bucket left; otherwise none.
+        """
         self.pending.append(bucket)
         self.pending_bytes += size
         if self.left and not 0 < self.notify_bytes <= self.pending_bytes:
@@ -125,7 +129,9 @@ class Pull:
         return buckets
 
     def staged_seconds(self, now: float) -> float | None:
-        """Returns for how long pushes that came with the pull are staged; None after the first time, or without."""
+        """Returns for how many seconds the pushes of the pull have been staged; None if it has none, and after the
+        first call.
+        """
         if not self.with_pushes:
             return None
         self.with_pushes = False
@@ -134,9 +140,12 @@ class Pull:
 
 @dataclass(slots=True)
 class Waiter:
-    """One bucket of a pull that is not admitted: why, since when for that reason, and how long for others so far.
+    """A unit of a pull that is not admitted yet.
 
-    owed: what has to be in the bucket besides; see UpdateRule.owed
+    admission: why, and which workers it waits for
+    since:     when this reason began
+    waited:    seconds for which it waited for earlier reasons
+    owed:      contributions that must be in the unit, too; see UpdateRule.owed
     """
 
     pull: Pull
@@ -146,7 +155,7 @@ class Waiter:
     owed: Mapping[int, int] = field(default_factory=dict)
 
     def notice(self, index: int) -> Answer:
-        """Returns what its worker hears of the wait. index: of the bucket or the table"""
+        """Returns the message that tells the worker which others it waits for. index: of the bucket or the table"""
         awaited = Awaited(self.admission.waiting_for, self.admission.reason)
         if isinstance(self.pull.wanted, TablePull):
             return PulledTable(waiting=awaited)

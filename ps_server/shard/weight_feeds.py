@@ -35,9 +35,9 @@ SIGN_SECONDS = 0.25  # between two signs of life while an edition is not complet
 
 
 class EditionSource(Protocol):
-    """What editions are taken of: a job, or what is left of one that has ended.
+    """Where editions are taken from: a job, or the last weights of a job that has ended.
 
-    ended: it has ended
+    ended: the job has ended
     """
 
     ended: ClassVar[bool]
@@ -48,7 +48,7 @@ class EditionSource(Protocol):
 
     @property
     def run(self) -> str:
-        """The run of it."""
+        """The run of the job."""
 
     @property
     def timeline(self) -> int:
@@ -71,23 +71,26 @@ class EditionSource(Protocol):
         """See WeightsHere."""
 
     def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
-        """Notes that somebody follows it, and wants these."""
+        """Notes that a reader follows the job, and wants these buckets."""
 
     def add(self, feed: Feed, limit: float) -> None:
         """Adds a reader. Raises LimitExceeded where there are too many."""
 
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
-        """Returns an edition for a reader; see Editions.take. What can be copied now is copied."""
+        """Returns an edition for a reader; see Editions.take. Buckets that are at its version are copied now."""
 
     def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
         """Returns what changed in a bucket since a version; None: it is to be sent whole."""
 
+    def sent(self, size: int, whole: int) -> None:
+        """Counts bytes that left, and those of the elements that they stand for."""
+
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
-        """Ends what a reader has of it. None: it got none"""
+        """Removes a reader, and gives its edition back. edition: None: it had none"""
 
 
 class JobSource:
-    """A job that is here."""
+    """The EditionSource of a job that runs on this shard."""
 
     ended: ClassVar[bool] = False
 
@@ -103,11 +106,11 @@ class JobSource:
 
     @property
     def editions(self) -> tuple[int, ...]:
-        """The versions that somebody waits for, or that may be had."""
+        """The versions of the editions that readers wait for or can get."""
         return tuple(self.job.editions.versions())
 
     def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
-        """Notes that somebody follows it, and wants these."""
+        """Notes that a reader follows the job, and wants these buckets."""
         self.job.editions.heard_of_reader(now, pieces)
 
     def add(self, feed: Feed, limit: float) -> None:
@@ -115,7 +118,7 @@ class JobSource:
         self.job.add_feed(self.job.readers, feed, limit)
 
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
-        """Returns an edition, which has all buckets whose moment is now."""
+        """Returns an edition. Buckets that are at its version are copied now."""
         editions = self.job.editions
         edition = editions.take(feed, wanted, over, now())
         for index, _ in sorted(wanted.pieces):
@@ -126,11 +129,15 @@ class JobSource:
         return edition
 
     def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
-        """Returns what changed in a bucket since a version; None: it is to be sent whole."""
+        """Returns the change of a bucket from version `base` to `new`; None: send the bucket whole."""
         return self.job.editions.change(piece, base, new)
 
+    def sent(self, size: int, whole: int) -> None:
+        """Counts bytes that left, and those of the elements that they stand for."""
+        self.job.editions.tally.sent(size, whole)
+
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
-        """Ends what a reader has of it."""
+        """Removes a reader, and gives its edition back."""
         with self.job.lock:
             self.job.readers.discard(feed)
         if edition is not None:
@@ -138,10 +145,10 @@ class JobSource:
 
 
 class EditionSender:
-    """One reader that gets one edition.
+    """Sends one edition to one reader.
 
-    caller: the principal that reads; empty: nobody in particular
-    bases:  versions that the reader has, by bucket
+    caller: the principal that reads; empty: unknown
+    bases:  by bucket, the version that the reader has: it gets the change since then
     """
 
     def __init__(
@@ -163,7 +170,7 @@ class EditionSender:
         self._sign_due = now() + SIGN_SECONDS
 
     def begin(self) -> None:
-        """Asks for the edition, and sends it once all that is wanted of it is copied."""
+        """Requests the edition, and sends it once all wanted buckets are copied."""
         edition = self._edition = self._source.take(self, self._wanted, self._over, self._now)
         if self._result is not None:  # it was over before `_edition` was known
             self._over(*self._result)
@@ -178,7 +185,7 @@ class EditionSender:
                 return
             self._begun = True
         if error is not None:
-            self.outbox.fail(anew(error))
+            self._fail(anew(error))
         else:
             self._left = sorted(self._wanted.pieces, reverse=True)
             self.outbox.lend(partial(self._head, self._edition))
@@ -189,7 +196,7 @@ class EditionSender:
         try:
             trained = [each.version for each in map(edition.copy, self._left) if each.is_trained]
         except PSError as error:
-            self.outbox.fail(error)
+            self._fail(error)
             yield Lent(EditionPart(now), None)
             return
         begin = EditionBegin(min(trained, default=0), self._source.timeline, len(self._left))
@@ -211,7 +218,7 @@ class EditionSender:
         try:
             copied = edition.copy(piece)
         except PSError as error:  # it was given up meanwhile
-            self.outbox.fail(error)
+            self._fail(error)
             yield Lent(EditionPart(now), None)
             return
         base = self._bases.get(copied.index)
@@ -219,10 +226,11 @@ class EditionSender:
         about = copied.index, copied.version, copied.wire_format, copied.checksum
         sent = EditionBucket(*about, copied.payload) if change is None else EditionBucket(*about, change, base)
         yield Lent(EditionPart(now, bucket=sent), None)
+        self._source.sent(len(sent.payload), len(copied.payload))
         self._lend_next(edition)
 
     def tick(self, now: float) -> None:
-        """Sends a sign of life where it is time to. For one thread."""
+        """Sends a sign of life if one is due, while the edition is not complete. For one thread."""
         if not self._begun and now >= self._sign_due:
             self._sign_due = now + SIGN_SECONDS
             self.outbox.tell(EditionPart(lowest(self._source)))
@@ -231,10 +239,16 @@ class EditionSender:
         """Ends the feed with an error."""
         with self._lock:
             self._begun = True
+        self._fail(error)
+
+    def _fail(self, error: PSError) -> None:
+        """Ends the stream with an error. This call counts no more then: a reader that is told may ask again at once."""
+        # The outbox calls it, too, but later than that where the error comes before `pull` has returned.
+        self.forget()
         self.outbox.fail(error)
 
     def forget(self) -> None:
-        """Gives the edition back: the stream is over."""
+        """Gives the edition back, because the stream is over."""
         edition, self._edition = self._edition, None
         self._source.give_back(self, edition, self._now())
 
@@ -242,7 +256,7 @@ class EditionSender:
 class WeightFeeds:
     """The feeds of weights of one shard. Methods may be called from any thread.
 
-    limit: feeds of one job, with those of rows; of one principal half as many
+    limit: the largest number of feeds of one job, those of rows included; one principal may have half of it
     """
 
     def __init__(self, hosted: HostedJobs, clock: Callable[[], float], limit: float = math.inf) -> None:
@@ -270,7 +284,7 @@ class WeightFeeds:
         )
 
     def pull(self, call: EditionCall, outbox: Outbox, caller: str = "") -> None:
-        """Sends an edition on the outbox, and ends it. Returns at once.
+        """Sends an edition to `outbox`, then ends the stream. Returns at once.
 
         Raises NotFound, RunEnded, TryLater, InvalidRequest, OutOfOrder or LimitExceeded; see feed.proto.
         """

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_tables.cold import Records
-from ps_tables.memory import RowNumbers
+from ps_tables.row_arrays import RowNumbers
 
 log = logging.getLogger("ps_server")
 

@@ -1,5 +1,6 @@
-"""The loops that this process uses; none: numpy and torch do the work. The bits are the same, so it may change at any
-time."""
+"""The compiled loops that this process uses, or None for numpy and torch. The results are equal to the bit, so the
+choice may change at any time.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ _loops: Loops | None = None
 
 
 def loops() -> Loops | None:
-    """Returns the loops of the library; None where numpy and torch are used."""
+    """Returns the loops of the library; None: numpy and torch are used."""
     return _loops
 
 

@@ -1,7 +1,7 @@
-"""Which libraries this installation has, and which of them this processor can run.
+"""Which compiled libraries this installation has, and which of them this processor can run.
 
-One source is compiled for several levels of processors: a library for the lowest would run everywhere, and take up to
-half as long again. setup.py imports this file without the rest of the package, so it imports nothing of ours.
+One source is compiled for several processor levels: a library for the lowest would run everywhere, but would take up to
+half as long again. setup.py imports this file without the rest of the package, so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def file_name(level: str) -> str:
 
 
 def sources() -> int:
-    """Returns what a library that was compiled from the sources here says of itself, 0 where they are missing."""
+    """Returns the checksum of the sources here, which a library that is compiled from them contains; 0 if they are
+    missing.
+    """
     try:
         text = SOURCE.read_bytes() + DECLARATIONS.read_bytes()
     except OSError:
@@ -39,7 +41,7 @@ def sources() -> int:
 
 
 def features(cpuinfo: str) -> frozenset[str]:
-    """Returns what the first processor of /proc/cpuinfo has."""
+    """Returns the feature flags of the first processor. cpuinfo: the content of /proc/cpuinfo"""
     for line in cpuinfo.splitlines():
         name, _, words = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -48,9 +50,10 @@ def features(cpuinfo: str) -> frozenset[str]:
 
 
 def runnable(machine: str, has: frozenset[str], folder: Path = FOLDER) -> list[Path]:
-    """Returns the libraries of a folder that a processor can run, the best first.
+    """Returns the libraries in a folder that a processor can run, the best first.
 
-    machine: as uname has it; has: the features of the processor
+    machine: the machine name of uname
+    has:     the features of the processor
     """
     levels = LEVELS.get(machine, {}).items()
     paths = [folder / file_name(level) for level, needed in levels if needed <= has]

@@ -1,4 +1,4 @@
-"""Loads a library by cffi's ABI mode: no compiler is needed, and no header of Python's was."""
+"""Loads a library by cffi's ABI mode, which needs neither a compiler nor Python's headers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def libraries(folder: Path = FOLDER) -> list[Path]:
 
 
 def load(path: Path) -> Loops:
-    """Returns the loops of a library. Raises Unsupported where it cannot be loaded, or is of other sources."""
+    """Returns the loops of a library. Raises Unsupported if it cannot be loaded, or was compiled from other sources."""
     declared = re.sub(r"/\*.*?\*/", "", DECLARATIONS.read_text(), flags=re.DOTALL)
     try:
         from cffi import FFI

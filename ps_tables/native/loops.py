@@ -1,8 +1,8 @@
-"""The loops of a library, as functions of arrays. loops.h says what each does.
+"""The loops of a library, as functions of arrays. loops.h describes each.
 
-They release the interpreter's lock. Each checks that its arrays fit together. Those that are only read may lie anyhow;
-those that are written have to lie in one piece, aligned. The C code checks that places are inside. What does not fit
-raises an error before anything is written.
+They release the GIL. Each checks that its arrays fit together. Arrays that are only read may have any strides; arrays
+that are written must be contiguous and aligned. The C code checks that indices are in range. If a check fails, an error
+is raised before anything is written.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ class Foreign(Protocol):
     """The part of cffi's FFI that is used here."""
 
     def from_buffer(self, kind: str, buffer: Any, require_writable: bool = False) -> Any:
-        """Returns a pointer to an array's memory. Raises ValueError where that does not lie in one piece, or is only to
-        be read."""
+        """Returns a pointer to an array's memory. Raises ValueError if it is not contiguous, or must be writable and is
+        not.
+        """
 
 
 class Loops:
     """The loops of a library.
 
     library: has the functions of loops.h
-    level:   of processors, that it was compiled for
+    level:   the processor level that it was compiled for
     """
 
     def __init__(self, foreign: Foreign, library: Any, level: str) -> None:
@@ -44,7 +45,7 @@ class Loops:
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def gather(self, records: Records, places: Longs, out: Records) -> None:
-        """Copies records: as np.take with mode="clip". Raises IndexError where there is none to copy."""
+        """Copies the records at `places`, as np.take with mode="clip". Raises IndexError if there are no records."""
         _check_length(out, len(places))
         _check_record(out, records.itemsize)
         self._done(len(records) > 0 or len(places) == 0)
@@ -54,7 +55,7 @@ class Loops:
         )
 
     def rows_at(self, rows: Floats, places: Longs, out: Floats) -> None:
-        """Copies rows: [m, dim], [n], [n, dim]. Raises IndexError for a place that is none."""
+        """Copies rows: rows [m, dim], places [n], out [n, dim]. Raises IndexError for a place outside of `rows`."""
         _check_length(out, len(places))
         _check_dim(out, rows.shape[1])
         self._done(
@@ -79,7 +80,7 @@ class Loops:
         return bool(self._library.ps_are_finite(self._floats(_as_c_has_it(numbers)), numbers.size))
 
     def copy(self, numbers: Floats, out: Floats) -> bool:
-        """Copies numbers; returns whether they are finite."""
+        """Copies numbers. Returns whether all of them are finite."""
         if out.size != numbers.size:
             raise ValueError(f"expected room for {numbers.size} numbers, got {out.size}")
         numbers_at = self._floats(_as_c_has_it(numbers))
@@ -88,22 +89,30 @@ class Loops:
     # -- sums and steps ----------------------------------------------------------------------------------------------
 
     def add(self, sums: Floats, places: Longs, values: Floats) -> None:
-        """Adds rows to rows in their order: [m, dim], [n], [n, dim]. Raises IndexError for a place that is none."""
+        """Adds rows in order: sums [m, dim], places [n], values [n, dim]. Raises IndexError for a place outside of
+        `sums`.
+        """
         self._done(self._library.ps_add(*self._rows_and_values(sums, places, values)))
 
     def sum(self, sums: Floats, places: Longs, values: Floats) -> None:
-        """Writes the sums of rows: as `add`, from zeros."""
+        """As `add`, but `sums` is first set to zeros."""
         arguments = self._rows_and_values(sums, places, values)
         self._done(self._library.ps_sum(*arguments, self._pointer("uint8_t[]", np.empty(len(sums), np.uint8))))
 
     def sgd(self, weights: Floats, places: Longs, sums: Floats, count: float, lr: float) -> None:
-        """Steps distinct rows with plain SGD: [capacity, dim], [n], [n, dim]."""
+        """Steps distinct rows with plain SGD: weights [capacity, dim], places [n], sums [n, dim]. count: the divisor of
+        the mean
+        """
         self._done(self._library.ps_sgd(*self._rows_and_values(weights, places, sums), count, lr))
 
     def adagrad(
         self, weights: Floats, squares: Floats, places: Longs, sums: Floats, count: float, lr: float, eps: float
     ) -> None:
-        """Steps distinct rows with row-wise Adagrad: [capacity, dim], [capacity, 1], [n], [n, dim]."""
+        """Steps distinct rows with row-wise Adagrad: weights [capacity, dim], squares [capacity, 1], places [n], sums
+        [n, dim].
+
+        count: the divisor of the mean
+        """
         _check_length(squares, len(weights))
         _check_dim(squares, 1)
         rows, *more = self._rows_and_values(weights, places, sums)
@@ -131,7 +140,9 @@ class Loops:
         return found
 
     def insert(self, slots: Slots, salt: int, ids: Longs, rows: Longs) -> int:
-        """Gives distinct ids without a row one each; returns how many empty slots that took."""
+        """Inserts distinct ids with a row each into an index. Returns how many slots are used that were never used
+        before.
+        """
         _check_length(rows, len(ids))
         if len(ids) >= len(slots):
             raise ValueError(f"expected fewer ids than the {len(slots)} slots, got {len(ids)}")
@@ -139,8 +150,7 @@ class Loops:
         return int(self._library.ps_insert(*index, self._read(ids), self._read(rows), len(ids)))
 
     def distinct(self, ids: Longs, salt: int, shards: int) -> tuple[Longs, Longs, Longs, Longs]:
-        """Returns each id once, the place of each, how often each occurs, and where each shard's ids end: see
-        distinct.py. Raises ValueError for more than MOST_IDS or MOST_SHARDS."""
+        """Returns the fields of distinct.Distinct. Raises ValueError for more than MOST_IDS or MOST_SHARDS."""
         count = len(ids)
         if count > MOST_IDS or not 1 <= shards <= MOST_SHARDS:
             raise ValueError(f"expected up to {MOST_IDS} ids of up to {MOST_SHARDS} shards, got {count} of {shards}")
@@ -208,7 +218,9 @@ _TYPES = {
 
 
 def check_complete(library: Any) -> None:
-    """Raises AttributeError where a library lacks a function of loops.h: each is looked up when it is first named."""
+    """Raises AttributeError if a library lacks a function of loops.h: cffi looks functions up only when
+    they are used.
+    """
     _ = library.ps_gather, library.ps_rows_at, library.ps_scatter, library.ps_are_finite, library.ps_copy
     _ = library.ps_add, library.ps_sum, library.ps_sgd, library.ps_adagrad
     _ = library.ps_find, library.ps_insert, library.ps_distinct

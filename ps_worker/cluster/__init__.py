@@ -4,9 +4,9 @@ options.py        Which job a worker takes part in, as which of its workers, and
 participation.py  A worker's part in its job, through every place that it has there: one connection after the other
 connection.py     One incarnation of a worker in its job: its place, and the ways to all shards that it opens from there
 transport.py      A transport is one way for buckets between a worker and one shard
-network.py        One way to a shard: buckets as messages
-shared_memory.py  The other way to a shard: buckets through memory that the worker shares with it
-row_transport.py  The ways of rows between a worker and all shards
+network.py        The transport over the network: buckets as messages
+shared_memory.py  The transport through shared memory: buckets in a segment that worker and shard both map
+row_transport.py  Moves rows between a worker and all shards
 first_rows.py     Rows from before `prepare` on their way from rank 0 to a shard
 feeds.py          Feeds of rows, as a reader calls them
 local_segment.py  A segment: memory that the worker makes, and hands over to shards on its host
@@ -17,7 +17,7 @@ own_membership.py A worker's place in its job: taken, kept by heartbeats, and ta
 group_membership.py The place of a group in its job, as one of its members has it
 heartbeat_process.py Heartbeats while C code keeps the GIL: the process beside the worker that sends them
 heartbeat_child.py What that process runs: the standard library alone
-launcher_reports.py What launchers ask of a coordinator: they report processes that have ended
-script.py         What a worker tells of its script, for workers that join late
+launcher_reports.py The calls of launchers to a coordinator: they report processes that have ended
+script.py         Tells the coordinator what this worker's script has set, for workers that join late
 value_rounds.py   A worker's part in the job's rounds, in which all live workers exchange a value
 """

@@ -44,7 +44,8 @@ OPEN_SECONDS = 5.0  # that a call may take which asks for a data connection
 class ShardCalls:
     """The calls to one shard. Requests and answers are bytes: neither gRPC nor protobuf copies a payload.
 
-    directory: where sockets of this host are
+    timeout:   seconds without progress after which a call fails
+    directory: the directory of unix sockets on this host, for data connections; None: use TCP only
     """
 
     def __init__(
@@ -62,12 +63,13 @@ class ShardCalls:
     # -- the data connection -----------------------------------------------------------------------------------------
 
     def open_data_connection(self, request: bytes, must: bool) -> None:
-        """Opens a data connection, which calls go over from here on; where it has ended another is opened.
+        """Opens a data connection, which later calls use. If it breaks, another one is opened.
 
-        request: of OpenDataConnection
-        must:    it must be TCP, and is tried for as long as any call; otherwise once now, and in time again
+        request: the bytes of an OpenDataConnectionRequest
+        must:    True: use TCP, and retry for as long as any call; False: try once now, and again later
 
-        Raises Unreachable if there can be none, TryLater if there is none now, and other PSErrors as any call.
+        Raises Unreachable if no data connection is possible, TryLater if there is none now, and other PSErrors as any
+        call.
         """
         directory = None if must else self._directory
 
@@ -106,11 +108,11 @@ class ShardCalls:
     # -- calls with one answer ---------------------------------------------------------------------------------------
 
     def unary(self, method: str, request: Parts) -> bytes:
-        """Returns the answer of one method of the data service. Raises PSError."""
+        """Calls a method of the data service, with retries, and returns its answer. Raises PSError."""
         return self._retry().call(lambda: self._unary(method, request))
 
     def try_once(self, method: str, request: Parts) -> None:
-        """Calls one method of the data service, in one attempt. Raises PSError."""
+        """Calls a method of the data service, without retries. Raises PSError."""
         try:
             self._unary(method, request)
         except FAILURES as error:
@@ -127,8 +129,9 @@ class ShardCalls:
     # -- calls with a stream of answers ------------------------------------------------------------------------------
 
     def first_of(self, method: str, request: bytes, seconds: float) -> bytes | None:
-        """Returns the first message of one streaming method's answer, in one attempt; None: there is none.
+        """Returns the first message of a streaming method's answer, without retries; None: the stream was empty.
 
+        seconds: the timeout
         Raises PSError.
         """
         messages: list[bytes] = []
@@ -145,8 +148,11 @@ class ShardCalls:
         read: Callable[[bytes, memoryview | None], None],
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        """Hands each message of one streaming method's answer to `read`, as its fields and its payload; if the stream
-        breaks off, all of them anew. begin: is called before the first one, each time"""
+        """Calls a streaming method. If the stream breaks, it is called again, and all messages come again.
+
+        read:  is called with the fields and the payload of each message
+        begin: is called before the first message of each attempt
+        """
         retry = self._retry()
 
         def progressing(fields: bytes, payload: memoryview | None) -> None:
@@ -177,16 +183,16 @@ class ShardCalls:
     def pull(
         self, method: str, plan: PullPlan, clock: int, buckets: Sequence[BucketSpec], pool: DaemonPool
     ) -> Future[PullResult]:
-        """Fetches buckets, landing each as it comes; after a failure those that are missing.
+        """Pulls buckets, and lands each as it comes. A retry after a failure pulls those that are missing.
 
         method: Pull or Exchange
-        pool:   has the thread that waits, where one has to
+        pool:   runs the call if it needs a thread to wait in
         """
         landing = Landing(plan, clock, buckets, self._waits)
         return self._soon(method, landing, PULL_SECONDS, partial(self._land, method, landing), pool)
 
     def pull_rows(self, landing: RowLanding, pool: DaemonPool, method: str = "PullRows") -> Future[PullResult]:
-        """Fetches rows, all of them anew after a failure.
+        """Pulls rows. A retry after a failure pulls all of them again.
 
         pool:   as in `pull`
         method: PullRows or ExchangeRows
@@ -208,7 +214,7 @@ class ShardCalls:
         return self._soon(method, landing, PULL_SECONDS, land, pool)
 
     def push_rows(self, request: Parts, result: Callable[[], T], pool: DaemonPool) -> Future[T]:
-        """Pushes rows; returns the future of what `result` returns then. pool: as in `pull`"""
+        """Pushes rows. The future's result is that of `result`, which is called after the push. pool: as in `pull`"""
 
         def push(error: Failure | None) -> T:
             retry = self._retry()
@@ -297,7 +303,7 @@ class ShardCalls:
 
 
 class Asked(Answers, Protocol[T_co]):
-    """A call that leaves by a data connection, and what comes of it."""
+    """A call over a data connection, which collects its answer."""
 
     @property
     def is_done(self) -> bool:
@@ -307,7 +313,7 @@ class Asked(Answers, Protocol[T_co]):
         """Returns the request."""
 
     def result(self) -> T_co:
-        """Returns what came of it, when it is done."""
+        """Returns the result of the call. `is_done` must be True."""
 
 
 class _Pushed(OneAnswer, Asked[T]):
@@ -342,10 +348,10 @@ def _follow(first: Future[T], second: Future[T]) -> None:
 
 
 def open_data_connections(calls: Iterable[ShardCalls], request: bytes, transport: str) -> None:
-    """Opens a data connection to each shard, as far as there can be one.
+    """Opens a data connection to each shard with which it is possible.
 
-    request: of OpenDataConnection
-    transport: "tcp": it must be TCP, is tried for as long as any call, and Unreachable is raised where there is none
+    request:   the bytes of an OpenDataConnectionRequest
+    transport: "tcp": every shard must have one over TCP; Unreachable is raised if one cannot
     """
     must, shards = transport == "tcp", list(calls)
 

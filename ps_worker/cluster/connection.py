@@ -1,7 +1,7 @@
-"""One incarnation of a worker in its job: its place, and the ways to all shards that it opens from there.
+"""One incarnation of a worker in its job: its place, and its connections to all shards.
 
 A worker that joins again makes another connection: its calls carry another incarnation, shards may have moved, and they
-have unmapped the segment that the older incarnation shared. A connection repairs nothing when its place is lost: its
+have unmapped the segment that the older incarnation shared. A connection does not recover when its place is lost: its
 owner makes the next one (participation.py).
 """
 
@@ -53,8 +53,8 @@ class _LastStep:
     """The last step, which may not have ended.
 
     pushed:     its pushes
-    has_failed: a call of it has: it may be on some shards, and not on others
-    left:       calls of steps that did not end: only `end` waits for them
+    has_failed: one of its calls has failed: some shards may have had the step, and others not
+    left:       calls of earlier steps that did not end; only `end` waits for them
     """
 
     pushed: Sequence[Future[PushResult]] = ()
@@ -63,16 +63,16 @@ class _LastStep:
 
 
 class Connection:
-    """A worker in one place of its job, connected to every shard, with its model in memory that they share if they can.
+    """A worker in one place of its job, connected to every shard; its model lies in shared memory if they can map it.
 
-    For the training thread. But `draft` is called by autograd's thread, while the training thread waits in backward;
-    `cut`, `close`, `place`, `clock` and `finished` are for any thread.
+    For the training thread. Exceptions: autograd's thread calls `draft`, while the training thread waits in backward;
+    any thread may use `cut`, `close`, `place`, `clock` and `finished`.
 
-    place:    the worker as the servers know it, and where it began
-    clock:    of the last step that was sent or finished
-    finished: of the last step that is over: one that is not is pushed again from the next place, should this be lost
+    place:    the worker's identity and the clock at which it began
+    clock:    that of the last step that was sent or finished
+    finished: that of the last step that is over. A later step is pushed again from the next place, if this one is lost
 
-    Raises NotShared if memory is to be shared and cannot be, PSError if shards do not answer; nothing is open then.
+    Raises NotShared if memory must be shared and cannot be, PSError if shards do not answer; nothing is open then.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Connection:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether any transport does something for drafts."""
+        """Whether any transport can send drafts."""
         return any(transport.has_drafts for transport in self._transports.values())
 
     @property
@@ -142,7 +142,7 @@ class Connection:
             log.info("buckets travel %s to shards %s", way, ranges(shards))
 
     def read_clocks(self) -> None:
-        """Reads the shards' clocks for the timeline, if it is time to. A shard that does not answer has no times."""
+        """Reads the shards' clocks for the timeline, if they are due. A shard that does not answer is left out."""
         clocks = self._timeline.clocks
         if clocks.are_due:
             clocks.read(list(self._readings()))
@@ -159,11 +159,13 @@ class Connection:
         return self._note([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
 
     def begin_tables(self, tables: Sequence[FirstRows], ask: bool = False) -> list[Future[int | None]]:
-        """Sends what all tables begin with to every shard; see RowTransport.begin."""
+        """Sends the initial content of all tables to every shard; see RowTransport.begin."""
         return self._note(self._rows.begin(tables, ask))
 
     def draft(self, bucket: BucketSpec) -> int:
-        """Sends a gradient that may still change; returns how many bytes of it its shard keeps meanwhile."""
+        """Sends a bucket's gradient before the step, in which it may still change. Returns the bytes that its shard
+        keeps until then; 0: it was not sent.
+        """
         if self._draft is None:
             self._draft = Draft()
         if self._draft.is_dropped:
@@ -176,10 +178,10 @@ class Connection:
         return bucket.nbytes
 
     def drop_drafts(self) -> None:
-        """Has the drafts count for nothing: their step is not made.
+        """Drops all drafts: the step that they belong to is not made.
 
-        No other leaves until a step of their clock is: a shard may have them still, and might take one for the draft
-        that the step commits, if the commit comes before that.
+        No draft is sent until the next step. Otherwise a shard that has an old draft of the same clock could take it
+        for the one that the step commits, if the commit comes first.
         """
         dropped = self._draft
         self._settle_drafts(False)
@@ -209,28 +211,29 @@ class Connection:
         self._under_way += self._rows.assign(clock, table, rows, had)
 
     def forget_assigned_rows(self) -> None:
-        """Has the next step take no rows along that `assign_rows` has sent: some were refused."""
+        """Leaves the rows that `assign_rows` has sent out of the next step, because some were refused."""
         self._rows.forget_assigned()
 
     def pull_state(self, land: Callable[[PulledState], None]) -> None:
-        """Fetches the optimizer state of all buckets; see `NetworkTransport.pull_state`."""
+        """Pulls the optimizer state of all buckets. land: is called with each; see `NetworkTransport.pull_state`"""
         for index, buckets in self._buckets.items():
             wanted = [bucket for bucket in buckets if not bucket.frozen]
             if wanted:
                 self._under_way.append(self._network[index].pull_state(wanted, land))
 
     def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> list[Future[PullResult]]:
-        """Fetches rows at this clock: [n] ids into [n, dim] float32, contiguous."""
+        """Pulls rows at this clock into `out`. ids: [n]; out: [n, dim] float32, contiguous"""
         return self._note(self._rows.pull(self.clock, table, ids, out))
 
     def pull_table(self, table: int, count_only: bool) -> list[Future[TablePart]]:
-        """Fetches all rows of a table at this clock, from each shard those that it has; or only their number."""
+        """Pulls a table at this clock, from each shard its part. count_only: only the number of rows"""
         return self._note(self._rows.pull_table(self.clock, table, count_only))
 
     def pull(self, frozen: bool = False, all_staged: bool = False) -> list[Future[PullResult]]:
-        """Asks every shard for the weights at this clock: those that an optimizer steps, or the `frozen` ones.
+        """Pulls weights at this clock from every shard.
 
-        all_staged: with every update, of any worker, that is staged when the call comes to the shard
+        frozen:     pull the frozen buckets; False: those that an optimizer steps
+        all_staged: the weights must have every update, of any worker, that is staged when the call comes to the shard
         """
         pulls = []
         for index, buckets in self._buckets.items():
@@ -250,18 +253,19 @@ class Connection:
         is_part: bool = False,
         begun: int | None = None,
     ) -> tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]:
-        """Sends the next step, and asks every shard for the weights at its clock, which is this worker's then.
+        """Pushes the next step, and pulls the weights at its clock from every shard.
 
-        pushes:       of every bucket that trains; where a model is sent fragment by fragment, of those of one fragment
-        drafts_count: the gradients that left as drafts are unchanged: they are not sent again
-        rows:         pushes of every table; ranges: the leased data that they used
-        ahead:        rows that are asked for with them: nothing waits for these but `await_with_others`
-        is_part:      more fragments of the step follow: its clock is not this worker's yet
-        begun:        the clock for which the step was pushed first, from a place that is lost; shards get skips of what
-                      they have had of it
+        pushes:       one for every trained bucket; if the model is sent fragment by fragment, for those of one fragment
+        drafts_count: the drafts are unchanged: they are committed and not sent again
+        rows:         the pushes of every table
+        ranges:       the leased data that the step used
+        ahead:        rows to pull at the same time; `settle` waits for them only after `await_with_others`
+        is_part:      other fragments of the step follow: `clock` stays as it is
+        begun:        the clock at which the step was first pushed, from a place that is lost. A shard that has had its
+                      part gets a skip. None: this is the first time
 
-        Returns the pushes, the pulls, and those of the pulls that commit drafts: when such a pull has landed, its
-        drafts count.
+        Returns the pushes, the pulls, and those of the pulls that commit drafts: such drafts count once their pull has
+        landed.
         """
         self._timeline.step.pushing()
         drafted = self._settle_drafts(drafts_count)
@@ -291,11 +295,11 @@ class Connection:
         return pushed, pulled, [step.pull for step in steps if step.commits]
 
     def end_step(self) -> None:
-        """Notes that the step that was sent last is over: it is not pushed again."""
+        """Notes that the last step is over: it is not pushed again from a later place."""
         self.finished = self.clock
 
     def has_had(self, bucket: BucketSpec, clock: int) -> bool:
-        """Whether a bucket had had what this worker pushes for a clock, when it took this place."""
+        """Whether a bucket already had this worker's push of `clock` when the worker took this place."""
         return self.place.has_had(self._shard_of[bucket.index], bucket.index, clock)
 
     def _has_had(self, clock: int, shard: int, table: int) -> bool:
@@ -303,7 +307,7 @@ class Connection:
         return self.place.has_had(shard, len(self._shard_of) + table, clock)
 
     def push_apart(self, pushes: Sequence[BucketPush]) -> list[Future[PushResult]]:
-        """Sends empty pushes, over the network whatever the transport, and asks for no weights."""
+        """Sends empty pushes without a pull, over the network also where memory is shared."""
         return self._note([self._network[self._shard_of[push.bucket.index]].push(push) for push in pushes])
 
     def _note(self, futures: list[Future[T]]) -> list[Future[T]]:
@@ -311,19 +315,24 @@ class Connection:
         return futures
 
     def await_with_others(self, calls: Sequence[Future[Any]]) -> None:
-        """Has the next `settle` wait for these calls, too."""
+        """Adds calls for which the next `settle` waits."""
         self._under_way += calls
 
-    def fail(self) -> None:
-        """Notes that a call of the last step has failed: it may be on some shards, and not on others."""
+    def fail(self, clock: int | None = None) -> None:
+        """Notes that a call of the last step has failed: it may be on some shards, and not on others.
+
+        clock: of that step, where it may have failed before this worker had sent anything of it, and other members of
+               its group have: None: it was sent
+        """
+        self.clock = self.clock if clock is None else clock
         self._last.has_failed = True
 
     def resume(self) -> bool:
-        """Ends the last step, if it did not end: so that the next one finds all shards at its clock. Returns whether
-        there are calls to settle.
+        """Ends the last step, if it has not ended, so that all shards are at its clock before the next one. Returns
+        whether the caller must `settle` calls.
 
-        An interrupt has left pushes under way: those of the next step must not overtake them. Where a call has failed,
-        what no shard has of that step is left out of it.
+        An interrupt has left pushes under way, which the next step must not overtake. If a call has failed, buckets
+        that have not had the step get a skip for it.
         """
         under_way = [push for push in self._last.pushed if not push.done()]
         if not self._last.has_failed:
@@ -338,7 +347,7 @@ class Connection:
         return True
 
     def settle(self) -> BaseException | None:
-        """Waits for all calls that are under way; returns the first error as soon as there is one, otherwise None."""
+        """Waits for all calls under way. Returns the first error as soon as there is one; None if there was none."""
         # One wait for all: each wait looks at every future, and there may be thousands.
         done = await_all(self._under_way)
         error = next((raised for future in done if (raised := future.exception()) is not None), None)
@@ -347,7 +356,7 @@ class Connection:
         return error
 
     def cut(self) -> None:
-        """Ends every call that is under way; from any thread."""
+        """Aborts all calls under way. For any thread."""
         draft = self._draft
         if draft is not None:
             draft.settle(False)
@@ -372,7 +381,7 @@ class Connection:
             yield from transport.threads
 
     def end(self) -> None:
-        """Closes; when it returns, nothing lands in the model or is read from it any more."""
+        """Closes the connection, and waits until no call reads or writes the model any more."""
         self.close()
         self.drop_drafts()
         wait([*self._under_way, *self._last.left])

@@ -47,7 +47,9 @@ _TOO_LARGE = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
 
 
 class RosterWatch:
-    """The roster as it changes. One thread iterates, until the job ends, the connection breaks, or `stop`."""
+    """An iterator over the roster's changes, for one thread. It ends with the job, with the connection, or after
+    `stop`.
+    """
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self._call: Any = None
@@ -61,15 +63,15 @@ class RosterWatch:
                 yield Roster(tuple(response.ranks), response.world_size, response.started, asked)
 
     def stop(self) -> None:
-        """Ends the call; from any thread, and more than once."""
+        """Cancels the call. For any thread; may be called more than once."""
         if self._call is not None:
             self._call.cancel()
 
 
 class CoordinatorClient:
-    """The coordinator, from a worker's side. Methods block, retry until `closing` is set, and raise PSError.
+    """The calls of a worker to the coordinator. Methods block, retry until `closing` is set, and raise PSError.
 
-    figures: returns what the worker has measured, for those that watch the job; None: nothing
+    figures: returns the worker's measurements, which heartbeats carry for dashboards; None: they carry none
     """
 
     def __init__(
@@ -91,11 +93,11 @@ class CoordinatorClient:
         self._rounds = RoundServiceStub(self._channel)
 
     def register(self, spec: JobSpec, launch: str = "", memory_place: str = "") -> Registration:
-        """Registers a job, or finds the equal one that is there. Raises VersionMismatch for servers too old.
+        """Registers a job, or finds an equal one. Raises VersionMismatch if the servers are too old.
 
-        launch: of this worker; JobFinished is raised if the job has finished and that took part. Empty: it may begin
-                anew
-        memory_place: where this worker can share memory with shards; empty: nowhere
+        launch:       this worker's launch: JobFinished is raised if it took part in the job, and this has finished;
+                      empty: the job may begin anew
+        memory_place: names the memory that this worker can share with shards; empty: none
         """
         request = jobs_pb2.RegisterJobRequest(
             spec=job_spec_message(spec), protocol_version=VERSION, launch=launch, memory_place=memory_place
@@ -110,10 +112,10 @@ class CoordinatorClient:
     ) -> JoinResult:
         """Makes this process a live worker of a run of the job.
 
-        before, clock: its last place, and the steps it had finished there; None and 0 for a new worker
+        before, clock: the worker's last place, and the steps that it had finished there; None and 0 for a new worker
 
-        Raises JobInUse if live workers of another launch are in the way. As long as the coordinator cannot tell whether
-        they are live, it waits, however short the timeout: that ends with their lease.
+        Raises JobInUse if live workers of another launch prevent it. While the coordinator cannot tell whether these
+        are live, it waits until the end of their leases, even beyond the timeout.
         """
         # One number for all repeats: the coordinator takes them for one request, however late one arrives.
         attempt, since, launch = secrets.randbits(63), math.inf, options.launch
@@ -148,9 +150,9 @@ class CoordinatorClient:
         return workers.read_joined(Retry(self._peer, self._timeout, self.closing).call(ask))
 
     def heartbeat(self, worker: Identity, clock: int, timeout: float, script_wanted: bool = False) -> HeartbeatAnswer:
-        """Renews the lease; one attempt. It carries what the worker has measured.
+        """Renews the lease, without retries. Sends the worker's measurements, too.
 
-        script_wanted: asks for what the job's script has set
+        script_wanted: ask for what the job's script has set
         """
         request = workers.write_heartbeat(worker, clock, script_wanted)
         if self._figures is not None:
@@ -168,7 +170,9 @@ class CoordinatorClient:
         self._call(self._members.SaveWorkerState, request)
 
     def tell_script(self, worker: Identity, request: int, script: SavedState | None) -> None:
-        """Answers the coordinator's request for what this worker's script has set; one attempt: it asks again."""
+        """Answers the coordinator's request number `request` with what this worker's script has set, without retries:
+        the coordinator asks again. script: None: there is nothing to tell
+        """
         message = membership_pb2.SaveWorkerStateRequest(
             worker=identity_message(worker), script=workers.state_message(script), script_request=request
         )
@@ -185,10 +189,10 @@ class CoordinatorClient:
     def exchange(
         self, worker: Identity, number: int, clock: int, value: bytes, heard: Callable[[RoundNews], bool]
     ) -> RoundNews | None:
-        """Gives a value to a round; returns the round with all its values when it is complete.
+        """Gives a value to a round, waits for the round, and returns it with all values.
 
-        number: of the round; 0: there is no value, only the question which round is next
-        heard:  called with news while the round is open; where it returns False, the call ends and returns None
+        number: that of the round; 0: give no value, and ask only which round is next
+        heard:  is called with each message while the round is open; if it returns False, the call ends and returns None
         """
         retry = Retry(self._peer, self._timeout, self.closing)
         request = workers.write_gather(GatherRequest(worker, number, clock, value))
@@ -216,12 +220,13 @@ class CoordinatorClient:
         script: SavedState | None = None,
         attempts: int = 1,
     ) -> None:
-        """Leaves the job, and leaves this worker's own state behind; one attempt, because the lease ends it anyway.
+        """Leaves the job, and sends this worker's own state for a successor. Without the call, the end of the lease has
+        the same effect.
 
-        done:     the script has come to its end
-        script:   what it has set that is the job's
-        attempts: where the coordinator does not answer
-        One more, without the state, where that is too large for a message or arrives too slowly.
+        done:     the script has run to its end
+        script:   what the script has set for the job
+        attempts: how often to try if the coordinator does not answer
+        If the state is too large for a message, or takes too long to send, it tries once more without the state.
         """
         request = membership_pb2.LeaveRequest(
             worker=identity_message(worker), done=done, script=workers.state_message(script)
@@ -241,7 +246,7 @@ class CoordinatorClient:
                 self.leave(worker, state, done, script, attempts - 1)
 
     def watch(self, job: str) -> RosterWatch:
-        """Watches the roster: as it is now, and after every change."""
+        """Watches the roster. The iterator first yields the current roster, then each change."""
         return RosterWatch(lambda: self._members.Watch(membership_pb2.WatchRequest(job=job)))
 
     def close(self) -> None:

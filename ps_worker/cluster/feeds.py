@@ -1,4 +1,4 @@
-"""Feeds of rows, as a reader calls them: where a job's shards are, and what one of them streams."""
+"""The calls by which a reader follows a table: it asks the coordinator for the shards, and a shard for changed rows."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _WATCH_ROWS = f"/{feed_pb2.DESCRIPTOR.services_by_name['FeedService'].full_name}
 
 
 def shard_addresses(server: str, access: Access = PLAINTEXT) -> tuple[dict[int, str], int]:
-    """Returns the addresses of the shards that are known, by index, and how many there are to be.
+    """Returns the addresses of the shards that have registered, by index, and the number of shards of the cluster.
 
     server: HOST:PORT of the coordinator
-    access: needs the role of a reader
+    access: its role must be that of a reader
 
     Raises PSError.
     """
@@ -42,10 +42,11 @@ def shard_addresses(server: str, access: Access = PLAINTEXT) -> tuple[dict[int, 
 
 
 class RowWatch:
-    """One call of WatchRows: an iterator over what comes. Raises PSError when it ends otherwise than by `cancel`.
+    """One call of WatchRows: an iterator over its messages. Raises PSError if it ends in any other way than by
+    `cancel`.
 
-    cursor: of an earlier call to this shard; empty: the whole table is wanted
-    period: seconds from one round to the next, at least
+    cursor: that of an earlier call to this shard; empty: all rows are wanted
+    period: the least time between two rounds, in seconds
     """
 
     def __init__(

@@ -1,6 +1,7 @@
-"""Rows from before `prepare` on their way from rank 0 to the shards: to each in messages of a few MiB, one by one.
+"""Sends the rows that tables have before `prepare` from rank 0 to the shards: to each in messages of a few MiB, one by
+one.
 
-Rows that were trained longest ago leave first: where memory does not hold all, a shard moves these to its file.
+Rows that were trained longest ago are sent first: if memory cannot hold all rows, a shard moves these to its file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MESSAGE_BYTES = 4 * 2**20
 
 
 class RowsBefore:
-    """What a job's tables begin with, from rank 0, and whether that is what this worker has from before `prepare`."""
+    """The initial content of a job's tables, which rank 0 sends, and whether the servers have taken this worker's."""
 
     def __init__(self, tables: ServerTables) -> None:
         self._tables = tables
@@ -36,11 +37,12 @@ class RowsBefore:
     def send(
         self, begin: Callable[[Sequence[FirstRows], bool], list[Future[int | None]]], settle: Callable[[], None]
     ) -> None:
-        """Sends what tables begin with, when all shards have said that they have room for it. Where a table has begun
-        on some of them, because another rank 0 has sent it, the others get that one's seed.
+        """Sends the initial content of all tables, once all shards have confirmed that they have room for it.
 
-        begin:  sends to all shards, or only asks; see RowTransport.begin
-        settle: waits for that, and raises what has failed
+        If a table has begun on some shards with the content of another rank 0, the other shards get that one's seed.
+
+        begin:  sends the content to all shards, or only asks for room; see RowTransport.begin
+        settle: waits for these calls, and raises their first error
         """
         tables = self._tables.first_rows()
         if not tables:
@@ -62,18 +64,20 @@ class RowsBefore:
         settle()
 
     def began(self, clock: int) -> None:
-        """Says in the log if these rows were not taken, now that the worker is in the job, at this clock."""
+        """Warns if this worker has rows from before `prepare` that the job did not take. clock: at which the worker has
+        joined
+        """
         if (self._had_begun or clock > 0) and not self._taken:
             self._tables.warn_of_ignored(clock)
 
 
 @dataclass(frozen=True)
 class ShardPart:
-    """What a table begins with on one shard.
+    """The initial content of a table on one shard.
 
-    tensors: of all shards, as Table.snapshot has them
-    columns: of rows, as they travel
-    rows, waiting: the places of this shard's, in the order in which they leave
+    tensors: those of all shards, as Table.snapshot returns them
+    columns: the columns of a row, in the order in which they are sent
+    rows, waiting: the indices of this shard's rows and waiting ids, in the order in which they are sent
     """
 
     beginning: Beginning
@@ -84,7 +88,9 @@ class ShardPart:
 
 
 def parts_of(table: FirstRows, job: JobTable, shards: int) -> list[ShardPart]:
-    """Returns what each shard gets. Where the rows' optimizer is another one than the job's, they have no state."""
+    """Returns each shard's part of a table's initial content. If the rows' optimizer is not the job's, they have no
+    state.
+    """
     tensors, spec = table.rows, job.rows
     if table.given is not None:  # as many as there are: they are sent by `begin_given`
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -119,11 +125,11 @@ def _places(tensors: Mapping[str, torch.Tensor], prefix: str, shards: int) -> li
 
 
 def begin_table(calls: ShardCalls, worker: Identity, table: int, part: ShardPart, ask: bool) -> int | None:
-    """Sends a table's part to its shard. Returns None, or the seed of the table if it had begun there before. Raises
+    """Sends a table's part to its shard. Returns None; or the table's seed, if it had begun there before. Raises
     PSError.
 
-    table: its place in the job's list
-    ask:   only asks whether there is room
+    table: the index of the table in the job's list of tables
+    ask:   send nothing, and only ask whether there is room
     """
     for message in _messages(worker, table, part, ask):
         begun, seed = _send(calls, message)
@@ -164,10 +170,11 @@ def begin_given(
     first: FirstRows,
     submit: Callable[[Callable[[], None]], Future[None]],
 ) -> None:
-    """Sends vectors that a script has given to all shards, piece by piece: one piece of them is in memory, and its
-    messages. A shard that had begun the table before takes none. Raises PSError.
+    """Sends vectors that a script has set to all shards, piece by piece, so that only one piece is in memory.
 
-    submit: has something done in another thread
+    A shard on which the table had begun before gets none. Raises PSError.
+
+    submit: runs a function in another thread
     """
     given, shards = first.given, len(calls)
     assert given is not None

@@ -1,8 +1,9 @@
-"""The place of a group in its job, as one of its members has it.
+"""The place of a group in its job, on one of the group's members.
 
-Every member sends heartbeats: the lease of a group is that of its most silent one. But a heartbeat's thread takes no
-other place by itself. A group whose member hangs would join again and again, and others would wait for it each time.
-So the group joins again once all of its members have met, in their training threads.
+Every member sends heartbeats. The lease of the group runs out when that of its most silent member does. A member's
+heartbeat thread does not join again by itself, as that of a single process does. Otherwise a group with a member that
+hangs would join again and again, and other workers would wait for it each time. The group joins again once all of its
+members have met, in their training threads.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ the worker.
 
 The worker writes lines of JSON to its stdin: first what a `Plan` holds, then at each turn of its thread the message of
 the heartbeat that it is about to send. Where a line is late, this process sends the last message itself, as long as the
-worker's process runs. It sends nothing while that is stopped (SIGSTOP, a debugger), which is silence indeed, and ends
-with it.
+worker's process runs. While the worker's process is stopped (SIGSTOP, a debugger), this one sends nothing: the worker
+is then silent. It ends with the worker's process.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ _MAX_LINE = 2**20
 
 
 class Plan:
-    """What the worker says of itself, and of how the coordinator is called.
+    """What the child needs to call the coordinator. The worker sends it once, as JSON.
 
-    parent:     the worker's process
-    address:    HOST:PORT; path: of the method
-    pause:      seconds between two turns; busy: seconds after which a thread that has no turn any more counts as hung
-    token:      bearer token, or token_file: where it stands; both may be None
-    tls:        None: plaintext; otherwise `cert`, `key` and `ca`, each a file or None
+    parent:  the pid of the worker
+    address: HOST:PORT of the coordinator
+    path:    that of the gRPC method
+    pause:   seconds between two turns of the worker's thread
+    busy:    seconds without a turn after which the thread counts as hung
+    token:   bearer token; None: there is none, or it is in `token_file`
+    token_file: the file with the token; None: there is none
+    tls:     None: plaintext; otherwise `cert`, `key` and `ca`, each a file or None
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
@@ -54,7 +57,7 @@ class Plan:
         self.tls: dict[str, str | None] | None = told["tls"]
 
     def current_token(self) -> str | None:
-        """Returns the token as its file has it now."""
+        """Returns the token, which is read anew if it is in a file; None: there is none."""
         if self.token_file is None:
             return self.token
         with open(self.token_file, encoding="utf-8") as file:
@@ -65,7 +68,7 @@ class Plan:
 
 
 def call(plan: Plan, message: bytes) -> None:
-    """Makes one call, on a connection of its own: certificates and the token are those of now. Raises OSError."""
+    """Makes one call, on a new connection with the current certificates and token. Raises OSError."""
     host, _, port = plan.address.rpartition(":")
     host = host.strip("[]")
     until = time.monotonic() + plan.pause
@@ -161,14 +164,14 @@ def is_running(pid: int) -> bool:
 
 
 class Lines:
-    """The lines of stdin, as they come. is_over: it has been closed, as it is when the worker ends."""
+    """The lines that come on stdin. is_over: stdin was closed, because the worker has ended"""
 
     def __init__(self) -> None:
         self.is_over = False
         self._rest = b""
 
     def wait(self, seconds: float) -> list[bytes]:
-        """Returns the lines that have come, after so many seconds at the latest."""
+        """Waits up to `seconds` for input. Returns the complete lines that have come, perhaps none."""
         ready, _, _ = select.select([0], [], [], max(0.0, seconds))
         if not ready:
             return []
@@ -180,7 +183,7 @@ class Lines:
 
 
 def main() -> None:
-    """Beats in the worker's place until its end."""
+    """Sends heartbeats in place of the worker's thread, until the worker ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to handle
     lines, message = Lines(), b""
     first: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Heartbeats while Python does not get to run: a small process beside a worker beats in the place of its thread.
+"""Heartbeats while C code keeps the GIL: a small process beside the worker sends them in place of the worker's thread.
 
 The thread that sends heartbeats needs the GIL, and C code may keep that for long: `json.load` or `pickle.load` of a
 large file, a sort of many objects. The worker computes then, and is not to lose its place. The process beside it is
@@ -6,8 +6,8 @@ told at each turn of the thread, and sends the thread's last heartbeat again whe
 (heartbeat_child.py). It ends with the worker, and sends nothing for one that is stopped. A thread that has no turn
 for `busy_seconds` counts as hung: then the lease runs out.
 
-A thread of another kind would do without a process, but not without a compiler: in Python every thread needs the GIL.
-This one takes 5 MB of memory of its own (11 MB with what it shares) and 40 ms of a core; with gRPC in it, 14 MB (31 MB)
+A thread in C would need no process, but a compiler to build it: every Python thread needs the GIL. The process takes
+5 MB of memory of its own (11 MB with what it shares) and 40 ms of a core. With gRPC in it, it would take 14 MB (31 MB)
 and twice the time.
 """
 
@@ -33,7 +33,7 @@ _METHOD = membership_pb2.DESCRIPTOR.services_by_name["MembershipService"].method
 
 
 class HeartbeatProcess:
-    """The process beside one worker. For the heartbeat's thread, which starts it: `prepare` does not wait for it.
+    """The child process beside one worker. For the heartbeat's thread, which starts it with the first `turn`.
 
     pause: seconds between two turns of the thread
     """
@@ -44,7 +44,7 @@ class HeartbeatProcess:
         self._next = 0.0  # not started before
 
     def turn(self, message: bytes) -> None:
-        """Says that the thread has its turn. message: the heartbeat that it sends"""
+        """Tells the child that the thread is alive. message: the heartbeat that the thread is about to send"""
         options = self._options
         if not options.busy_seconds or not sys.executable or options.server is None:
             return

@@ -1,4 +1,4 @@
-"""A pull under way: which buckets are still to come, and where the elements of each belong."""
+"""A pull under way: which buckets or rows are still missing, and where each is written."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Read = Callable[[bytes, memoryview | None], Sequence[PulledBucket]]
 
 @dataclass(frozen=True)
 class PullPlan:
-    """How a pull is asked for, and what becomes of its buckets.
+    """How a pull of buckets is requested, and how its answer is used.
 
     request: makes the request for buckets of these indices
-    read:    takes a message of the answer apart
-    land:    takes a bucket over; returns its bytes
-    place:   returns where the elements of a bucket, so many bytes, may be put before it lands, if anywhere. Raises
-             InvalidRequest if they cannot be the bucket's
+    read:    parses a message of the answer
+    land:    writes a bucket to the model; returns its bytes
+    place:   returns memory for a bucket's payload of this many bytes, so that it is received there; None: there is
+             none. Raises InvalidRequest if the size is wrong
     """
 
     request: Callable[[list[int]], bytes]
@@ -47,7 +47,7 @@ class PullPlan:
 
 
 class Landing:
-    """A pull of buckets at a clock. For one thread at a time. waits: told of what it waits for"""
+    """A pull of buckets at a clock. For one thread at a time. waits: logs which workers the pull waits for"""
 
     def __init__(self, plan: PullPlan, clock: int, buckets: Sequence[BucketSpec], waits: Troubles) -> None:
         self._plan, self._clock, self._waits = plan, clock, waits
@@ -64,7 +64,7 @@ class Landing:
         return not self._missing
 
     def request(self) -> bytes:
-        """Returns the request for what is missing."""
+        """Returns the request for the missing buckets."""
         return self._plan.request(list(self._missing))
 
     def result(self) -> PullResult:
@@ -76,11 +76,11 @@ class Landing:
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def message(self, message: bytes) -> None:
-        """Takes a whole message. Raises InvalidRequest for one that cannot be an answer."""
+        """Processes a whole message. Raises InvalidRequest if it is no answer to the pull."""
         self._take(self._plan.read(*split_message(message)))
 
     def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
-        """Returns where the payload of the message that comes belongs; None: it is taken from anywhere."""
+        """Returns memory for the payload of the message that is coming; None: the caller may use any."""
         self._fields, self._coming = split_head(head, payload_bytes), None
         if not payload_bytes:
             return None
@@ -93,7 +93,7 @@ class Landing:
         return self._plan.place(self._missing[pulled[0].bucket], pulled[0], payload_bytes)
 
     def take(self, payload: memoryview | None) -> bool:
-        """Takes the message that `place` was told of; returns whether all buckets have landed."""
+        """Processes the message whose head `place` was called with. Returns whether all buckets have landed."""
         if self._coming is not None and payload is not None:
             self._take([self._coming._replace(payload=payload)])
         else:
@@ -121,11 +121,12 @@ class Landing:
 class RowLanding:
     """A pull of rows from one shard. For one thread at a time.
 
-    request: of PullRows
-    count:   of the rows that it asks for, and `dim` elements of each; codec: as they come in messages
-    land:    takes rows over, from a number on: [n, dim] float32
-    shared:  where rows come that are in the segment: [rows, dim]; None: they come in messages
-    waits:   told of what it waits for
+    request:    the bytes of the PullRowsRequest
+    count, dim: the number of rows, and the elements of each
+    codec:      that of the rows in messages
+    land:       writes rows, from a number on: [n, dim] float32
+    shared:     where the rows come in the segment: [rows, dim]; None: they come in messages
+    waits:      logs which workers the pull waits for
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class RowLanding:
         self.begin()
 
     def begin(self) -> None:
-        """Begins again, as if nothing had come."""
+        """Forgets all that has come, before the pull is repeated."""
         self._landed = np.zeros(self._rows, np.bool_)
         self._answered, self._waited, self._save_state = False, 0.0, False
         self._fields = b""
@@ -160,7 +161,7 @@ class RowLanding:
         return self._request
 
     def result(self) -> PullResult:
-        """Returns what came of it. Raises InvalidRequest where rows are missing."""
+        """Returns the result. Raises InvalidRequest if rows are missing."""
         if not self.is_done:
             raise InvalidRequest(f"{self._peer}: expected {self._rows} rows, got {int(self._landed.sum())}")
         self._waits.over("rows")
@@ -173,12 +174,12 @@ class RowLanding:
         return memoryview(bytearray(payload_bytes)) if payload_bytes else None
 
     def take(self, payload: memoryview | None) -> bool:
-        """Takes the message that `place` was told of; returns whether all rows have come."""
+        """Processes the message whose head `place` was called with. Returns whether all rows have come."""
         self.message(self._fields, payload)
         return self.is_done
 
     def message(self, fields: bytes, payload: memoryview | None) -> None:
-        """Takes a message. Raises InvalidRequest for one that cannot be an answer."""
+        """Processes a message. Raises InvalidRequest if it is no answer to the pull."""
         self.progressed()
         self._take(rows.read_pulled(fields, payload))
 
@@ -210,9 +211,10 @@ class RowLanding:
 
 
 class ExchangeLanding(RowLanding):
-    """A pull of rows that comes with a push.
+    """A pull of rows in one call with a push.
 
-    staged: is called with the time at which the push was staged, on the clock of time.perf_counter; maybe again
+    staged: is called with the time at which the push was staged, on the clock of time.perf_counter; perhaps several
+            times
     """
 
     def __init__(self, *pull: Any, staged: Callable[[float], None]) -> None:
@@ -229,5 +231,5 @@ class ExchangeLanding(RowLanding):
 
 
 def note_wait(waits: Troubles, waiting: Awaited) -> None:
-    """Tells of what rows wait for."""
+    """Logs which workers a pull of rows waits for."""
     waits.met("rows", "waiting for rows: %s", waiting.reason, detail=waiting.ranks)

@@ -1,8 +1,8 @@
-"""What launchers ask of a coordinator. Above all they tell it that a process has ended, which they see at once.
+"""The calls of launchers to a coordinator. Above all they report that a process has ended, which they see at once.
 
-Without a report the others wait for a worker until its lease has run out, and a shard's index for a process at another
-address until the shard has been silent for long. A report about a process that another one has replaced changes
-nothing, so it may be repeated, and may come late.
+Without a report, the other workers wait for a dead worker until its lease has run out. And a process at another address
+can take the index of a dead shard only after that shard has been silent for some time (Timing.shard_lost). A report
+about a process that another one has replaced changes nothing. So a report may be repeated, and may come late.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def report_worker_end(
     incarnation: int = 0,
     access: Access = PLAINTEXT,
 ) -> tuple[int, ...]:
-    """Says that a worker's process has ended; returns the ranks that were taken off, none if it was not live.
+    """Reports that a worker's process has ended. Returns the ranks that were removed; none if no worker of it was live.
 
     server:      HOST:PORT of the coordinator
-    launch, pid: what the process had as PS_LAUNCH_ID, and its process id. A launcher that starts processes in
-                 containers, where one has the pid of the one before, gives each a launch of its own
+    launch, pid: the process's PS_LAUNCH_ID, and its process id. If containers give successive processes the same pid,
+                 the launcher must give each a launch of its own
     host:        the host name that the process saw; None: this host's
-    incarnation: of the worker that is meant, where it is known; 0: any
-    access:      needs the role of a worker of the job, of an admin, or of the cluster
+    incarnation: that of the worker, if it is known; 0: any
+    access:      its role must be that of a worker of the job, of an admin, or of the cluster
 
-    Waits for up to 5 s. Raises NotFound where there is no such job, and other PSErrors.
+    Waits for up to 5 s. Raises NotFound if there is no such job, and other PSErrors.
     """
     request = membership_pb2.ReportWorkerEndRequest(
         job=job, launch=launch, host=socket.gethostname() if host is None else host, pid=pid, incarnation=incarnation
@@ -55,23 +55,23 @@ def report_worker_end(
 
 
 def report_shard_end(server: str, index: int, process: int, access: Access = PLAINTEXT) -> bool:
-    """Says that a shard's process has ended: another one may take its index at once, at any address.
+    """Reports that a shard's process has ended: another process may take its index at once, at any address.
 
     server:  HOST:PORT of the coordinator
     process: the number that the process chose: ps_server.server.Server.process
-    access:  needs the role of the cluster, or of an admin
+    access:  its role must be that of the cluster, or of an admin
 
-    Returns whether it was the shard. Waits for up to 5 s. Raises PSError.
+    Returns whether the process had the index. Waits for up to 5 s. Raises PSError.
     """
     request = cluster_pb2.ReportShardEndRequest(index=index, process=process)
     return bool(_ask(server, access, lambda channel: ClusterServiceStub(channel).ReportShardEnd, request).known)
 
 
 def await_job_end(server: str, job: str, patience: float, access: Access = PLAINTEXT) -> bool:
-    """Returns when a job has ended, or when its coordinator stops; at once if there is no such job.
+    """Waits until a job has ended, or its coordinator stops. Returns at once if there is no such job.
 
-    patience: seconds for which a coordinator may be away, as one that is started again
-    Returns False if it was away for longer. Raises PSError if it refuses the question.
+    patience: seconds for which the coordinator may be unreachable, as during a restart
+    Returns False if it was unreachable for longer, otherwise True. Raises PSError if it refuses the call.
     """
     silent_since = time.monotonic()
     with open_channel(server, access) as channel:

@@ -33,12 +33,12 @@ _LEFT_BEHIND_SECONDS = 60.0  # a socket begins to listen microseconds after it g
 
 
 class LocalSegment:
-    """A new segment of `size` bytes, mapped here as `memory`, that shards can attach with `offer` until it is hidden.
+    """A new segment of `size` bytes, mapped here as `memory`. Shards can attach it with `offer`, until `hide`.
 
-    directory: where shards find the socket
+    directory: the directory of the socket
     row_bytes: see SegmentOffer
 
-    Raises NotShared if there is no room, or no socket can be made.
+    Raises NotShared if there is too little memory, or no socket can be made.
     """
 
     def __init__(self, size: int, directory: Path, row_bytes: int = 0) -> None:

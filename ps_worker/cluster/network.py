@@ -1,5 +1,7 @@
-"""One way to a shard: buckets as messages, over a data connection or gRPC (calls.py). A pool pushes them in the order
-in which they were submitted, a few at a time."""
+"""The transport over the network: sends buckets to a shard as messages, over a data connection or gRPC (calls.py).
+
+A pool of threads pushes them in the order in which they were submitted, a few at a time.
+"""
 
 from __future__ import annotations
 
@@ -32,24 +34,28 @@ PUSHES_IN_FLIGHT, PUSHES_TO_ONE_SHARD = 4, 2
 
 
 def network_pushers(shards: int) -> DaemonPool:
-    """Returns the threads that push to that many shards: on average one for each, where there are many."""
+    """Returns the pool of threads that push to `shards` shards.
+
+    It has PUSHES_IN_FLIGHT threads, or one for each shard if that is more, and at most PUSHES_TO_ONE_SHARD for each.
+    """
     return DaemonPool(min(max(PUSHES_IN_FLIGHT, shards), PUSHES_TO_ONE_SHARD * shards), "push")
 
 
 def pullers(shards: int) -> DaemonPool:
-    """Returns the threads that pull from that many shards, where a pull needs one: two at a time from each."""
+    """Returns the pool of threads for pulls that need one: two for each shard."""
     return DaemonPool(2 * shards, "pull")
 
 
 class Sending(threading.local):
-    """Of each thread that sends: memory in which it puts one bucket after the other. To get fresh memory each time may
-    take several times as long as to fill it (measured)."""
+    """Each sending thread's memory for the payload of one bucket, which it reuses: to allocate fresh memory may take
+    several times as long as to fill it (measured).
+    """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory for so many elements, with anything in it, until the thread asks for more."""
+        """Returns a tensor [numel] with undefined content. It is valid until the thread's next call."""
         size = numel * dtype.itemsize
         if len(self._bytes) < size:
             self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -83,7 +89,9 @@ class NetworkTransport:
     # -- pushes ------------------------------------------------------------------------------------------------------
 
     def push(self, push: BucketPush) -> Future[PushResult]:
-        """Sends a bucket; its message is made when its turn has come, so that only those in flight are in memory."""
+        """Pushes a bucket. Its message is made only when a thread sends it, so that only messages in flight take
+        memory.
+        """
         leaving = None if push.empty else self._flat.leaving(push.bucket)
 
         def message() -> tuple[Parts, int]:
@@ -144,11 +152,13 @@ class NetworkTransport:
 
     @property
     def has_drafts(self) -> bool:
-        """A bucket leaves early: sending it takes as long as the link says."""
+        """Returns True: a bucket that is sent before the step is in transit while backward still runs."""
         return True
 
     def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
-        """Sends a bucket early. A shard without room for drafts takes it when it counts: it is sent once more then."""
+        """Sends a bucket as a draft. A shard without room for drafts refuses it until the step: then it is sent once
+        more.
+        """
         leaving = self._flat.leaving(push.bucket)
         step = self._timeline.step
 
@@ -180,7 +190,9 @@ class NetworkTransport:
         buckets: Sequence[BucketSpec],
         drafted: Mapping[int, Future[PushResult]],
     ) -> ShardStep:
-        """Commits drafts and empty pushes with the pull. All else is pushed, while weights come back already."""
+        """Commits drafts and empty pushes in the call of the pull. Other pushes are returned as `rest`, to send one by
+        one.
+        """
         committed = [push for push in pushes if push.empty or push.bucket.index in drafted]
         rest = [push for push in pushes if not push.empty and push.bucket.index not in drafted]
         drafts = [drafted[push.bucket.index] for push in committed if not push.empty]
@@ -188,7 +200,7 @@ class NetworkTransport:
         return ShardStep(drafts, pull, bool(committed), rest)
 
     def pull(self, clock: int, buckets: Sequence[BucketSpec], all_staged: bool = False) -> Future[PullResult]:
-        """Fetches buckets in one stream. all_staged: with every update that is staged on the shard"""
+        """Pulls buckets in one stream. all_staged: with every update that is staged on the shard when the call comes"""
         return self._pull(clock, buckets, (), UNRECORDED, all_staged)
 
     def _pull(
@@ -227,7 +239,9 @@ class NetworkTransport:
         return self._flat.weight_bytes(self._flat.layout.buckets[index], wire_format)
 
     def pull_state(self, buckets: Sequence[BucketSpec], land: Callable[[PulledState], None]) -> Future[None]:
-        """Fetches the optimizer state of buckets, landing each kind of each as it comes; some may come twice."""
+        """Pulls the optimizer state of buckets. land: is called with each kind of state of each bucket, perhaps more
+        than once
+        """
         request = data.write_pull_state(PullCall(self._worker, 0, tuple(bucket.index for bucket in buckets)))
 
         def fetch() -> None:

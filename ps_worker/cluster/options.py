@@ -28,6 +28,7 @@ class JobOptions:
     busy_seconds:     so long a worker counts as live whose heartbeat thread has no turn, because C code keeps the GIL;
                       0: no longer than its lease
     launch:           what started this worker, and whether it takes over from another launch
+    group_size:       how many processes the launcher has started as this worker; 0: it does not say
     """
 
     server: str | None
@@ -42,8 +43,9 @@ class JobOptions:
     access: Access = PLAINTEXT
     launch: LaunchId = UNKNOWN
     busy_seconds: float = 0.0
+    group_size: int = 0
 
     @property
     def memory_place(self) -> str:
-        """Where this worker can share memory with shards; empty if it shall not."""
+        """Names the memory that this worker can share with shards; empty: it shares none."""
         return memory_place(self.shared_directory) if self.transport in ("auto", "shm") else ""

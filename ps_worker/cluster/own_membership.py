@@ -1,8 +1,8 @@
-"""A worker's place in its job: taken, kept by heartbeats, and taken again when it was lost.
+"""A worker's place in its job: a join takes it, heartbeats keep it, and another join replaces it if it is lost.
 
-A lease runs out while a process is stopped, a cable is cut, or the job is rolled back to a checkpoint. The heartbeat's
-thread learns of it and joins again at once, so that a long step is no obstacle; the training thread takes the new place
-at its next step, or when its calls fail. A worker whose rank another process has taken gives up.
+A lease runs out if the process is stopped, a cable is cut, or the job is rolled back to a checkpoint. The heartbeat
+thread learns of it and joins again at once, even during a long step. The training thread uses the new place from its
+next step on, or when its calls fail. A worker whose rank another process has taken does not join again.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ CLOSED_EARLY = "the session was closed while it waited for the other workers to 
 
 
 class Doubt:
-    """What may be wrong with a place; the heartbeat's thread looks into it before its time. Thread-safe.
+    """A signal that the place may be lost, which wakes the heartbeat thread before its next turn. Thread-safe.
 
-    disowned: the place that a shard does not know of, or whose job it does not know
+    disowned: the place that a shard says it does not know, or whose job it does not know; None: there is none
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Doubt:
         self._raised.set()
 
     def wait(self, seconds: float) -> None:
-        """Waits until there is a doubt, or for so many seconds."""
+        """Waits until `raise_it` is called, or for `seconds`."""
         self._raised.wait(seconds)
         self._raised.clear()
 
@@ -73,11 +73,11 @@ class Doubt:
 class OwnMembership:
     """One worker's place in one job. Methods may be called from any thread and raise PSError.
 
-    metrics_address: where this worker serves /metrics, for the servers' side
-    reached:         says how far the training thread is in a place: the clock of the last step that it has sent
-    finished:        the same without a step that is pushed again from the next place, should this one be lost
-    moved:           called in the heartbeat's thread with each new place; with None when there will be none
-    script:          what this worker tells of its script
+    metrics_address: where this worker serves /metrics, which the coordinator announces
+    reached:         returns the clock of the last step that the training thread has sent from a place
+    finished:        the same, without a step that would be pushed again if the place were lost
+    moved:           is called in the heartbeat thread with each new place; with None if there will be none
+    script:          answers requests for what this worker's script has set
     """
 
     _leave_attempts = 1
@@ -113,7 +113,7 @@ class OwnMembership:
         self._telling = DaemonPool(1, "script")
 
     def join(self, run: str) -> JoinResult:
-        """Takes a place in a run of the job, and keeps it from here on."""
+        """Takes a place in a run of the job, which heartbeats keep from now on. Returns it."""
         place = self._first_place(run)
         if place.continued is not None:
             _tell_of_continuing(place, place.continued)
@@ -131,9 +131,10 @@ class OwnMembership:
         return place
 
     def close(self, state: SavedState | None = None, done: bool = False) -> None:
-        """Leaves the job, unless the place is another's by now, and ends the threads.
+        """Leaves the job, unless another process has the place, and ends the threads.
 
-        state: what it leaves behind; done: its script has come to its end
+        state: the worker's state for a successor; None: it leaves none
+        done:  the script has run to its end
         """
         self._coordinator.closing.set()
         self._doubt.raise_it()
@@ -152,23 +153,25 @@ class OwnMembership:
     # -- the training thread -----------------------------------------------------------------------------------------
 
     def raise_lost(self) -> None:
-        """Raises the error that took this worker off the job for good, if there is one."""
+        """Raises the error that ended this worker's part in the job, if there is one."""
         if self._error is not None:
             raise self._error
 
     def has_lost(self, place: JoinResult, error: BaseException) -> bool:
-        """Whether a call failed because the place it was made from was lost: `renewed` says what comes then."""
+        """Whether a call failed because its place was lost. Then `renewed` returns the next one."""
         if isinstance(error, NotFound | UnknownWorker) and not self._coordinator.closing.is_set():
             return True
         with self._changed:
             return not self.holds(place)  # its calls were cut off
 
     def holds(self, place: JoinResult) -> bool:
-        """Whether a place is this worker's still, as far as it has heard."""
+        """Whether a place is still the current one, as far as this worker knows."""
         return self.place is place
 
     def renewed(self, place: JoinResult, cause: BaseException | None) -> JoinResult:
-        """Waits for the place that follows one. Raises the `cause` that told of its loss if none will come."""
+        """Waits for the place that follows a lost one, and returns it. Raises `cause`, the error that showed the loss,
+        if none comes.
+        """
         # For so long a shard and the coordinator may disagree about whether this worker is live.
         until = time.monotonic() + self._options.connect_timeout
         disowned = time.monotonic() + DISOWNED_SECONDS
@@ -199,7 +202,7 @@ class OwnMembership:
             return self.place
 
     def await_change(self, place: JoinResult) -> None:
-        """Waits a moment for the place that follows one."""
+        """Waits up to DOUBT_SECONDS for the place that follows this one."""
         with self._changed:
             self._doubt.raise_it()
             self._changed.wait_for(lambda: self._has_changed(place), DOUBT_SECONDS)
@@ -209,9 +212,9 @@ class OwnMembership:
         return self.place is not place or self._error is not None
 
     def await_started(self, place: JoinResult) -> None:
-        """Waits until every declared worker has joined: a job that goes on without some trains another model.
+        """Waits until all declared workers have joined: with fewer, the job would train another model.
 
-        Raises LimitExceeded with the ranks that are missing if it takes longer than the start timeout.
+        Raises LimitExceeded, with the missing ranks, after the start timeout.
         """
         began, limit = time.monotonic(), self._options.start_timeout
         notice_at = began + START_NOTICE_SECONDS

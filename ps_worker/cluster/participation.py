@@ -6,8 +6,8 @@ connect    A connection is made from that place: the model moves into memory tha
            every declared worker has joined.
 lost       A lease runs out, a process is replaced, or the job is rolled back: calls fail, or the heartbeat hears of it
            and cuts them off. The training thread sees PlaceLost at its next step or wait.
-rejoin     The old connection ends, and another is made from the next place, or, should that be lost on the way, from
-           the one after it.
+rejoin     The old connection ends, and another is made from the next place. If that place is lost before the connection
+           is made, it is made from the one after.
 """
 
 from __future__ import annotations

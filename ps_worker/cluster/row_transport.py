@@ -1,7 +1,7 @@
-"""The ways of rows between a worker and all shards: each gradient goes to its row's shard, and rows come from there.
+"""Moves rows between a worker and all shards: a gradient is pushed to its row's shard, and a row is pulled from there.
 
-Rows are written to memory that a shard shares with this worker, and read from there. Otherwise they travel in messages
-of a few MiB, over data connections where there are some, otherwise by gRPC.
+If a shard shares memory with this worker, rows are written to that memory and read from it. Otherwise they travel in
+messages of a few MiB, over a data connection if one is open, or else by gRPC.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ log = logging.getLogger("ps_worker")
 
 @dataclass(frozen=True)
 class RowStep:
-    """The calls of a step of all tables.
+    """The calls of one step for all tables.
 
-    pushed: each is done when what it pushes is staged
-    ended:  pulls that end the step, where it was asked for
-    ahead:  pulls of rows that were looked ahead to
+    pushed: the pushes; each is done when its rows are staged
+    ended:  the pulls that end the step, if they were asked for
+    ahead:  the pulls of rows for a later batch
     """
 
     pushed: list[Future[PushResult]]
@@ -59,7 +59,7 @@ class RowStep:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Rows of a table on one shard that are asked for. land: takes them over; see RowLanding"""
+    """Rows of a table to pull from one shard. land: writes them; see RowLanding"""
 
     table: int
     shard: int
@@ -74,10 +74,10 @@ class _Asked:
 
 
 class RowTransport:
-    """The ways of rows to all shards. Pushes and pulls return at once; futures raise PSError. For the training thread.
+    """Pushes and pulls rows of all shards. Methods return at once; futures raise PSError. For the training thread.
 
-    calls:  by shard, of which all have a part of each table
-    shared: memory for rows that some of the shards see
+    calls:  those of every shard; each shard has a part of each table
+    shared: the memory for rows that some shards have mapped; None: there is none
     """
 
     def __init__(
@@ -94,10 +94,11 @@ class RowTransport:
     # -- before the first step ---------------------------------------------------------------------------------------
 
     def begin(self, tables: Sequence[FirstRows], ask: bool) -> list[Future[int | None]]:
-        """Sends what the job's tables begin with: to all shards at once, to each one message after the other. Returns
-        for each table, and each shard, None, or the seed with which the table had begun there before.
+        """Sends the initial content of the tables: to all shards in parallel, to each one message after the other.
 
-        ask: only asks whether there is room
+        Returns a future for each table and shard: of None, or of the seed with which the table had begun there before.
+
+        ask: send nothing, and only ask whether there is room
         """
         futures: list[Future[int | None]] = []
         for number, table in enumerate(tables):
@@ -129,14 +130,15 @@ class RowTransport:
         ends: bool,
         had: Callable[[int, int], bool] | None = None,
     ) -> RowStep:
-        """Pushes a step of all tables, and asks for rows at its clock.
+        """Pushes a step of all tables, and pulls rows at its clock.
 
-        Where a push and a pull of one table and shard need no payload, they are one call. Other pulls are sent behind
-        all pushes, and wait for nothing else.
+        If a push and a pull of one table and shard need no payload, they are one call. Other pulls are sent after all
+        pushes, without waiting for their answers.
 
         ranges: the leased data that the step used
-        ends:   the job has no buckets to pull: a pull of the first table ends the step, maybe one of no rows
-        had:    whether a shard has had its part of the step of a table: it gets a skip
+        ahead:  the rows to pull for a later batch
+        ends:   the job has no buckets: a pull of the first table, perhaps of no rows, ends the step
+        had:    returns whether a shard already has its part of a table's step: it gets a skip; None: no shard has
         """
         parts = [part for push in pushes for part in self._parts(push, had)]
         wanted = self._wanted(ahead)
@@ -182,7 +184,7 @@ class RowTransport:
     def assign(
         self, clock: int, table: int, rows: RowValues, had: Callable[[int, int], bool] | None
     ) -> list[Future[PushResult]]:
-        """Sends rows that the script has set, which take effect with the step of this clock. had: as in `step`"""
+        """Sends rows that the script has set, which take effect with the step of `clock`. had: as in `step`"""
         self._assignments += 1
         most = max(1, MESSAGE_BYTES // assigned_bytes(rows.values.shape[1], 1))
         sent: list[Future[PushResult]] = []
@@ -202,11 +204,11 @@ class RowTransport:
         return sent
 
     def forget_assigned(self) -> None:
-        """Has the next step name none of what `assign` has sent: shards drop it then."""
+        """Leaves what `assign` has sent out of the next step: the shards drop it then."""
         self._assigned = {}
 
     def leave_out(self, clock: int) -> list[Future[PushResult]]:
-        """Pushes a step that leaves all tables out."""
+        """Pushes a step without gradients for all tables, which the mean leaves out."""
         return self.step(
             clock, [TableStep(table) for table in range(len(self._spec.tables))], (), (), ends=False
         ).pushed
@@ -316,7 +318,7 @@ class RowTransport:
     # -- pulls -------------------------------------------------------------------------------------------------------
 
     def pull(self, clock: int, table: int, ids: Ids, out: torch.Tensor) -> list[Future[PullResult]]:
-        """Fetches rows: [n] ids into [n, dim] float32, contiguous."""
+        """Pulls rows into `out`. ids: [n]; out: [n, dim] float32, contiguous"""
         each = self._asked(table, ids, out)
         room = self._room((asked.shard, asked.size) for asked in each)
         return [self._pull(clock, asked, self._place_on(asked.shard, room)) for asked in each]
@@ -362,7 +364,7 @@ class RowTransport:
     # -- whole tables ------------------------------------------------------------------------------------------------
 
     def pull_table(self, clock: int, table: int, count_only: bool) -> list[Future[TablePart]]:
-        """Fetches all rows of a table, from each shard those that it has; or only their number."""
+        """Pulls a table, from each shard its part. count_only: only the number of rows"""
         request = messages.write_table_pull(TablePull(self._worker, table, clock, count_only))
         return [self._pool.submit(partial(self._fetch_table, calls, request)) for calls in self._calls.values()]
 
@@ -393,7 +395,7 @@ class RowTransport:
         return [*self._pool.threads, *(self._reader.threads if self._reader is not None else ())]
 
     def close(self) -> None:
-        """Ends the threads; the connections belong to others."""
+        """Ends the threads. The connections stay open: their owner closes them."""
         self._pool.close()
         if self._reader is not None:
             self._reader.close()

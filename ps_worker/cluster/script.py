@@ -1,8 +1,8 @@
-"""What this worker tells the coordinator of its script: what it has set that is the job's, for workers that join late.
+"""Tells the coordinator what this worker's script has set for the job, such as a schedule, for workers that join late.
 
-It is captured where the script stands still, because it is in a call of the session. The training thread does that when
-it comes there next; a thread beside it, if the script stands already: it may wait in a step for the very worker that
-asks.
+It is captured while the script stands still, inside a call of the session. If the script is not in such a call, the
+training thread captures it at the next one. If the script is in one already, another thread captures it at once: the
+script may be waiting in a step for the very worker that asks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ log = logging.getLogger("ps_worker")
 
 
 class ScriptTelling:
-    """Answers the coordinator's requests. Thread-safe.
+    """Answers the coordinator's requests for what this script has set. Thread-safe.
 
-    send: sends an answer: the request's number, and what the script has set; returns at once
+    send: sends an answer, given the request's number and what the script has set; returns at once
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,17 @@ class ScriptTelling:
         self._lock = threading.RLock()
 
     def begin(self, capture: Callable[[], SavedState | None], at_any_time: bool = False) -> None:
-        """Answers requests from here on: what the script has set now is the job's.
+        """Begins to answer requests.
 
-        capture:     returns it; None: there is nothing to tell
-        at_any_time: it need not be called where the script stands still
+        capture:     returns what the script has set; None: there is nothing to tell
+        at_any_time: True: `capture` may be called at any time; False: only while the script stands still
         """
         with self._lock:
             self._capture, self._at_any_time = capture, at_any_time
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Says that the script stands still inside. For the training thread."""
+        """A `with` block in which the script stands still, inside a call of the session. For the training thread."""
         with self._lock:
             self._depth += 1
             self._try()
@@ -56,19 +56,21 @@ class ScriptTelling:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Says that what the script has set changes inside, and that it is no clock's until the script has gone on."""
+        """A `with` block in which what the script has set changes. It belongs to no clock until the script
+        has gone on.
+        """
         with self._lock:
             self._moves = self._depth > 0
             yield
 
     def want(self, request: int) -> None:
-        """Takes a request; 0: there is none. One that comes again is answered anew."""
+        """Takes the number of a request; 0: there is none. A repeated request is answered again."""
         with self._lock:
             self._request = request
             self._try()
 
     def last(self) -> SavedState | None:
-        """Returns what the script has set, for a worker that leaves."""
+        """Returns what the script has set, for a worker that leaves; None: there is nothing to tell."""
         with self._lock:
             return self._captured()
 

@@ -1,12 +1,12 @@
-"""The other way to a shard: buckets through memory that this worker shares with it; only headers travel.
+"""The transport through shared memory: buckets lie in a segment that this worker shares with a shard; headers travel.
 
-gradients  Where backward makes them in the segment, a whole step goes to a shard in one call, together with its pull: a
-           call costs both ends as much as a bucket does. Where they are copied there (from a GPU), each leaves as soon
-           as it is there, with those that have come meanwhile.
-weights    The shard writes them into the segment and says which are there.
+gradients  If backward makes them in the segment, a whole step goes to a shard in one call, together with its pull: a
+           call costs both ends as much as a bucket does. If they are copied there (from a GPU), each leaves as soon as
+           it is in the segment, together with others that have come meanwhile.
+weights    The shard writes them into the segment, and says which are there.
 
-Both keep their type: a narrower wire format is for networks, and would only cost time here. A job whose formats have
-blocks (int8, int4) shares no memory for buckets: its results are not to depend on the way.
+Both keep their type: a narrower wire format is for networks, and would only cost time here. A job whose wire formats
+have blocks (int8, int4) shares no memory for buckets: its results must not depend on the transport.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ NOTIFY_BYTES = 64 * 2**20
 
 
 def check_transport(spec: JobSpec, transport: str) -> None:
-    """Raises Unsupported for shared memory in a job whose wire formats have blocks: what travels as them is another
-    result than what keeps its type, and a result is not to depend on the way."""
-    if transport == "shm" and spec.group_size > 1:
-        raise Unsupported("groups of processes share no memory with shards yet: use --transport auto, tcp or grpc")
+    """Raises Unsupported if a job cannot use shared memory and the transport is "shm".
+
+    A job whose wire formats have blocks cannot: blocks round, shared memory does not, and a job's result must not
+    depend on the transport. Nor can workers that are groups.
+    """
     wires = [wire for wire in (spec.gradient_wire, spec.weight_wire) if wire in BLOCK_WIRES]
     if transport == "shm" and wires:
         raise Unsupported(
@@ -79,11 +80,13 @@ def share_memory(
     transport: str,
     directory: Path,
 ) -> tuple[SegmentMap | None, set[int]]:
-    """Returns a segment shared with every shard that can see this worker's memory, and which shards those are.
+    """Returns a segment that this worker shares with shards, and the shards that have mapped it; (None, empty): none
+    has.
 
-    transport: "grpc" and "tcp" share with none; "shm" raises NotShared unless all can; "auto" takes what it gets.
+    transport: "grpc" and "tcp" share with none; "shm" raises NotShared unless all shards map it; "auto" shares with
+               those that do
     """
-    if transport in ("grpc", "tcp") or spec.group_size > 1 or all(bucket.frozen for bucket in layout.buckets):
+    if transport in ("grpc", "tcp") or not layout.trained:
         return None, set()
     if not {spec.gradient_wire, spec.weight_wire}.isdisjoint(BLOCK_WIRES):
         log.info("buckets travel in messages to shards on this host, too, so that results do not depend on the way")
@@ -102,7 +105,7 @@ def share_memory(
 
 
 def attach_to(offer: SegmentOffer, calls: Mapping[int, ShardCalls], worker: Identity) -> dict[int, NotShared]:
-    """Asks each shard to map a segment; returns, by shard, why some do not."""
+    """Asks each shard to map a segment. Returns, by shard, the errors of those that did not."""
     request, refusals = Parts(data.write_attach(worker, offer)), {}
     for index, shard in calls.items():
         try:
@@ -150,7 +153,10 @@ class SharedTransport:
         buckets: Sequence[BucketSpec],
         drafted: Mapping[int, Future[PushResult]],
     ) -> ShardStep:
-        """Makes the pushes and the pull in one call, if gradients are made in the segment. `drafted` is empty then."""
+        """Makes the pushes and the pull in one call, if gradients are made in the segment; `drafted` is empty then.
+
+        Otherwise the pushes are returned as `rest`, to send one by one.
+        """
         step = self._timeline.step
         if not self._flat.in_segment:
             return ShardStep((), self._pull(clock, buckets, step), False, pushes)
@@ -195,7 +201,9 @@ class SharedTransport:
         return not self._flat.in_segment
 
     def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
-        """Copies the gradient into the segment, where that is needed: no shard looks at it before it counts."""
+        """Copies the gradient into the segment, if it is not made there. Returns None: the shard is told only with the
+        step.
+        """
         if self.has_drafts:
             self._flat.leaving(push.bucket)
             copying = self._copier.submit(lambda: self._flat.share_gradient(push.bucket))
@@ -203,7 +211,9 @@ class SharedTransport:
         return None
 
     def push(self, push: BucketPush) -> Future[PushResult]:
-        """Copies the gradient into the segment and tells the shard, with all that are pushed until it is their turn."""
+        """Copies the gradient into the segment and tells the shard. Pushes that are ready by then go in the same
+        message.
+        """
         if not push.empty:
             self._flat.leaving(push.bucket)
         with self._lock:
@@ -245,7 +255,7 @@ class SharedTransport:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def pull(self, clock: int, buckets: Sequence[BucketSpec], all_staged: bool = False) -> Future[PullResult]:
-        """Fetches buckets in one stream. all_staged: with every update that is staged on the shard"""
+        """Pulls buckets in one stream. all_staged: with every update that is staged on the shard when the call comes"""
         return self._pull(clock, buckets, UNRECORDED, all_staged)
 
     def _pull(
@@ -284,7 +294,7 @@ class SharedTransport:
 
 
 class _Together:
-    """Pushes of one clock that leave with one message, in the turn of the first. For one sending thread."""
+    """Pushes of one clock that share one message, which is sent when the first of them is. For one sending thread."""
 
     def __init__(self, clock: int, step: StepTimes) -> None:
         self.clock, self.step = clock, step
@@ -293,7 +303,7 @@ class _Together:
         self._error: BaseException | None = None
 
     def staged(self, send: Callable[[int, Sequence[BucketPush], StepTimes], None]) -> float:
-        """Returns when the shard had staged them, on the clock of time.perf_counter; the first call sends them.
+        """Returns when the shard had staged the pushes, on the clock of time.perf_counter. The first call sends them.
 
         Raises the error of `send`, in each call.
         """
@@ -318,7 +328,7 @@ FIRST_BYTES = 2**20
 def share_rows(
     spec: JobSpec, calls: Mapping[int, ShardCalls], worker: Identity, transport: str, directory: Path
 ) -> SharedRows | None:
-    """Returns memory for a job's rows, shared with every shard that can see this worker's; None: with none.
+    """Returns memory for a job's rows that this worker shares with shards; None: no shard has mapped it.
 
     transport: as in share_memory
     """
@@ -339,9 +349,9 @@ def share_rows(
 
 @dataclass
 class Room:
-    """A part of the segment, until the calls that use it are over.
+    """A part of the segment, which is in use until its calls are over.
 
-    calls: that use it
+    calls: the calls that use it
     """
 
     memory: RowMemory
@@ -349,18 +359,18 @@ class Room:
     _end: int = PAGE_BYTES
 
     def take(self, size: int) -> int:
-        """Takes so many bytes of the segment; returns where they begin."""
+        """Reserves `size` bytes of the segment; returns their offset."""
         place, self._end = self._end, self._end + aligned(size)
         return place
 
 
 class SharedRows:
-    """A segment for rows, and a larger one whenever a step needs that. For the training thread.
+    """A segment for rows. It is replaced by a larger one when a step needs more. For the training thread.
 
-    Raises NotShared if there is no memory, or no shard can see it.
+    shards:  the shards that have mapped it
+    refusal: why the other shards have not; None: all have
 
-    shards:  that see it
-    refusal: why others do not; None: all do
+    Raises NotShared if there is too little memory, or no shard can map it.
     """
 
     def __init__(self, calls: Mapping[int, ShardCalls], worker: Identity, directory: Path) -> None:
@@ -372,7 +382,9 @@ class SharedRows:
         self._memory = self._attached(FIRST_BYTES)
 
     def room(self, size: int) -> Room | None:
-        """Returns room for so many bytes of a step; None: there is none, or calls still use the last."""
+        """Returns memory for `size` bytes of a step; None: there is too little, or calls still use that of the last
+        step.
+        """
         if any(not call.done() for call in self._calls_of_room) or size > MAX_ROW_BYTES:
             return None
         if size > self._memory.size:

@@ -14,37 +14,37 @@ from ps_worker.values import PullResult, PushResult
 
 
 class Draft:
-    """The gradients of one step that leave while backward still runs, until `step` says whether they count."""
+    """The gradients of one step that are sent while backward still runs, and the decision whether they count."""
 
     def __init__(self) -> None:
         self._settled = threading.Event()
         self._counts = False
 
     def settle(self, counts: bool) -> None:
-        """Decides whether they count; otherwise another push takes the place of each. The first decision holds."""
+        """Decides whether the drafts count; if not, another push replaces each. Only the first call has an effect."""
         if not self._settled.is_set():
             self._counts = counts
             self._settled.set()
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the drafts are known not to count."""
+        """Whether it is decided that the drafts do not count."""
         return self._settled.is_set() and not self._counts
 
     def wait(self) -> bool:
-        """Waits until it is known whether they count."""
+        """Waits for the decision. Returns whether the drafts count."""
         self._settled.wait()
         return self._counts
 
 
 @dataclass(frozen=True)
 class ShardStep:
-    """The calls to one shard that make up its part of a step.
+    """The calls to one shard for its part of a step.
 
-    pushes:  those that are on their way; each is done when the shard has staged it
+    pushes:  the pushes that are sent; each is done when the shard has staged it
     pull:    done when all buckets have landed
-    commits: the pull makes drafts and empty pushes count
-    rest:    what is still to be pushed, bucket by bucket
+    commits: the pull's call commits drafts and empty pushes
+    rest:    the pushes that the caller must still send, bucket by bucket
     """
 
     pushes: Sequence[Future[PushResult]]
@@ -58,16 +58,19 @@ class Transport(Protocol):
 
     @property
     def has_drafts(self) -> bool:
-        """Whether it does anything for a gradient that may still change."""
+        """Whether `draft` does anything."""
 
     def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
-        """Sends a gradient that may still change; returns None where it has nothing to send."""
+        """Sends a gradient that may still change. Returns None if there is nothing to send yet."""
 
     def push(self, push: BucketPush) -> Future[PushResult]:
         """Sends a bucket. Done when the shard has staged it."""
 
     def pull(self, clock: int, buckets: Sequence[BucketSpec], all_staged: bool = False) -> Future[PullResult]:
-        """Fetches buckets. Done when all have landed. all_staged: with every update that is staged on the shard"""
+        """Pulls buckets; the future is done when all have landed.
+
+        all_staged: with every update that is staged on the shard when the call comes
+        """
 
     def exchange(
         self,
@@ -76,9 +79,9 @@ class Transport(Protocol):
         buckets: Sequence[BucketSpec],
         drafted: Mapping[int, Future[PushResult]],
     ) -> ShardStep:
-        """Asks for buckets at a step's clock; makes as many of its pushes in the same call as it can.
+        """Pulls buckets at a step's clock, and makes as many of the step's pushes in the same call as it can.
 
-        drafted: by bucket, the drafts of the step; they count
+        drafted: by bucket, the drafts of the step, all of which count
         """
 
     @property

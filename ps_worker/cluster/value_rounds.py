@@ -2,10 +2,10 @@
 
 number  The k-th call of a script is the job's k-th round. A worker that lost its place for a while, or whose process
         starts late, gets what the others had in the rounds that are over, and so decides what they decided.
-late    A process that joins a job under way asks once, at its first call after its first step, which round is next:
-        rounds before its clock are behind it.
-steps   In sync and ssp another worker may be in a step that waits for a step of this one, which waits for it here:
-        this one makes a step without a gradient, which a mean leaves out.
+late    A process that joins a job under way asks once which round is next, at its first call after its first step. It
+        takes no part in rounds from before its clock.
+steps   In sync and ssp this worker may wait in a round for another worker, which waits in a step for a step of this
+        one. This worker then makes a step without a gradient, which the mean leaves out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Heard = Callable[[RoundNews], bool]
 
 
 class Stepper(Protocol):
-    """What rounds need of the way this worker trains."""
+    """The training loop, as the rounds see it."""
 
     @property
     def stepped(self) -> bool:
@@ -44,14 +44,14 @@ class Stepper(Protocol):
         """Makes a step without a gradient."""
 
     def pause(self, seconds: float) -> None:
-        """Waits; raises PSError if this worker takes part no more."""
+        """Waits for `seconds`. Raises PSError if this worker's part in the job has ended."""
 
     def come_back(self) -> bool:
-        """Takes part again, with this worker's next incarnation."""
+        """Joins again after the place is lost. Returns whether the step under way counts."""
 
 
 class ValueRounds:
-    """One process' calls, in their order. For the training thread."""
+    """The exchanges of one process, in their order. For the training thread."""
 
     def __init__(self, participation: Participation, stepper: Stepper) -> None:
         self._participation = participation
@@ -61,11 +61,12 @@ class ValueRounds:
         self._waits = Troubles(log, None)
 
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
-        """Returns the values of all that take part, by rank, ascending; blocks until each has given its own.
+        """Gives a value, waits until all live workers have given theirs, and returns all of them, by rank, ascending.
 
-        what: the call, for messages
-        Raises LimitExceeded if they are too many bytes together, or not kept any more; InvalidRequest where the job was
-        rolled back to a checkpoint meanwhile, and the others have gone back to steps that this worker cannot repeat.
+        what: the name of the call, for messages
+        Raises LimitExceeded if the values are too many bytes together, or are not kept any more; InvalidRequest if the
+        job was rolled back to a checkpoint meanwhile, and the others have gone back to steps that this worker cannot
+        repeat.
         """
         if self._participation.came_late and self._stepper.stepped and not self._placed:
             self._next = max(self._next, self._ask())
@@ -134,8 +135,9 @@ def value_rounds(participation: Participation, stepper: Stepper) -> Exchanging:
 
 
 class GroupRounds:
-    """One member's calls: the first member of the group makes them with the values of all, and has the others follow
-    where it makes an empty step, or takes another place."""
+    """The exchanges of one member of a group. The first member makes them with the values of all members. If it makes
+    an empty step or joins again meanwhile, the other members follow.
+    """
 
     def __init__(self, group: Group, participation: Participation, stepper: Stepper) -> None:
         self._group, self._stepper = group, stepper
@@ -192,7 +194,7 @@ class _Leading:
 
 
 class Waiting:
-    """Listens while a round is open: logs which workers are waited for, after a moment, and when it is others."""
+    """Logs which workers an open round waits for: after a moment, and whenever they change."""
 
     def __init__(self, what: str, waits: Troubles) -> None:
         self._what, self._waits = what, waits
@@ -201,12 +203,12 @@ class Waiting:
         self.step_wanted = False
 
     def over(self) -> None:
-        """Notes that the round is complete: the waits are over with the first that took less than a moment."""
+        """Notes that the round is complete. The log says so once a round was complete within a moment."""
         if not self._has_said:
             self._waits.over(self._what)
 
     def heard(self, news: RoundNews) -> bool:
-        """Takes what is new of the round; returns whether to go on listening."""
+        """Processes news of the round. Returns False if this worker must make a step first, otherwise True."""
         now = time.monotonic()
         if now >= self._due:
             ranks = ", ".join(map(str, news.waiting_for))

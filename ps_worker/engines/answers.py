@@ -17,6 +17,7 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 HEADER = b"x-model-version"
 _UPDATE, _FINISH = "/update_weights", "/finish_weight_update"  # the routes by which vLLM is given weights
+_NOT_DONE = (401, 403, 404, 405)  # answers with which the engine did nothing
 
 
 class TellsVersion:
@@ -37,17 +38,17 @@ class TellsVersion:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Handles a request."""
-        path = scope.get("path", "")
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif path.endswith((_UPDATE, _FINISH)):
-            await self._watch(scope, receive, send)
+        elif path in (_UPDATE, _FINISH) and scope.get("method") == "POST":
+            await self._watch(scope, receive, send, path == _UPDATE)
         elif self.version is None and path.startswith("/v1"):
             await _refuse(send)
         else:
             await self._app(scope, receive, _telling(send, self.version))
 
-    async def _watch(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _watch(self, scope: MutableMapping[str, Any], receive: Receive, send: Send, is_update: bool) -> None:
         """Lets a request that gives the engine weights through, and notes what became of it."""
         body, status = bytearray(), 500
 
@@ -61,7 +62,7 @@ class TellsVersion:
             status = message.get("status", status)
             await send(message)
 
-        named, is_update = self._named, scope["path"].endswith(_UPDATE)
+        named, version = self._named, self.version
         self.version = None  # the weights are being replaced: they are of no version
         try:
             await self._app(scope, seen, told)
@@ -69,6 +70,8 @@ class TellsVersion:
             self._named = _version(body) if is_update and status < 400 else None
             if not is_update and status < 400:
                 self.version = named
+            if status in _NOT_DONE:
+                self._named, self.version = named, version
 
 
 def _version(body: bytes | bytearray) -> int | None:

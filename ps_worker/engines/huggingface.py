@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.errors import PSError
 from ps_protocol.tensors import TORCH_DTYPES
-from ps_worker.subscription import WeightFeed, subscribe
+from ps_worker.followed_model import WeightFeed, subscribe
 
 LARGEST_REQUEST = 2**20  # bytes
 MOST_TOKENS = 4096  # of an answer
@@ -59,13 +59,13 @@ class FollowingModels:
             self._free.put(model)
 
     def generate(self, ids: list[list[int]], **settings: Any) -> tuple[list[list[int]], int]:
-        """Returns what a model's `generate` returns for tokens, and its version. Raises InvalidRequest."""
+        """Returns what a model's `generate` returns for tokens, and its version. Raises ValueError, PSError."""
         if not ids or not all(isinstance(each, list) and len(each) == len(ids[0]) > 0 for each in ids):
-            raise InvalidRequest("ids must be rows of tokens, all of one length")
+            raise ValueError("ids must be rows of tokens, all of one length")
         with self.reading() as (model, version):
             size = model.get_input_embeddings().num_embeddings
             if not all(isinstance(token, int) and 0 <= token < size for row in ids for token in row):
-                raise InvalidRequest(f"a token must be a whole number from 0 to {size - 1}")
+                raise ValueError(f"a token must be a whole number from 0 to {size - 1}")
             tokens = torch.tensor(ids, device=model.device)
             found = model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)
         return found.tolist(), version
@@ -96,19 +96,19 @@ class _Request(BaseHTTPRequestHandler):
         try:
             size = int(self.headers.get("Content-Length") or 0)
             if not 0 < size <= LARGEST_REQUEST:
-                raise InvalidRequest(f"expected a body of up to {LARGEST_REQUEST} bytes, got {size}")
+                raise ValueError(f"expected a body of up to {LARGEST_REQUEST} bytes, got {size}")
             asked = json.loads(self.rfile.read(size))
             count, temperature = int(asked.get("max_new_tokens", 16)), float(asked.get("temperature", 0.0))
             if not 1 <= count <= MOST_TOKENS or not 0 <= temperature < 100:
-                raise InvalidRequest(f"expected 1 to {MOST_TOKENS} tokens at a temperature from 0 to 100")
+                raise ValueError(f"expected 1 to {MOST_TOKENS} tokens at a temperature from 0 to 100")
             settings: dict[str, Any] = {"max_new_tokens": count, "do_sample": temperature > 0}
             if temperature > 0:
                 settings["temperature"] = temperature
             ids, version = self.server.models.generate(asked["ids"], **settings)
-        except (InvalidRequest, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             self._answer(400, {"error": str(error) or repr(error)}, newest)
-        except PSError as error:
-            self._answer(503, {"error": str(error)}, newest)
+        except Exception as error:
+            self._answer(503 if isinstance(error, PSError) else 500, {"error": str(error) or repr(error)}, newest)
         else:
             self._answer(200, {"ids": ids, "version": version}, version)
 

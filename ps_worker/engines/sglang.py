@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from ps_protocol.errors import InvalidRequest, PSError, Unreachable
-from ps_worker.edition import Edition
-from ps_worker.subscription import WeightFeed, subscribe
+from ps_worker.edition_tensors import Edition
+from ps_worker.followed_model import WeightFeed, subscribe
 
 log = logging.getLogger("ps_worker")
 
@@ -39,7 +39,7 @@ class DiskFollower:
     Args:
         feed: From `ps_torch.subscribe`.
         engine: The engine's address, as http://HOST:PORT.
-        folder: A directory that the engine sees under the same name. It gets a directory for each of the last versions.
+        folder: A directory that the engine sees under the same name. The last versions are in JOB/WIRE/VERSION there.
         base: The engine's own checkpoint: its files that are no weights are put beside the weights.
         max_shard_bytes: The largest size of a file.
         api_key: The engine's --api-key or --admin-api-key.
@@ -68,7 +68,9 @@ class DiskFollower:
             return False
         place = self._saved(edition, version)
         self._ask("/update_weights_from_disk", {"model_path": str(place), "weight_version": version})
-        self._tidy(keep={place.name, *self._newest(2)})
+        for old in sorted(place.parent.iterdir(), key=lambda each: each.stat().st_mtime)[:-2]:
+            if old != place:
+                shutil.rmtree(old, ignore_errors=True)
         return True
 
     def follow(self, ended: threading.Event, look: float = 1.0) -> None:
@@ -89,43 +91,31 @@ class DiskFollower:
             ended.wait(look)
 
     def _saved(self, edition: Edition, version: str) -> Path:
-        place = self.folder / f"version-{version}"
-        beside = self.folder / f"unfinished-{version}"
-        if place.exists():
-            return place
-        shutil.rmtree(beside, ignore_errors=True)
-        edition.save(beside, self._most)
-        for file in self._base.iterdir() if self._base is not None else ():
-            if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt") and ".index." not in file.name:
-                shutil.copy2(file, beside / file.name)
-        beside.rename(place)
+        contents = edition.arrays.contents
+        place = self.folder / contents.spec.name / contents.wire / version
+        beside = place.with_name(f"{version}.unfinished")
+        if not place.exists():
+            shutil.rmtree(beside, ignore_errors=True)
+            edition.save(beside, self._most)
+            for file in self._base.iterdir() if self._base is not None else ():
+                if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt") and ".index." not in file.name:
+                    shutil.copy2(file, beside / file.name)
+            beside.rename(place)
         return place
-
-    def _newest(self, count: int) -> list[str]:
-        places = sorted(self.folder.glob("version-*"), key=lambda place: place.stat().st_mtime)
-        return [place.name for place in places[-count:]]
-
-    def _tidy(self, keep: set[str]) -> None:
-        for place in self.folder.glob("version-*"):
-            if place.name not in keep:
-                shutil.rmtree(place, ignore_errors=True)
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
-        text = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.engine}{path}", text, headers)
+        request = urllib.request.Request(f"{self.engine}{path}", json.dumps(body).encode() if body else None, headers)
         try:
             with urllib.request.urlopen(request, timeout=LOAD_SECONDS if body else 30.0) as answer:
-                found: dict[str, Any] = json.load(answer)
+                return dict(json.load(answer))
         except urllib.error.HTTPError as error:
-            raise InvalidRequest(
-                f"{self.engine}{path}: {error.code} {error.read()[:500].decode('utf-8', 'replace')}"
-            ) from None
-        except (OSError, ValueError) as error:
+            said = error.read()[:500].decode("utf-8", "replace")
+            raise InvalidRequest(f"{self.engine}{path}: {error.code} {said}") from None
+        except (OSError, ValueError, TypeError) as error:
             raise Unreachable(f"{self.engine}{path}: {error}") from None
-        return found
 
 
 def _label(edition: Edition) -> str:

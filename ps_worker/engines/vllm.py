@@ -31,7 +31,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from ps_protocol.errors import PSError
-from ps_worker.subscription import WeightFeed, subscribe
+from ps_worker.followed_model import WeightFeed, subscribe
 
 BACKEND = "ps_torch"
 

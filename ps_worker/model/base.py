@@ -26,10 +26,10 @@ from ps_worker.model.weights import Weights
 class Base:
     """The base of one model. For the training thread.
 
-    `arrived`, `leave`, `mix`, `own`, `takes` and `put` are for a base that is separate.
+    The methods `arrived`, `leave`, `mix`, `own`, `takes` and `put` are only for a separate base.
 
-    is_separate: it lies where pulls land, and the weights beside it
-    is_there:    the base is complete: it is not a difference yet, and no pull is landing in it
+    is_separate: the base lies where pulls land, and the weights have memory of their own
+    is_there:    the memory has the complete base: no difference, and no pull that is under way
     """
 
     def __init__(self, buffers: FlatBuffers, weights: Weights) -> None:
@@ -39,18 +39,18 @@ class Base:
         self.is_separate = buffers.spec.has_separate_base
 
     def keep(self) -> None:
-        """Makes the weights, as they are, the base. One that lies where pulls land is that already."""
+        """Makes the current weights the base. A separate base is complete already: the pull has written it."""
         if not self.is_separate:
             self._buffers.copy_weights(back=False)
         self.is_there = True
 
     def arrived(self) -> None:
-        """Makes what was pulled the weights, too."""
+        """Copies the pulled weights, which are the base, to the model's weights."""
         for bucket in self._buffers.trained_buckets:
             self._buffers.own(bucket).copy_(self._buffers.weights(bucket))
 
     def go_back(self) -> None:
-        """Makes the weights the base again."""
+        """Sets the model's weights back to the base."""
         self._weights.gather()
         if self.is_separate:
             self.arrived()
@@ -59,7 +59,7 @@ class Base:
         self._weights.landed()
 
     def subtract(self) -> None:
-        """Makes the difference of the whole model: the base without the weights."""
+        """Computes the difference of the whole model, base - weights. The base is overwritten unless it is separate."""
         if self.is_separate:
             self._weights.gather()
             self.leave(self._buffers.trained_buckets)
@@ -68,16 +68,17 @@ class Base:
         self.is_there = False
 
     def leave(self, buckets: Sequence[BucketSpec]) -> None:
-        """Makes the difference of some buckets, to be pushed: base - weights. All weights are in the buffers.
+        """Computes the difference of some buckets, base - weights, where gradients lie. All weights must be in the
+        buffers.
 
-        Base and weights stay as they are: it can be made again.
+        Base and weights are not changed, so it can be repeated.
         """
         for bucket in buckets:
             base, own = self._buffers.weights(bucket), self._buffers.own(bucket)
             torch.sub(base, own, out=self._buffers.gradients(bucket))
 
     def mix(self, buckets: Sequence[BucketSpec], mixing: float) -> None:
-        """Mixes what was pulled of some buckets into the weights. mixing: what stays of the weights as they are"""
+        """Mixes the pulled weights of some buckets into the model's: w becomes mixing * w + (1 - mixing) * pulled."""
         self._weights.gather()
         for bucket in buckets:
             base, own = self._buffers.weights(bucket), self._buffers.own(bucket)
@@ -86,7 +87,7 @@ class Base:
         self.is_there = True
 
     def values(self) -> dict[int, torch.Tensor]:
-        """Returns the base by the id of the parameter: the buffers' own memory."""
+        """Returns the base by the id of the parameter, as views of the buffers."""
         views = self._views()
         return {id(tensor): views[index] for index, tensor in self._buffers.trained.items()}
 
@@ -97,8 +98,10 @@ class Base:
         return self._buffers.gradient_views
 
     def not_finite(self) -> str | None:
-        """Returns the name of a parameter whose difference is not finite, if there is one and the job has it looked
-        for. The weights are in the buffers.
+        """Returns the name of a parameter whose difference is not finite; None if there is none, or the job does not
+        check.
+
+        All weights must be in the buffers.
         """
         if self._buffers.spec.non_finite is NonFinite.ALLOW:
             return None
@@ -113,7 +116,7 @@ class Base:
     # -- the worker's own weights, beside the servers' -----------------------------------------------------------------
 
     def own(self) -> dict[int, torch.Tensor]:
-        """Returns a copy of the weights as they are, on the host, by parameter, each in its shape.
+        """Returns a copy of the model's weights on the host, by parameter, each in its shape.
 
         Raises InvalidRequest, as `Weights.gather`.
         """
@@ -121,7 +124,7 @@ class Base:
         return {index: view.to("cpu", copy=True) for index, view in self._buffers.weight_views.items()}
 
     def takes(self, own: dict[int, torch.Tensor]) -> bool:
-        """Whether weights fit this model."""
+        """Whether these weights have the parameters, shapes and types of this model."""
         views = self._buffers.weight_views
         return own.keys() == views.keys() and all(
             isinstance(value, torch.Tensor) and value.shape == views[index].shape and value.dtype == views[index].dtype
@@ -129,7 +132,7 @@ class Base:
         )
 
     def put(self, own: dict[int, torch.Tensor]) -> None:
-        """Sets the weights, and leaves the base as it is."""
+        """Sets the model's weights. The base is not changed."""
         self._weights.gather()
         for index, value in own.items():
             self._buffers.weight_views[index].copy_(value)

@@ -24,13 +24,13 @@ class FlatBuffers:
     """The buffers of the parameters that a job trains, and where each parameter lies in them.
 
     trained:        the parameters that an optimizer steps, by index in the job
-    device:         where the buffers are: that of most bytes of the model
-    sharded:        parameters that are DTensors: what is trained of one is its local shard
-    segment:        shared with the shards on this host; None where there are none
+    device:         the device of the buffers: the one with most bytes of the model
+    sharded:        parameters that are DTensors: only their local shards are trained
+    segment:        the segment that is shared with shards on this host; None: there is none
     weight_views:   by parameter, its part of the weights in its shape; empty before the first `lie_in`
     gradient_views: by parameter, its part of the gradients
-    elsewhere:      parameters on another device (a model spread over several), and DTensors, whose shard lies in memory
-                    that torch lays out: they keep memory of their own
+    elsewhere:      parameters that keep memory of their own: those on another device (a model spread over several), and
+                    DTensors, whose memory torch lays out
     """
 
     def __init__(self, spec: JobSpec, tensors: Sequence[torch.Tensor], layout: Layout) -> None:
@@ -56,7 +56,9 @@ class FlatBuffers:
         return is_sharded(tensor) or not _is_same(tensor.device, self.device)
 
     def lie_in(self, segment: SegmentMap | None) -> bool:
-        """Makes the buffers, in this segment where it can hold them; returns whether there are new ones, yet empty."""
+        """Allocates the buffers, in `segment` if it can hold them. Returns whether there are new buffers, which are
+        empty.
+        """
         first, before, self.segment = not self.weight_views, self.segment, segment
         if not first and (self.device.type == "cuda" or (before is None and segment is None)):
             return False
@@ -94,15 +96,17 @@ class FlatBuffers:
         return list(self.layout.trained)
 
     def pulled(self, index: int) -> torch.Tensor:
-        """Returns a parameter's part of where the weights of the servers land, in its shape."""
+        """Returns the part of the pulled weights that belongs to a parameter, in its shape."""
         return self._view(self._weights[space_of(self.spec.parameters[index])], index)
 
     def weights(self, bucket: BucketSpec) -> torch.Tensor:
-        """Returns a bucket's weights, where those of the servers land: (numel,)."""
+        """Returns a bucket's memory for pulled weights: (numel,)."""
         return self._weights[bucket.space][bucket.start : bucket.start + bucket.numel]
 
     def own(self, bucket: BucketSpec) -> torch.Tensor:
-        """Returns a bucket's weights as the model has them: the same memory, unless it has a separate base."""
+        """Returns a bucket's weights in the model: (numel,). It is the memory of `weights`, unless there is a separate
+        base.
+        """
         return self._own[bucket.space][bucket.start : bucket.start + bucket.numel]
 
     def gradients(self, bucket: BucketSpec) -> torch.Tensor:
@@ -114,30 +118,30 @@ class FlatBuffers:
         return dict(self._gradients)
 
     def copy_weights(self, back: bool) -> None:
-        """Copies all weights to where the gradients are, or back from there."""
+        """Copies all weights to the memory of the gradients. back: the other way round"""
         for space, flat in self._weights.items():
             source, target = (self._gradients[space], flat) if back else (flat, self._gradients[space])
             target.copy_(source)
 
     def take_weights(self) -> None:
-        """Takes all weights from what lies where the gradients are, in place."""
+        """Subtracts all weights from the content of the gradients' memory, in place."""
         for space, flat in self._weights.items():
             self._gradients[space].sub_(flat)
 
     def gradient_versions(self, spaces: Iterable[str]) -> list[int]:
-        """Returns how often the gradients of each of these spaces were written in place, as torch counts it."""
+        """Returns torch's `_version` of the gradients of each of these spaces: it counts writes in place."""
         return [self._gradients[space]._version for space in spaces]
 
     # -- where they lie ----------------------------------------------------------------------------------------------
 
     @property
     def gradients_in_segment(self) -> bool:
-        """Whether every gradient is made in the segment that is shared with the shards."""
+        """Whether the gradients' buffers lie in the segment."""
         return self.segment is not None and _are_same(self._gradients, self.segment.gradients)
 
     @property
     def weights_in_segment(self) -> bool:
-        """Whether the weights that shards write into the segment are the buffers' own."""
+        """Whether the weights' buffers lie in the segment, so that shards write directly to them."""
         return self.segment is not None and _are_same(self._weights, self.segment.weights)
 
     def check_form(self, index: int) -> None:

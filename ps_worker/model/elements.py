@@ -23,7 +23,10 @@ _STEPPED = [*(name for name, each in DATA_TYPES.items() if each.floating), *(ele
 
 
 def element_spec(tensor: torch.Tensor, trained: bool) -> tuple[tuple[int, ...], str, str]:
-    """Returns a tensor's shape in the job, the element type there, and its own type's name if that is another one."""
+    """Returns a tensor's shape and element type in the job, and the name of its own type; empty if that is the same.
+
+    trained: an optimizer steps the tensor
+    """
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if dtype in DTYPE_NAMES:
         return shape, DTYPE_NAMES[dtype], ""
@@ -32,9 +35,9 @@ def element_spec(tensor: torch.Tensor, trained: bool) -> tuple[tuple[int, ...], 
 
 
 def is_trained(key: str, tensor: torch.Tensor) -> bool:
-    """Whether servers step a parameter that an optimizer has; if not, it is one that never gets a gradient, as it is.
+    """Whether servers step a parameter of an optimizer. False: its type cannot be stepped, and it needs no gradient.
 
-    Raises Unsupported for one that would train, of a type that they cannot step.
+    Raises Unsupported if its type cannot be stepped and it requires a gradient.
     """
     has_parts = is_traceable_wrapper_subclass(tensor)
     if not has_parts and (element_name(tensor.dtype) or DTYPE_NAMES[tensor.dtype]) in _STEPPED:
@@ -49,7 +52,7 @@ def is_trained(key: str, tensor: torch.Tensor) -> bool:
 
 
 def parts_that_travel(key: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a tensor with its name in the job; in place of one that consists of others, these: NAME.INNER.
+    """Yields a tensor with its name in the job; for one that consists of others, yields these as NAME.INNER.
 
     Raises Unsupported for a tensor whose memory is not its elements, one after the other.
     """

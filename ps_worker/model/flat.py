@@ -28,13 +28,13 @@ from ps_worker.model.weights import Weights
 
 
 class FlatModel:
-    """The tensors of a model in the layout of its job. They stay as they are until the first `move`.
+    """The tensors of a model in the layout of its job. They stay in their own memory until the first `move`.
 
-    Buckets may be asked for, and landed, from any thread; all else is for the training thread.
+    Any thread may read buckets and land them; all else is for the training thread.
 
-    tensors:  the model's tensors in the order of the job's parameters. Those that an optimizer steps are nn.Parameters
-              and move into the flat buffers; the others stay where they are, and are only written once, at the start.
-    on_ready: called with a parameter's index when backward has finished its gradient
+    tensors:  the model's tensors, in the order of the job's parameters. Those that an optimizer steps are nn.Parameters
+              and move into the flat buffers. The others stay where they are, and are only written once, at the start
+    on_ready: is called with a parameter's index when backward has finished its gradient
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class FlatModel:
         self._staging: GpuStaging | None = None
 
     def move(self, segment: SegmentMap | None) -> None:
-        """Moves into a segment that is shared with shards, or into memory of its own.
+        """Moves the model into a segment that is shared with shards; None: into memory of its own.
 
-        Nothing may be under way, and the shards have let go of the segment before.
+        No call may be under way, and the shards must have unmapped the old segment.
         """
         self._versions.clear()
         before = dict(self._buffers.gradient_views)
@@ -80,7 +80,7 @@ class FlatModel:
         return {index: tensor for index, (spec, tensor) in each if spec.group is None and not tensor.is_meta}
 
     def release(self) -> None:
-        """Lets the model go on without this session. Its tensors stay where they are."""
+        """Ends the session's hold on the model: removes its hooks. The tensors stay in the buffers."""
         self.gradients.release()
         self.weights.release()
 
@@ -88,20 +88,22 @@ class FlatModel:
 
     @property
     def in_segment(self) -> bool:
-        """Whether every gradient is made in the segment that is shared with the shards."""
+        """Whether gradients are made in the segment that is shared with shards."""
         return self._buffers.gradients_in_segment
 
     def leaving(self, bucket: BucketSpec) -> Leaving:
-        """Marks a bucket's gradient as complete. For the thread that pushes it, before another one sends it."""
+        """Marks a bucket's gradient as complete. The training thread calls it before another thread sends
+        the bucket.
+        """
         leaving = Leaving(bucket, None if self._staging is None else self._staging.mark())
         self._left[bucket.index] = leaving
         return leaving
 
     def gradient(self, leaving: Leaving, absent: Sequence[int] = (), memory: Memory | None = None) -> memoryview:
-        """Returns a bucket's gradient in its wire format: the buffers' own memory where nothing is converted.
+        """Returns a bucket's gradient in its wire format. Without a conversion it is the buffers' own memory.
 
-        absent: positions of slices that have none
-        memory: where what is converted may be put; see Cast.encode
+        absent: positions of slices without a gradient
+        memory: allocates the converted gradient; see Cast.encode
         """
         codec, gradient = gradient_codec(self.spec, leaving.bucket), self._buffers.gradients(leaving.bucket)
 
@@ -116,23 +118,25 @@ class FlatModel:
         return bytes_of(encode())
 
     def count(self, buckets: Iterable[BucketSpec]) -> None:
-        """Has the gradients of these buckets count, as they left last: what the wire has cost goes with the next."""
+        """Notes that the last push of these buckets counts: what their wire format has rounded off is added to the next
+        push.
+        """
         for bucket in buckets:
             if bucket.index in self._left:  # otherwise it lies in the segment, and has lost nothing
                 self.residuals.count(self._left[bucket.index])
 
     def held_gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the memory in which gradients lie, or differences: `move` may take others."""
+        """Returns the memory of the gradients, or differences. After a `move` pass it to `hold_gradients`."""
         return self._buffers.all_gradients()
 
     def hold_gradients(self, held: Mapping[str, torch.Tensor]) -> None:
-        """Has gradients be what lies in memory that was theirs before a `move`."""
+        """Copies gradients from the memory that they had before a `move`. held: the result of `held_gradients`"""
         for space, gradients in self._buffers.all_gradients().items():
             if gradients.data_ptr() != held[space].data_ptr():
                 gradients.copy_(held[space])
 
     def share_gradient(self, bucket: BucketSpec) -> None:
-        """Puts a bucket's gradient into the segment, unless it is made there."""
+        """Copies a bucket's gradient into the segment, unless it lies there."""
         assert self._buffers.segment is not None
         target, gradient = self._buffers.segment.gradient(bucket), self._buffers.gradients(bucket)
         if self._staging is not None:
@@ -143,23 +147,23 @@ class FlatModel:
             target.copy_(gradient)
 
     def gradient_codec(self, bucket: BucketSpec) -> Codec:
-        """Returns how a bucket's gradient travels in messages."""
+        """Returns the codec of a bucket's gradient in messages."""
         return gradient_codec(self.spec, bucket)
 
     @property
     def is_checked(self) -> bool:
-        """Whether the gradients in the segment were checked for infinities and NaNs."""
+        """Whether gradients are checked for infinities and NaNs before they are pushed."""
         return self.spec.non_finite is not NonFinite.ALLOW
 
     # -- weights, out and in -----------------------------------------------------------------------------------------
 
     @property
     def lands_in_place(self) -> bool:
-        """Whether what shards write into the segment lies where it belongs."""
+        """Whether shards write weights directly into the model, because its buffers lie in the segment."""
         return self._buffers.weights_in_segment
 
     def initial(self, bucket: BucketSpec) -> memoryview:
-        """Returns a bucket's value as the model has it now, in its own type."""
+        """Returns a bucket's current value in the model, in the bucket's own type."""
         if not bucket.frozen:
             return self.assigned(bucket)
         flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])
@@ -169,16 +173,18 @@ class FlatModel:
         return bytes_of(flat)
 
     def assigned(self, bucket: BucketSpec) -> memoryview:
-        """Returns the weights of a bucket that trains as they are, in its own type."""
+        """Returns the current weights of a trained bucket, in the bucket's own type."""
         return bytes_of(self._buffers.own(bucket).cpu())
 
     def weight_bytes(self, bucket: BucketSpec, wire_format: str) -> int:
-        """Returns the bytes of a bucket's weights as they have come."""
+        """Returns the bytes of a bucket's weights in a wire format; empty: the bucket's own type."""
         return self._came_as(bucket, wire_format).size(bucket.numel)
 
     def changed_weights(self) -> set[int]:
-        """Returns the parameters that the script has changed, and notes that their buckets are not what came. Raises
-        InvalidRequest, as `Weights.changed`.
+        """Returns the indices of the parameters that the script has changed. Their buckets no longer have the pulled
+        version.
+
+        Raises InvalidRequest, as `Weights.changed`.
         """
         changed = self.weights.changed()
         if changed and self._versions:
@@ -188,11 +194,11 @@ class FlatModel:
         return changed
 
     def copies(self, parameters: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Returns copies of parameters' weights as they are, all in the buffers."""
+        """Returns copies of parameters' weights. All weights must be in the buffers."""
         return {index: self._buffers.weight_views[index].clone() for index in parameters}
 
     def put_back(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Has parameters what the script has set: their buckets are not what came."""
+        """Sets parameters to values that the script had set. Their buckets no longer have the pulled version."""
         for index, copy in copies.items():
             self._buffers.weight_views[index].copy_(copy)
         for bucket in self.layout.buckets if copies else ():
@@ -201,20 +207,23 @@ class FlatModel:
         self.weights.landed()
 
     def has_before(self, index: int, clock: int) -> bool:
-        """Whether a bucket is here, unchanged, as it was at the clock before; always where none travels as what was
-        added to that."""
+        """Whether the model has a bucket unchanged at the clock before `clock`, so that a change can be added to it.
+
+        True for formats that send weights whole.
+        """
         bucket = self.layout.buckets[index]
         return not isinstance(weight_codec(self.spec, bucket), Blocks) or self._versions.get(index) == clock - 1
 
     def begin_pull(self) -> None:
-        """Lets weights land from here on. The kernels of backward are queued."""
+        """Begins a pull. The kernels of backward, which read the old weights, must be queued on the GPU."""
         if self._staging is not None:
             self._staging.begin()
 
     def land(self, bucket: BucketSpec, pulled: PulledBucket) -> None:
         """Writes a pulled bucket into the model.
 
-        Raises InvalidRequest if its size or format is not the bucket's, or it is to be added to what is not here.
+        Raises InvalidRequest if its size or format is wrong, or if it is a change from a version that the model does
+        not have.
         """
         codec = self._checked(bucket, pulled, len(pulled.payload))
         values = codec.decode(pulled.payload, bucket.numel)
@@ -225,8 +234,8 @@ class FlatModel:
         self._versions[bucket.index] = pulled.version
 
     def landing_place(self, bucket: BucketSpec, pulled: PulledBucket, size: int) -> memoryview | None:
-        """Returns the memory of the model in which a bucket may arrive, to be landed from there; None: it has to be
-        converted, or to go to another device.
+        """Returns the model's memory for a bucket, to receive its payload there; None if the payload must be converted,
+        or the model is on another device.
 
         Raises InvalidRequest as `land`.
         """
@@ -255,14 +264,16 @@ class FlatModel:
         return codec
 
     def land_shared(self, bucket: BucketSpec, wire_format: str) -> None:
-        """Takes a bucket that a shard has written into the segment, unless the model lies there."""
+        """Copies a bucket from the segment into the model, unless the model lies in the segment."""
         assert self._buffers.segment is not None
         plain_codec(bucket).check_format(bucket, wire_format)
         self._write(bucket, self._buffers.segment.weight(bucket), shared=True)
 
     def end_pull(self, is_part: bool = False) -> None:
-        """Ends a pull, when all weights have come: the training thread sees them from here on. is_part: those of a
-        fragment have come, and are seen in the base alone"""
+        """Ends a pull, after all weights have landed: the training thread sees them from now on.
+
+        is_part: only those of a fragment have landed: they are in the base, and not in the model's weights
+        """
         if self._staging is not None:
             self._staging.finish()
         if is_part:

@@ -28,7 +28,7 @@ class GpuStaging:
             torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)
 
     def release(self) -> None:
-        """Waits for all copies and unlocks the segment."""
+        """Waits for all copies, and unpins the segment's memory."""
         self._down.synchronize()
         self._up.synchronize()
         for flat in self._locked:
@@ -36,7 +36,7 @@ class GpuStaging:
         self._locked = []
 
     def mark(self) -> torch.cuda.Event:
-        """Returns the point behind all that is queued on the current stream."""
+        """Returns an event after all kernels that are queued on the current stream."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -44,9 +44,10 @@ class GpuStaging:
     def fetch(
         self, make: Callable[[], torch.Tensor], after: torch.cuda.Event, target: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns on the host what `make` makes on the GPU after a point; blocks until it is there.
+        """Runs `make` on the GPU after an event, copies its result to the host, and returns it. Blocks until it is
+        there.
 
-        target: memory on the host that takes it; None: it gets new memory
+        target: pinned memory on the host for the result; None: it is allocated
         """
         with torch.cuda.stream(self._down):
             self._down.wait_event(after)
@@ -64,9 +65,10 @@ class GpuStaging:
         self._up.wait_event(self.mark())
 
     def land(self, bucket: int, target: torch.Tensor, values: torch.Tensor, pinned: bool, add: bool = False) -> None:
-        """Queues the copy of host values to the GPU, by way of pinned memory unless they lie in such and stay there.
+        """Queues the copy of values on the host to the GPU.
 
-        add: they are added to what is there
+        pinned: the values lie in pinned memory, and stay there; otherwise they are copied to pinned memory first
+        add:    add the values to `target`
         """
         if not pinned:
             staged, landed = self._landing.get(bucket, (None, None))

@@ -1,7 +1,8 @@
-"""The gradients of a model as parts of flat buffers: which are there, which were changed, which are not finite.
+"""The gradients of a model as parts of flat buffers: which parameters have one, and which are changed or not finite.
 
-Autograd makes each gradient in memory of its own; as soon as it is there it moves into the buffers, and `.grad` lies
-there. A script may change gradients after backward (clip, scale, drop): `marks` tells that, by whatever code.
+Autograd makes each gradient in memory of its own. As soon as it is there, it is moved into the buffers, and `.grad`
+lies there. A script may change gradients after backward (clip, scale, drop): `marks` detects that, whatever code does
+it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Gradients:
         self._own: dict[int, torch.Tensor] = {}  # by parameter, its view with a storage of its own
 
     def watch(self) -> None:
-        """Has each gradient moved into the buffers as soon as backward has finished it."""
+        """Registers a hook on each parameter that moves its gradient into the buffers as soon as backward has finished
+        it.
+        """
         for index, tensor in self._buffers.trained.items():
             frozen = not tensor.requires_grad
             tensor.requires_grad_()  # a frozen one takes no hook, and may be thawed later
@@ -49,19 +52,20 @@ class Gradients:
         return lambda _: self._accumulated(index)
 
     def release(self) -> None:
-        """Removes the hooks, and lets go of the gradients that a script has left: each would keep this, and with it all
-        buffers, and Python's collector does not see the way through torch's own objects."""
+        """Removes the hooks, also those of gradients that a script keeps. Such a gradient would keep all buffers alive,
+        as Python's garbage collector does not see references through torch's objects.
+        """
         for hook in self._hooks:
             hook.remove()
         for tensor in self._buffers.trained.values():
             unwatch_gradient(tensor.grad)
 
     def forget(self) -> None:
-        """Forgets which gradients were finite."""
+        """Forgets the results of the checks for infinities and NaNs."""
         self._finite.clear()
 
     def move_in(self, before: dict[int, torch.Tensor]) -> None:
-        """Moves the gradients that lay in earlier buffers into new ones. before: the views of then."""
+        """Moves gradients from earlier buffers into new ones. before: the views of the earlier buffers"""
         self._own.clear()
         for index, view in before.items():
             tensor = self._buffers.trained[index]
@@ -84,13 +88,14 @@ class Gradients:
         return absent
 
     def marks(self, spaces: Iterable[str]) -> list[int]:
-        """Returns numbers that grow with each change of a gradient in these spaces, whichever code makes it."""
+        """Returns numbers that rise with each change of a gradient in these spaces, whatever code makes it."""
         return [self._touches, *self._buffers.gradient_versions(spaces)]
 
     def not_finite(self, present: Iterable[int], changed: bool) -> str | None:
-        """Returns the name of a parameter out of these whose gradient holds an infinity or a NaN, if there is one.
+        """Returns the name of one of these parameters whose gradient has an infinity or a NaN; None if there is none.
 
-        changed: gradients were changed after backward, so the checks of then do not count. Forgets these checks.
+        changed: gradients were changed after backward, so that the checks made then do not count. These checks are
+                 forgotten.
         """
         present = list(present)
         seen = {} if changed else dict(self._finite)

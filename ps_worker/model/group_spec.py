@@ -1,4 +1,4 @@
-"""One job out of what the members of a group hold."""
+"""Combines what the members of a group hold into one job."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 
 from ps_protocol.convert import job_spec_data, job_spec_from_data
 from ps_protocol.errors import InvalidRequest, JobMismatch, Unsupported
-from ps_protocol.job import BLOCK_WIRES, JobSpec, difference
+from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_worker.group import Group
 
 
 def check_group(spec: JobSpec) -> None:
-    """Raises Unsupported for what groups cannot do yet, with the way out."""
-    if spec.mode != "sync":
-        raise Unsupported(f"a worker that is a group of processes trains in mode sync, and the mode is {spec.mode}")
+    """Raises Unsupported for a job that groups cannot train yet, with what to use instead."""
+    if spec.local is not None and (spec.local.fragments is not None or spec.local.seconds is not None):
+        raise Unsupported(
+            "a worker that is a group of processes trains in mode sync, ssp:K, async or local:H, and the mode is "
+            f"{spec.mode}"
+        )
     if not spec.world_size:
         raise Unsupported(
             "an elastic job has workers of one process: name the number of groups, connect(world_size=...)"
@@ -29,9 +32,6 @@ def check_group(spec: JobSpec) -> None:
             f"workers that are groups of processes have no tables of rows, and the model has "
             f"{spec.tables[0].rows.name!r}"
         )
-    wire = next((wire for wire in (spec.gradient_wire, spec.weight_wire) if wire in BLOCK_WIRES), None)
-    if wire is not None:
-        raise Unsupported(f"the gradients and weights of a group travel as floats, got {wire}: use bfloat16 or float16")
     whole = next((each for each in spec.parameters if each.piece is None and each.group is not None), None)
     if whole is not None:
         raise Unsupported(
@@ -43,10 +43,11 @@ def check_group(spec: JobSpec) -> None:
 def described_together(
     group: Group, describe: Callable[[], tuple[JobSpec, list[torch.Tensor]]]
 ) -> tuple[JobSpec, list[torch.Tensor]]:
-    """Returns the job of a group, and its tensors as this member has them.
+    """Returns the job of a group, and this member's tensors for it.
 
-    describe: returns what this member has of it
-    Raises what `describe` raises in any member, Unsupported, or JobMismatch where members describe unlike jobs, on all.
+    describe: returns the job with only the pieces of this member, and their tensors
+    Raises what `describe` raises in any member; Unsupported; JobMismatch if members describe different jobs. All
+    members raise the same error.
     """
 
     def own() -> tuple[JobSpec, list[torch.Tensor]]:

@@ -143,9 +143,9 @@ def _refuse_unknown(count: int) -> None:
 def check_next(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], rows_of: Mapping[str, str]
 ) -> None:
-    """Raises what `describe` would for optimizers that are to step prepared models from now on.
+    """Raises what `describe` would, for optimizers of a later stage.
 
-    rows_of: by the name of a table, the optimizer that its job steps its rows with
+    rows_of: by the name of a table, the optimizer of its rows in the job
     """
     for optimizer in optimizers:
         optimizer_name(optimizer)
@@ -163,8 +163,9 @@ def check_next(
 
 
 def check_known(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises InvalidRequest for optimizers with parameters in common, or of no model; Unsupported for parameters that
-    would train in a type that servers cannot step."""
+    """Raises InvalidRequest if optimizers share parameters, or have parameters of no model; Unsupported for parameters
+    of a type that servers cannot step.
+    """
     groups = _groups(models, optimizers)
     for key, tensor in _named(models):
         if groups.pop(id(tensor), None) is not None:

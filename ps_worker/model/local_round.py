@@ -8,6 +8,8 @@ fragments  In local:H/F each fragment of the model leaves with a step of its own
            when). The round is over when its last fragment is mixed in. H is one fragment without a delay, and so is
            each round of the warm-up.
 time       A round of local:Ts ends with its first step after so long. Its difference weighs the steps that were made.
+group      Where the worker is a group of processes, all of them push a round, or leave it out: they agree before any of
+           them makes its difference.
 averaging  Where one worker trains and the servers average, the result of a round is its own weights. They are sent as
            they are: base - (base - w) is w but for rounding.
 """
@@ -25,6 +27,7 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.local import Local
 from ps_protocol.messages.data import BucketPush
 from ps_runtime.troubles import Troubles
+from ps_worker.group import Group
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.step import EndedStep, StepMaker
 
@@ -34,12 +37,13 @@ log = logging.getLogger("ps_worker")
 class LocalRound:
     """Makes the pushes of rounds, one after the other. For the training thread.
 
-    number:    of the round at hand, from 1
-    made:      steps that were made in it
-    before:    steps that were made before it, where the job's settings do not say: rounds end by time
-    left_out:  the last round was left out of the mean: its weights were not finite
-    fragments: when each is due; one without a delay where the model is pushed as a whole
-    pushed:    how many fragments of the round at hand have been pushed
+    number:    that of the current round, from 1
+    made:      the steps made in it
+    before:    counts the steps made before it, if rounds end by time; otherwise None: the job's settings give their
+               number
+    left_out:  the last round was left out of the mean, because its weights were not finite
+    fragments: the schedule of the fragments; one fragment without a delay if the model is pushed as a whole
+    pushed:    how many fragments of the current round have been pushed
     """
 
     def __init__(self, spec: JobSpec, local: Local, steps: StepMaker, metrics: WorkerMetrics) -> None:
@@ -51,6 +55,7 @@ class LocalRound:
         self.left_out = False
         self.fragments = local.fragments or Fragments(local.steps, 1)
         self._began = 0.0
+        self._agreed: bool | None = None  # whether all members of the group push the round at hand
         self._skipped = Troubles(log, None)  # ps_worker_non_finite_total counts them
         if len(self._trained) < self.fragments.count:
             log.warning(
@@ -60,40 +65,55 @@ class LocalRound:
             )
 
     def begin(self, clock: int) -> None:
-        """Begins the round after so many others, with the weights that have been pulled as its base."""
+        """Begins the round after `clock` rounds, with the pulled weights as its base."""
         if self.before is not None:
             self.before.begin(clock)
-        self.number, self.made, self.pushed = clock + 1, 0, 0
+        self.number, self.made, self.pushed, self._agreed = clock + 1, 0, 0, None
         self._base.keep()
         self._began = time.monotonic()
 
     @property
     def steps(self) -> int:
-        """Steps made since the job began: the job's, or where rounds end by time this worker's own."""
+        """Steps made since the job began: those of the job; if rounds end by time, those of this worker."""
         before = self._local.clock(self.number - 1) if self.before is None else self.before.count
         return before + self.made
 
     @property
     def is_full(self) -> bool:
-        """Whether the round has all its steps."""
+        """Whether the round is due to end: it has all its steps and, if it ends by time, T seconds are over."""
         if self.made < self._local.steps_of(self.number):
             return False
         is_timed = self._local.ends_by_time(self.number)
         return not is_timed or time.monotonic() - self._began >= (self._local.seconds or 0.0)
 
     def stepped(self) -> None:
-        """Ends a step."""
+        """Counts a step."""
         self.made += 1
 
     def begin_anew(self) -> None:
-        """Sets the weights back to the base of this round."""
+        """Begins the current round again: sets the weights back to its base."""
         self.made = 0
         self._base.go_back()
 
     # -- the whole model -----------------------------------------------------------------------------------------------
 
+    def agree(self, group: Group) -> None:
+        """Decides with the other members of the group, before the round ends, whether it is pushed.
+
+        Raises as `end`, on all of them.
+        """
+        made, self._agreed = self.made, None
+        try:
+            _, self.left_out = group.any_through(lambda: (None, not self._is_pushed()))
+        except NonFiniteGradient:
+            self.made = max(0, made - 1)
+            raise
+        self._agreed = not self.left_out
+
     def end(self, optimizer: int) -> EndedStep:
-        """Ends the round with the difference. Raises NonFiniteGradient, or as `Weights.gather`, if it may not leave."""
+        """Ends the round with its difference. Raises NonFiniteGradient, or as `Weights.gather`, if it must not be
+        pushed.
+        """
         if not self._is_pushed():
             return self.end_empty()
         self._base.subtract()
@@ -108,7 +128,7 @@ class LocalRound:
         return self._is_pushed()
 
     def end_empty(self) -> EndedStep:
-        """Ends a round that counts as none."""
+        """Ends the round as one without a difference, which the mean leaves out."""
         return EndedStep(None, set(), self._now(), drafts_hold=False, rows=self._steps.tables.left_out())
 
     def _now(self) -> list[dict[str, Any]]:
@@ -116,6 +136,8 @@ class LocalRound:
 
     def _is_pushed(self) -> bool:
         """Whether the weights at hand may count. Raises NonFiniteGradient if they are to be refused."""
+        if self._agreed is not None:
+            return self._agreed
         self.left_out = False
         if not self._base.is_there:  # calls have failed that were to push them: what no shard has got is lost
             return False
@@ -145,24 +167,25 @@ class LocalRound:
 
     @property
     def step(self) -> int:
-        """The last step that was made, as `Fragments` counts them."""
+        """The number of the last step made, as `Fragments` counts steps."""
         return self.made + (0 if self.number == self._local.warm_up + 1 else self.fragments.delay)
 
     @property
     def leaving(self) -> int | None:
-        """The fragment that is to be pushed now, or was to be before, and an interrupt came; None: none is."""
+        """The number of the fragment that is due to be pushed; None if none is."""
         is_due = self.pushed < self.fragments.count and self.step >= self.fragments.leaves(self.pushed)
         return self.pushed if is_due else None
 
     def buckets(self, first: int, last: int) -> list[BucketSpec]:
-        """Returns the buckets of these fragments: from `first` to `last`, with both."""
+        """Returns the buckets of the fragments `first` to `last`, both inclusive."""
         numbers = range(first, last + 1)
         return [bucket for number, bucket in enumerate(self._trained) if self.fragments.of(number) in numbers]
 
     def leave(self, fragment: int, clock: int) -> list[BucketPush]:
-        """Returns the pushes of a fragment, which `left` follows. Where the weights are not finite and the job leaves
-        such out, they are empty, and all weights are their base again. Raises InvalidRequest or NonFiniteGradient, as
-        `end`, and nothing of the fragment is to be pushed then.
+        """Returns the pushes of a fragment. Call `left` once they are sent.
+
+        If the weights are not finite, and the job skips such steps, the pushes are empty and all weights go back to the
+        base. Raises InvalidRequest or NonFiniteGradient, as `end`; then nothing of the fragment must be pushed.
         """
         buckets, step = self.buckets(fragment, fragment), self.end_empty()
         if self._is_pushed():
@@ -173,15 +196,16 @@ class LocalRound:
         return self._steps.pushes(step, clock, (), buckets)
 
     def leave_rest(self) -> bool:
-        """Makes the differences of the fragments that the round has not pushed; returns whether they may be pushed.
-        Raises as `leave`."""
+        """Computes the differences of all fragments that the round has not pushed. Returns whether they may be pushed;
+        raises as `leave`.
+        """
         if not self._is_pushed():
             return False
         self._base.leave(self.buckets(self.pushed, self.fragments.count - 1))
         return True
 
     def whole(self) -> EndedStep:
-        """Returns the round as one step of all fragments, whose differences are made."""
+        """Returns the round as one step, whose differences are computed already."""
         return EndedStep(0, set(), self._now(), False, self._steps.tables.left_out())
 
     def left(self) -> None:
@@ -189,22 +213,24 @@ class LocalRound:
         self.pushed += 1
 
     def leave_out(self, clock: int) -> list[BucketPush]:
-        """Returns empty pushes of the fragments that the round at hand has not pushed, for a worker that leaves in it:
-        so all fragments come to the same round."""
+        """Returns empty pushes of all fragments that the current round has not pushed, for a worker that leaves. So all
+        fragments reach the same round.
+        """
         rest = self.buckets(self.pushed, self.fragments.count - 1)
         self.pushed = self.fragments.count
         return self._steps.pushes(self.end_empty(), clock, (), rest)
 
     def land(self, fragment: int) -> None:
-        """Mixes what was pulled of a fragment into the weights."""
+        """Mixes the pulled weights of a fragment into the model's."""
         self._steps.model.end_pull(is_part=True)
         self._base.mix(self.buckets(fragment, fragment), self.fragments.mixing)
 
 
 class MadeSteps:
-    """How many steps this worker has made before the round at hand, where rounds end by time: part of its own state.
+    """Counts the steps that this worker has made before the current round, if rounds end by time. Part of its own
+    state.
 
-    A worker without a state begins with the least that the job's rounds are: one step each.
+    A worker without a state begins with one step for each earlier round.
     """
 
     def __init__(self, round_at_hand: LocalRound) -> None:
@@ -213,17 +239,17 @@ class MadeSteps:
         self.count = 0
 
     def begin(self, clock: int) -> None:
-        """Begins the round after so many. What was made of a round that another one replaces does not count."""
+        """Notes that the round after `clock` rounds begins. Steps of a round that is begun again do not count."""
         if self._is_new:
             self.count, self._is_new = clock, False
         elif clock >= self._round.number:
             self.count += self._round.made
 
     def state_dict(self) -> dict[str, int]:
-        """Returns how many steps there were, those of the round at hand included."""
+        """Returns the number of steps, including those of the current round."""
         return {"steps": self.count + self._round.made}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes back to so many steps; what was made of the round at hand does not count."""
+        """Goes back to a number of steps. Those of the current round do not count."""
         self.count, self._is_new = state["steps"], False
         self._round.made = 0

@@ -27,10 +27,9 @@ WORDS = {
 
 
 def local_settings(mode: str, outer: Mapping[str, Any]) -> Local | None:
-    """Returns the settings of a job of mode local:H, local:H/F or local:Ts; None in another mode. Raises InvalidRequest
-    for wrong ones, in every mode: the same script runs in all of them.
+    """Returns the settings of mode local:H, local:H/F or local:Ts; None in other modes.
 
-    outer: as for `prepare`
+    outer: as for `prepare`. Raises InvalidRequest for invalid settings in every mode, so that one script runs in all.
     """
     rounds = local_rounds(mode)
     for name, value in outer.items():

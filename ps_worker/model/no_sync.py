@@ -15,7 +15,7 @@ from torch import nn
 
 
 class LentNoSync:
-    """The `no_sync` of a session, as an attribute of the user's model."""
+    """A session's `no_sync` as an attribute of the user's model. A copy of the model gets one that does nothing."""
 
     def __init__(self, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
         self._no_sync = no_sync

@@ -21,7 +21,7 @@ ParameterStates = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
 class RemoteOptimizers(Protocol):
-    """The optimizers of one job, stepped on the servers; `index` is the number of one among those of `prepare`."""
+    """The optimizers of one job, which step on the servers. index: the number of an optimizer in the job"""
 
     def step(self, index: int) -> None:
         """Pushes gradients and pulls weights."""
@@ -33,7 +33,7 @@ class RemoteOptimizers(Protocol):
         """Sets the optimizer state with which the next step begins."""
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
-        """Has the next step train more of the models' parameters."""
+        """Trains more of the models' parameters from the next step on."""
 
 
 _WHERE = (
@@ -43,9 +43,9 @@ _WHERE = (
 
 
 class _StateOnShards(defaultdict[torch.Tensor, Any]):
-    """The `state` of a prepared optimizer: empty, with errors that say where the state is.
+    """The `state` of a prepared optimizer: it is empty, and its errors say where the state is.
 
-    begin_anew: has the next step begin without any state
+    begin_anew: makes the next step begin without any state
     """
 
     def __init__(self, begin_anew: Callable[[], None]) -> None:
@@ -64,7 +64,7 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
         raise Unsupported(_WHERE)
 
     def values(self) -> Any:
-        """Returns nothing, and logs once where the state is, for a script that means to change it."""
+        """Returns no values. The first call logs where the state is, for a script that wants to change it."""
         if not self._has_told:  # a script that asks may do so in every step
             self._has_told = True
             log.warning("%s", _WHERE)
@@ -109,7 +109,7 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Empty: the state is on the shards. Assigning to it has the next step begin with the value."""
+        """Empty: the state is on the shards. If a script assigns a value, the next step begins with it."""
         return self.__dict__["state"]
 
     @state.setter
@@ -151,12 +151,13 @@ class ServerOptimizer(torch.optim.Optimizer):
             self.__dict__["state"] = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over hyper-parameters at once, and optimizer state with the next step.
+        """Sets hyper-parameters at once, and optimizer state with the next step.
 
         In sync rank 0's state counts; in ssp and async each worker that loads sets the state anew. A worker that joins
         a running job and loads before its first step does not set the job back: its state is ignored, with a warning.
-        Raises ValueError, as torch's own, for a state_dict of other groups, InvalidRequest or Unsupported for state
-        that the optimizer could not have made; nothing is changed then.
+
+        Raises ValueError, as torch's own, for a state_dict of other groups; InvalidRequest or Unsupported for state
+        that the optimizer could not have made. Nothing is changed then.
         """
         # torch's own code does the checking and casting, on an object that nothing else refers to.
         loaded = optimizer_like(self._wrapped, [dict(group) for group in self.param_groups])
@@ -166,11 +167,11 @@ class ServerOptimizer(torch.optim.Optimizer):
             live.update({key: value for key, value in group.items() if key != "params"})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Has the next step train more parameters of the prepared models, with hyper-parameters of their own.
+        """Trains more parameters of the prepared models from the next step on, with their own hyper-parameters.
 
         In a job with a world size it blocks until all workers have called it. The parameters become a job of their own
         on the servers, NAME.added1 for the first group. Raises Unsupported for parameters of no prepared model,
-        InvalidRequest for those that an optimizer has already.
+        InvalidRequest for parameters that an optimizer has already.
         """
         self._servers.add_group(self._index, param_group)
 
@@ -186,7 +187,7 @@ def _named_after(kind: type[torch.optim.Optimizer]) -> type[ServerOptimizer]:
 
 
 def optimizer_like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Returns an optimizer like another, with these groups themselves and without state."""
+    """Returns an optimizer of the same class without state. groups: its groups, which are not copied"""
     made = type(optimizer).__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
     made.__dict__.pop("step", None)  # a scheduler's patch of the other's

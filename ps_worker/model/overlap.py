@@ -1,9 +1,9 @@
-"""Which buckets leave while backward still runs.
+"""Decides which buckets are sent while backward still runs.
 
-A bucket is full when backward has finished every gradient in it. It leaves then as a draft, which counts only once
-`optimizer.step()` says so: a script may still clip, scale or drop gradients, run backward again, or skip the step.
-Where it does, the drafts count for nothing and the whole step leaves at `step()`. That costs bytes, so a script is
-watched for a few steps before any bucket leaves early, and for longer after each surprise.
+A bucket is full when backward has finished every gradient in it. It is then sent as a draft, which counts only if
+`optimizer.step()` confirms it: a script may still clip, scale or drop gradients, run backward again, or skip the step.
+If it does, the drafts are dropped and the whole step is sent in `step()`. That costs bytes. So a script is watched for
+a few steps before the first draft, and for longer after each such surprise.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LONGEST_WATCH_STEPS = 4096
 
 
 class Overlap:
-    """Which gradients of one optimizer's step are there, and which buckets leave early.
+    """Which gradients of one optimizer's step are finished, and which buckets are sent early.
 
-    buckets:    those of its parameters. One that has others too never leaves early: its draft would have them
-    wanted:     True lets buckets leave early in every step, False in none, None after some steps without a surprise
-    parameters: that the optimizer steps; None: all in these buckets
+    buckets:    the buckets of its parameters. One that also has other parameters is never sent early
+    wanted:     True: send early in every step; False: never; None: after some steps without a surprise
+    parameters: the parameters that the optimizer steps; None: all in these buckets
     """
 
     def __init__(self, buckets: Sequence[BucketSpec], wanted: bool | None, parameters: Set[int] | None = None) -> None:
@@ -58,18 +58,18 @@ class Overlap:
         self._marks: list[int] | None = None
 
     def abandon(self) -> None:
-        """Forgets the step at hand: the next backward begins a new one."""
+        """Forgets the current step: the next backward begins a new one."""
         self._begin()
 
     @property
     def active(self) -> bool:
-        """Whether full buckets leave during backward."""
+        """Whether full buckets are sent during backward."""
         return self._wanted is True or (self._wanted is None and self._quiet_steps >= self._watched_steps)
 
     def ready(self, parameter: int, marks: list[int]) -> list[BucketSpec]:
-        """Returns the buckets that may leave now, when backward has finished a parameter's gradient.
+        """Notes that backward has finished a parameter's gradient. Returns the buckets to send now.
 
-        marks: numbers that tell whether a gradient was changed since
+        marks: Gradients.marks at this moment
         """
         self._marks = marks
         if self.paused:
@@ -87,9 +87,10 @@ class Overlap:
         return full
 
     def finish(self, marks: list[int], absent: Set[int] = frozenset()) -> tuple[bool, bool]:
-        """Ends the step: returns whether gradients were changed since backward, and whether drafts still hold.
+        """Ends the step. Returns whether gradients were changed since backward, and whether drafts are still valid.
 
-        absent: the parameters without a gradient; one that backward had made is taken away again
+        marks:  Gradients.marks at this moment
+        absent: the parameters without a gradient. If backward had made one, the script has removed it
         """
         changed = (self._marks is not None and marks != self._marks) or not self._seen.isdisjoint(absent)
         surprised = changed or self._repeated

@@ -1,4 +1,4 @@
-"""Models that servers cannot train, told before anything joins, and in a dry run."""
+"""Checks for models that servers cannot train, before a worker joins a job, and in a dry run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ _SHARDED = (
 
 
 def refuse_wrapped(model: nn.Module, in_group: bool = False) -> None:
-    """Raises Unsupported for a model that another way to train has taken over: it would reduce gradients twice, or its
-    parameters are not all here. in_group: nor are they expected to be: the worker is a group of processes"""
+    """Raises Unsupported for a model that another way to train has wrapped: it would reduce gradients twice, or not all
+    its parameters are in this process. in_group: the worker is a group of processes, so they need not be
+    """
     for module in model.modules():
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS:

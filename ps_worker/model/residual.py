@@ -1,13 +1,13 @@
-"""What a worker's gradients have lost on the wire, and send with the next ones: error feedback.
+"""Error feedback: what the wire format has rounded off of a worker's gradients is added to the next ones.
 
 In a wire format of blocks (int8, int4) a worker sends the codes of g + e, where g is its gradient and e the residual:
-what the codes of the steps before have left out. Once the step counts, e becomes g + e - (the values of the codes). So
-nothing is lost for good, and what is sent adds up to the sum of the gradients.
+the rounding error of the steps before. Once the step counts, e becomes g + e - (the values of the codes). So nothing is
+lost for good, and what is sent adds up to the sum of the gradients.
 
-leaves   A bucket's codes are made where it leaves, and so is its next residual. Both may happen twice in a step: a
-         draft whose gradient was changed since counts for nothing, and the bucket leaves anew, from the same residual.
-counts   When the step counts, the residuals of what left last take effect. A repeat of a call sends the same bytes.
-does not A step that was refused, skipped, or lost with the worker's place, leaves all residuals as they were.
+encode   A bucket's codes and its next residual are computed when the bucket is sent. This may happen twice in a
+         step: if a gradient changes after its draft was sent, the bucket is sent again, from the same old residual.
+count    When the step counts, the residuals of the last send take effect. A repeated call sends the same bytes.
+         If a step is refused, skipped, or lost with the worker's place, all residuals stay as they were.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ps_protocol.layout import BucketSpec
 
 
 class Leaving:
-    """A bucket on its way out. The thread that pushes makes it; the one that sends has it filled.
+    """A bucket that is being sent. The training thread makes it; the sending thread fills it.
 
-    made:  the point on the GPU at which the gradient is there; None on the host
-    error: [numel] float32, the bucket's residual once this counts; None before it is sent, and without a residual
-    norms: [2], the L2 norms of that and of what is sent; likewise
+    made:  the event on the GPU after which the gradient is complete; None on the host
+    error: [numel] float32, the bucket's next residual; None before it is sent, and in formats without a residual
+    norms: [2], the L2 norms of `error` and of what is sent; None likewise
     """
 
     def __init__(self, bucket: BucketSpec, made: torch.cuda.Event | None) -> None:
@@ -37,7 +37,7 @@ class Leaving:
 
 
 class Residuals:
-    """The residuals of one model, by bucket: [numel] float32, on the gradients' device; zeros where there is none.
+    """The residuals of one model, by bucket: [numel] float32, on the gradients' device. A missing residual is zero.
 
     `encode` may be called from any thread, for buckets whose residual does not change meanwhile.
     """
@@ -49,7 +49,7 @@ class Residuals:
         self._norms: dict[int, torch.Tensor] = {}  # of each bucket's residual, and of what it has sent last
 
     def encode(self, leaving: Leaving, gradient: torch.Tensor, codec: Blocks, absent: Sequence[int]) -> torch.Tensor:
-        """Returns the payload of a gradient [numel] and of what was left out before; fills in what this leaves out.
+        """Returns the payload of a gradient [numel] plus the bucket's residual. Sets `error` and `norms` of `leaving`.
 
         absent: positions of slices without a gradient: they are sent as zeros, and keep their residual
         """
@@ -77,14 +77,14 @@ class Residuals:
                 self._norms[leaving.bucket.index] = leaving.norms
 
     def forget(self, buckets: Iterable[BucketSpec]) -> None:
-        """Has these buckets begin without a residual."""
+        """Sets the residuals of these buckets to zero."""
         for bucket in buckets:
             self._errors.pop(bucket.index, None)
 
     def ratio(self) -> float | None:
-        """Returns the norm of all residuals over that of what was sent last. Above 1 the format is too coarse.
+        """Returns the norm of all residuals over the norm of what was last sent. Above 1 the format is too coarse.
 
-        None: nothing was sent, or not all of it is finite. May be called from any thread.
+        None: nothing was sent, or something of it is not finite. For any thread.
         """
         norms = [each.tolist() for each in list(self._norms.values())]
         left, sent = (math.hypot(*column) for column in zip(*norms, strict=True)) if norms else (0.0, 0.0)
@@ -97,7 +97,7 @@ class Residuals:
         return {index: error.to("cpu", copy=True) for index, error in self._errors.items()}
 
     def takes(self, errors: Mapping[int, torch.Tensor]) -> bool:
-        """Whether residuals fit."""
+        """Whether these residuals have the types and sizes of this model's buckets."""
         sizes = self._sizes
         return all(error.dtype == torch.float32 and error.shape == (sizes.get(i),) for i, error in errors.items())
 

@@ -1,7 +1,8 @@
-"""What steps the parameters of a job, in each stage of the script: `session.prepare(optimizer)` begins the next one.
+"""Which optimizer steps each parameter of a job, in each stage of the script: `session.prepare(optimizer)` begins a
+stage.
 
-The job stays as it is registered, with its buckets, clocks and checkpoints. Of each stage this has the optimizers,
-whose hyper-parameters ride with each push, and what each bucket is told of them (ps_protocol/stages.py).
+The job stays as it is registered, with its buckets, clocks and checkpoints. A stage has the optimizers, whose
+hyper-parameters are sent with each push, and the StageSpec of each bucket (ps_protocol/stages.py).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ class Stage:
     """One stage of one job.
 
     number:     from 0, which is the job as it was registered
-    spec:       the job as this stage has it: its groups are those of the stage's optimizers, one after the other, and
-                `optimizers` has the class that steps the buckets of each of the registered ones
-    optimizers: that step, by their numbers in the script
-    groups:     of `spec`: the number of the optimizer, and which of its groups it is
-    owner:      by parameter, the number of the optimizer that has it; others stay as they are
-    since:      by parameter, the stage in which that optimizer has begun
-    buckets:    what each bucket that trains is told, by index
+    spec:       the job in this stage: its groups are those of the stage's optimizers, one after the other; in place of
+                each registered optimizer, `optimizers` has the class that steps its buckets now
+    optimizers: the optimizers that step, by number in the script
+    groups:     for each group of `spec`: the number of the optimizer, and the index among its groups
+    owner:      by parameter, the number of its optimizer; parameters that are missing keep their values
+    since:      by parameter, the stage in which that optimizer began
+    buckets:    by index, what each trained bucket is told
     """
 
     number: int
@@ -69,9 +70,11 @@ def next_stage(
     optimizers: Mapping[int, torch.optim.Optimizer],
     new: Collection[int],
 ) -> Stage:
-    """Returns the stage that follows, in which these optimizers step, of which some are `new`.
+    """Returns the stage after `before`.
 
-    indices: by the id of a parameter that lies in the job's buckets, its index
+    indices:    by the id of a parameter in the job's buckets, its index
+    optimizers: all optimizers that step in the stage, by number
+    new:        the numbers of those that begin with it
     Raises Unsupported for optimizers that the shards cannot run on the job's buckets, InvalidRequest for
     hyper-parameters that they would refuse.
     """

@@ -39,14 +39,14 @@ log = logging.getLogger("ps_worker")
 
 @dataclass(frozen=True)
 class EndedStep:
-    """A step as it is pushed, besides the gradients themselves.
+    """The content of a step, apart from its gradients.
 
-    optimizer:   the one that steps, by number; None: none does
-    absent:      its parameters that have no gradient
+    optimizer:   the number of the optimizer that steps; None: none does
+    absent:      its parameters without a gradient
     groups:      the hyper-parameters of each group of the job
-    drafts_hold: the gradients that left during backward are unchanged, and count
-    rows:        what it does to each table
-    weight:      what it weighs in the mean; 0: all weigh the same
+    drafts_hold: the drafts sent during backward are unchanged, and count
+    rows:        the step's push to each table
+    weight:      its weight in the mean; 0: all weigh the same
     """
 
     optimizer: int | None
@@ -65,12 +65,12 @@ class EndedStep:
 class StepMaker:
     """Makes the steps of one job's model, one after the other.
 
-    Gradients become ready on autograd's thread, while the training thread waits in backward; all else is called by the
+    Gradients become ready on autograd's thread, while the training thread waits in backward. All else is for the
     training thread.
 
-    tables:  of the model
+    tables:  the model's tables
     overlap: as in PrepareOptions
-    draft:   sends a bucket that is full; returns how many bytes of it its shard keeps until the step counts
+    draft:   sends a full bucket; returns the bytes that its shard keeps until the step counts
     """
 
     def __init__(
@@ -103,12 +103,15 @@ class StepMaker:
         self._skipped = Troubles(log, None)  # ps_worker_non_finite_total counts them
 
     def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
-        """Returns the stage in which these optimizers step, by their numbers, of which some are new. Raises as
-        `next_stage`; nothing has changed yet."""
+        """Returns the stage after the current one, without entering it. Raises as `next_stage`.
+
+        optimizers: by number, all optimizers that step in it
+        new:        the numbers of those that begin with it
+        """
         return next_stage(self.stage, self._layout, self._indices, optimizers, new)
 
     def enter(self, stage: Stage) -> None:
-        """Begins a stage. No step is under way."""
+        """Enters a stage. No step may be under way."""
         self.stage, self._groups = stage, LiveGroups(stage)
         self._overlaps, self._others = {}, {}
         for number in stage.optimizers:
@@ -120,7 +123,9 @@ class StepMaker:
                 self._others[bucket.index, number] = others
 
     def read_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Takes hyper-parameters from these groups from here on: of a job that trains some of an optimizer's."""
+        """Reads hyper-parameters from these groups from now on: for a job that trains only some parameters of an
+        optimizer.
+        """
         self._groups.read_from(groups)
 
     def parameters_of(self, optimizer: int) -> Set[int]:
@@ -128,12 +133,12 @@ class StepMaker:
         return self.stage.parameters_of(optimizer)
 
     def allow_drafts(self, rank: int, ranks: Sequence[int] | None) -> None:
-        """Lets buckets of the next step leave during backward, as many as the shards have room for.
+        """Sets how many bytes of the next step may be sent during backward: as many as the shards have room for.
 
-        In sync the drafts of the lowest rank become the open sum; the others share as much as the weights. In ssp and
-        async all do.
+        In sync the drafts of the lowest rank become the open sum; the others together get the size of the weights. In
+        ssp and async all workers together do.
 
-        ranks: those that take part, this worker's `rank` among them; None: no transport has any use for drafts
+        ranks: the live ranks, including `rank`; None: no transport can use drafts
         """
         if ranks is None:
             self._draft_room = 0
@@ -147,7 +152,9 @@ class StepMaker:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets gradients only add up inside; nothing leaves before the next backward outside, or the step."""
+        """A `with` block in which backward only accumulates gradients. The next backward outside, or the step, sends
+        them.
+        """
         before = [(overlap, overlap.paused) for overlap in self._overlaps.values()]
         for overlap, _ in before:
             overlap.paused = True
@@ -174,12 +181,12 @@ class StepMaker:
         return EndedStep(optimizer, absent, groups, drafts_hold, rows)
 
     def end_empty(self) -> EndedStep:
-        """Ends a step that counts as none, whatever gradients there are."""
+        """Ends a step that the mean leaves out. Gradients are ignored."""
         self.abandon()
         return EndedStep(None, set(), self._groups.read(), drafts_hold=False, rows=self.tables.left_out())
 
     def abandon(self) -> None:
-        """Forgets the step at hand: the next backward begins a new one."""
+        """Forgets the current step: the next backward begins a new one."""
         self.tables.take()
         self.tables.sent()
         for overlap in self._overlaps.values():
@@ -190,8 +197,8 @@ class StepMaker:
     ) -> list[BucketPush]:
         """Returns the pushes of a step.
 
-        ranges:  of leased data, that the step used
-        buckets: those that are pushed; None: every one that trains
+        ranges:  the leased data that the step used
+        buckets: the buckets to push; None: all that train
         """
         trained = self._trained if buckets is None else buckets
         return [self._push(bucket, step, clock, ranges) for bucket in trained]
@@ -236,7 +243,7 @@ class StepMaker:
 
 
 class LiveGroups:
-    """The hyper-parameters of the script's optimizers, which schedulers change."""
+    """Reads the current hyper-parameters of the script's optimizers, which schedulers change."""
 
     def __init__(self, stage: Stage) -> None:
         """Groups that are added to an optimizer later do not belong to this."""
@@ -248,11 +255,13 @@ class LiveGroups:
         self._live: Sequence[dict[str, Any]] | None = None  # in place of the optimizers' own
 
     def read_from(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Takes values from these groups, in place of the optimizers' own."""
+        """Reads hyper-parameters from these groups from now on, in place of the optimizers' own."""
         self._live = groups
 
     def read(self) -> list[HyperParameters]:
-        """Returns those of each group now. Raises InvalidRequest for values that the shards would refuse."""
+        """Returns the current hyper-parameters of each group. Raises InvalidRequest for values that the shards would
+        refuse.
+        """
         for name, optimizer, count in self._optimizers:
             if len(optimizer.param_groups) < count:
                 raise InvalidRequest(

@@ -1,8 +1,8 @@
-"""Notices an optimizer that steps a session's parameters past it: each worker would train them alone.
+"""Detects steps of other optimizers on a session's parameters: each worker would then train them alone.
 
-Two habits lead there. A script makes a fresh optimizer over the prepared model for its next stage, or it steps the one
-that it has handed to `prepare`, and not the one that came back. In one process both are right. In DDP the former is,
-because there the model averages the gradients, and not the optimizer.
+There are two such habits. A script makes a new optimizer over the prepared model for its next stage. Or it steps the
+optimizer that it has passed to `prepare` instead of the one that was returned. In one process both are right. In DDP
+the first is right, because there the model averages the gradients, and not the optimizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _changing = threading.Lock()
 
 
 def watch_steps(look: Callable[[Optimizer], None]) -> Callable[[], None]:
-    """Has `look` called before each step of each optimizer of this process; returns what ends that."""
+    """Calls `look` before each step of each optimizer in this process. Returns a function that ends this."""
 
     def end() -> None:
         global _watching
@@ -51,10 +51,11 @@ register_optimizer_step_pre_hook(_before_step)
 
 
 class SteppedAlone:
-    """Looks at each step of each optimizer of this process, from here until `close`.
+    """Watches all steps of all optimizers in this process, until `close`.
 
-    steps:     how many the session's own optimizers have begun
-    is_closed: it looks no more
+    met:       is called with a message when another optimizer steps the session's parameters
+    steps:     how many steps the session's own optimizers have begun
+    is_closed: `close` was called
     """
 
     def __init__(self, models: Sequence[nn.Module], met: Callable[[str], None]) -> None:
@@ -70,12 +71,12 @@ class SteppedAlone:
         self._end = watch_steps(self._before_step)
 
     def know(self, prepared: Sequence[Optimizer], handed_over: Sequence[Optimizer]) -> None:
-        """Adds optimizers that are the session's own, and what the script handed to `prepare` in their places."""
+        """Adds optimizers of the session, and those that the script passed to `prepare` for them."""
         self._own += prepared
         self._handed_over += [each for each in handed_over if not _is_in(each, prepared)]
 
     def take_over(self, prepared: Sequence[Optimizer], handed_over: Sequence[Optimizer]) -> None:
-        """As `know`; and counts those as the session's own no more that had any of their parameters."""
+        """As `know`. Optimizers of the session that had any of the same parameters are no longer the session's own."""
         taken = {id(tensor) for each in prepared for tensor in _tensors(each)}
         replaced = [each for each in self._own if any(id(tensor) in taken for tensor in _tensors(each))]
         self._own = [each for each in self._own if not _is_in(each, replaced)]

@@ -1,8 +1,8 @@
-"""A storage of its own for a part of a flat buffer.
+"""Gives a part of a flat buffer a storage of its own.
 
-What saves models takes tensors of one storage for one shared tensor: safetensors, and with it Accelerate and the
-Hugging Face Hub, would drop all but one of a model's parameters, and `torch.save` of one parameter would write them
-all. So each parameter, and each gradient, has a storage that begins and ends with it, at its place in the buffer.
+Code that saves models takes tensors of one storage for one shared tensor. safetensors, and with it Accelerate and the
+Hugging Face Hub, would drop all but one of a model's parameters; `torch.save` of one parameter would write them all. So
+each parameter and each gradient has a storage that begins and ends with it, at its place in the buffer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _DEVICES = ("cpu", "cuda")
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of a contiguous part of a buffer as a tensor that is no view, with a storage as large as it.
+    """Returns the memory of a contiguous part of a buffer as a tensor with a storage of its own: it is not a view.
 
-    The storage keeps the buffer's memory. In-place changes of the tensor count in a `_version` of its own. On devices
-    whose memory DLPack does not hand over, it is the view.
+    The storage keeps the buffer's memory alive. In-place changes count in the tensor's own `_version`. On devices that
+    DLPack does not support, the view itself is returned.
     """
     if view.device.type not in _DEVICES:
         return view
@@ -28,7 +28,7 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def counting_with(view: torch.Tensor) -> torch.Tensor:
-    """Returns what `with_own_storage` does, of which in-place changes count in the `_version` of the whole buffer."""
+    """As `with_own_storage`, but in-place changes count in the `_version` of the whole buffer."""
     counting = view.detach()
     counting.data = with_own_storage(view)  # takes the memory, and keeps the count
     return counting

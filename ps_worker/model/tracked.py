@@ -34,7 +34,7 @@ def _notify(tensor: Any, given_out: torch.Tensor | None) -> None:
 
 
 def _slice(tensor: Any) -> torch.Tensor:
-    """Returns what `detach` returns, as a slice that notifies like the tensor."""
+    """Returns `tensor.detach()` as a `_Slice`, which notifies the same session as the tensor."""
     detached: torch.Tensor = torch.Tensor.detach(tensor).as_subclass(_Slice)
     detached.__dict__[_TOUCHED] = tensor.__dict__.get(_TOUCHED)
     return detached
@@ -45,7 +45,7 @@ class _Watched:
 
     @property
     def data(self) -> torch.Tensor:
-        """As torch's; notifies."""
+        """As torch's `data`. Also notifies the session."""
         data = values(self)
         _notify(self, data)
         return data
@@ -60,7 +60,7 @@ class _WatchedParameter(_Watched):
     """Mixed into a parameter's class: copies are plain parameters, and what is saved is one."""
 
     def detach(self) -> torch.Tensor:
-        """As torch's; what is saved of the result, as by `torch.save(model.state_dict())`, is plain."""
+        """As torch's `detach`. If the result is saved, as by `torch.save(model.state_dict())`, it is a plain tensor."""
         return _slice(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -77,11 +77,11 @@ class _Slice(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def detach(self) -> torch.Tensor:
-        """As torch's, and of this class: `nn.Parameter(...)` of it asks for that."""
+        """As torch's `detach`. The result is of this class, as `nn.Parameter(...)` requires."""
         return _slice(self)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As torch's; notifies, because writes through numpy change no version."""
+        """As torch's `numpy`. Also notifies the session, because writes through numpy do not change `_version`."""
         _notify(self, self)  # the array keeps this tensor alive
         return torch.Tensor.numpy(self, force=force)
 
@@ -112,20 +112,20 @@ class WatchedGradient(_Watched, torch.Tensor):
 
 
 def values(tensor: Any) -> torch.Tensor:
-    """Returns a tensor's `.data` and notifies nothing."""
+    """Returns a tensor's `.data` without a notification."""
     data: torch.Tensor = local(tensor).detach() if is_sharded(tensor) else _DATA.__get__(tensor)
     return data
 
 
 def set_values(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Sets a tensor's `.data` and notifies nothing."""
+    """Sets a tensor's `.data` without a notification."""
     _DATA.__set__(tensor, data)
 
 
 def watch(parameter: nn.Parameter, touched: Touched) -> None:
-    """Has `touched` called whenever a script reads or sets the parameter's `.data`.
+    """Calls `touched` whenever a script reads or sets the parameter's `.data`.
 
-    Not of a DTensor, whose values are compared instead.
+    Does nothing for a DTensor: its values are compared instead.
     """
     if is_sharded(parameter):
         return
@@ -166,14 +166,16 @@ class Touches:
         self._given_out: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def touched(self, index: int, parameter: torch.Tensor, given_out: torch.Tensor | None) -> None:
-        """Notes that a script has read a parameter's `.data`, or is about to set it."""
+        """Notes that a script reads a parameter's `.data`, or is about to set it. given_out: the tensor that it got;
+        None: none
+        """
         if index not in self.before:
             self.before[index] = values(parameter).clone()
         if given_out is not None:
             self._given_out.setdefault(index, []).append(weakref.ref(given_out))
 
     def landed(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Counts the values, as they are, as new weights: changes by the script count from here on."""
+        """Takes the current values as new weights: only later changes count as the script's."""
         if not self.before and not self._given_out:
             return
         alive = {index: [ref for ref in refs if ref() is not None] for index, refs in self._given_out.items() if refs}

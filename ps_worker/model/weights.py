@@ -1,7 +1,7 @@
 """The weights of a model as parts of flat buffers, and which of them a script has changed.
 
-A script may change parameters itself, and may put them elsewhere (`model.to(...)`, `p.data = ...`): `changed` finds
-that before each step, and brings them back.
+A script may change parameters itself, and may move them elsewhere (`model.to(...)`, `p.data = ...`): `changed` detects
+that before each step, and copies them back into the buffers.
 
 Three kinds of parameters keep memory of their own, and are copied to and from the buffers in their logical order: those
 that are not contiguous (channels_last), those on another device than most (a model spread over several), and those that
@@ -18,15 +18,17 @@ import torch
 from torch import nn
 
 from ps_worker.model.buffers import FlatBuffers
-from ps_worker.model.sharded import local
+from ps_worker.model.sharded import like, local
 from ps_worker.model.storage import with_own_storage
 from ps_worker.model.tracked import Touched, Touches, set_values, unwatch, values, watch
 
 
 def with_values(model: nn.Module, values_by_id: Mapping[int, torch.Tensor]) -> dict[str, Any]:
-    """Returns a copy of a model's state_dict, in which some parameters have other values, by their id."""
+    """Returns a copy of a model's state_dict with other values for some parameters. values_by_id: by the
+    parameter's id
+    """
     found = {
-        name: values_by_id[id(parameter)]
+        name: like(parameter, values_by_id[id(parameter)])
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if id(parameter) in values_by_id
     }
@@ -59,15 +61,16 @@ class Weights:
         return lambda given_out: self._touches.touched(index, tensor, given_out)
 
     def move_in(self) -> None:
-        """Moves all parameters into new buffers; at first also those in memory that processes share: each worker that
-        a script has started with one model (`mp.spawn`) trains its own."""
+        """Moves all parameters into new buffers. The first call also moves those in memory shared between processes:
+        each worker that a script has started with one model (`mp.spawn`) trains its own copy.
+        """
         is_first = not self._marks
         for index in self._buffers.trained:
             self._take_in(index, even_shared=is_first)
         self.mark()
 
     def mark(self) -> None:
-        """Counts the parameters, as they are now, as unchanged."""
+        """Takes the current parameters as unchanged by the script."""
         self._marks = self._marks_now()
 
     def release(self) -> None:
@@ -76,9 +79,10 @@ class Weights:
             unwatch(tensor)
 
     def changed(self) -> set[int]:
-        """Returns the parameters whose values the script has changed since weights last landed, all in the buffers.
+        """Returns the parameters that the script has changed since weights last landed. All weights are in the buffers
+        afterwards.
 
-        Raises InvalidRequest, and changes nothing, if one has another type, shape or device now.
+        Raises InvalidRequest, and changes nothing, if a parameter's type, shape or device has changed.
         """
         before, now, trained = self._marks, self._marks_now(), self._buffers.trained
         if now == before and not self._touches.before and not self._sharded:
@@ -95,7 +99,9 @@ class Weights:
         return changed
 
     def gather(self) -> None:
-        """Brings all parameters' values into the buffers. Raises InvalidRequest, as `changed`."""
+        """Copies all parameters' values into the buffers, if they lie elsewhere. Raises InvalidRequest, as
+        `changed`.
+        """
         for index in self._buffers.trained:
             self._buffers.check_form(index)
         for index, tensor in self._buffers.trained.items():
@@ -103,7 +109,7 @@ class Weights:
                 self._take_in(index)
 
     def landed(self) -> None:
-        """Copies new weights to the parameters with memory of their own. Changes by the script count from here on."""
+        """Copies new weights to the parameters with memory of their own. Only later changes count as the script's."""
         for index in self._apart:
             values(self._buffers.trained[index]).copy_(self._buffers.weight_views[index])
         self._touches.landed(self._buffers.trained)

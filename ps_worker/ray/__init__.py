@@ -8,14 +8,14 @@
 
 deployment.py What travels between the processes: what servers to start, what a worker is told, which process it is
 actors.py    The coordinator and a shard, each an actor of Ray that has one server process
-servers.py   `ParameterServer`: the actors of one cluster, and where Ray puts them
+server_actors.py `ParameterServer`: the actors of one cluster, and where Ray puts them
 train.py     `PsConfig`: the backend for Ray Train
 """
 
 from typing import TYPE_CHECKING, Any
 
 from ps_worker.ray.deployment import WorkerProcess, WorkerSettings
-from ps_worker.ray.servers import ParameterServer
+from ps_worker.ray.server_actors import ParameterServer
 
 if TYPE_CHECKING:
     from ps_worker.ray.train import PsConfig

@@ -17,7 +17,7 @@ from ray.train.backend import Backend, BackendConfig
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_worker.ray.deployment import Deployment, WorkerProcess, WorkerSettings
-from ps_worker.ray.servers import ParameterServer
+from ps_worker.ray.server_actors import ParameterServer
 
 log = logging.getLogger("ps_worker")
 

@@ -8,5 +8,5 @@ documents.py        Encodes values as one safetensors file with JSON, and decode
 encoding.py         The state of a worker without the weights, as values and as bytes
 ending.py           Whether a script ends by itself or by a signal, and code that signals may not interrupt
 inner.py            The state of optimizers that step on the worker, at the rounds of checkpoints
-sender.py           Sends each captured state to the coordinator, in a thread
+state_sender.py     Sends each captured state to the coordinator, in a thread
 """

@@ -213,7 +213,7 @@ class WorkerCheckpoint:
                 self._restore(target)
 
     def forget(self) -> None:
-        """Continues from an earlier clock without a saved state."""
+        """Continues from an earlier clock for which there is no saved state."""
         self._model.put_residual({})
 
     @property
@@ -223,7 +223,7 @@ class WorkerCheckpoint:
 
     @property
     def at_pass_begin(self) -> bool:
-        """Whether the current step is the first of a pass over the feeding loader, and not of the first pass."""
+        """Whether the current step is the first of a pass over the loader that feeds it, but not of the first pass."""
         return self._fed is not None and self.loaders[self._fed].is_at_begin
 
     # -- capture -----------------------------------------------------------------------------------------------------
@@ -240,7 +240,9 @@ class WorkerCheckpoint:
         self._taken += 1
 
     def capture(self, loader: int | None = None) -> None:
-        """Captures the requested state, if there is a request. `loader`: whose loop is at this point"""
+        """Captures the requested state, if there is a request. loader: the loader whose loop is at this point; None:
+        none is
+        """
         if self._wanted is None:
             return
         clock, self._wanted = self._wanted, None
@@ -363,7 +365,7 @@ class WorkerCheckpoint:
 
     @property
     def has_unknown_scheduler(self) -> bool:
-        """Whether an optimizer has a scheduler, and `prepare` was given nothing whose state belongs to the job."""
+        """Whether an optimizer has a scheduler, but `prepare` was given no object whose state belongs to the job."""
         return not self.job.are_some and any(steers(optimizer) for optimizer, _ in self._optimizers)
 
     @property
@@ -405,7 +407,7 @@ class WorkerCheckpoint:
     def set_settings(self, settings: Settings) -> None:
         """Sets random states, hyper-parameters, and the state of schedulers and similar objects.
 
-        Settings of an earlier stage name the groups of other optimizers, and fewer things.
+        If the settings are of an earlier stage, hyper-parameters are not set, as the groups were other ones.
         """
         is_of_now = settings.stage == self.stage
         set_groups(self._groups(), settings.groups if is_of_now else [])
@@ -465,7 +467,11 @@ class LocalCheckpoint(WorkerCheckpoint):
         self.inner = inner
 
     def rollback(self, state: bytes, clock: int, saved_at: int | None = None) -> None:
-        """Continues after `clock` rounds. Rounds that the worker has missed count with the job's number of steps."""
+        """Continues after `clock` rounds from a saved state: see WorkerCheckpoint.rollback. Clocks count rounds here.
+
+        The data of the rounds that the worker has missed is left out. Each of these rounds counts with the number of
+        steps that the mode gives it; with the fewest, if rounds end by time.
+        """
         super().rollback(state, clock, saved_at)
         assert self._target is not None
         saved = self._target.clock if saved_at is None else saved_at

@@ -49,8 +49,11 @@ def read_document(data: bytes, number: int) -> tuple[dict[str, Any], dict[str, t
 
 
 def plain(value: Any, tensors: dict[str, torch.Tensor], where: str = "state") -> Any:
-    """Returns a value in JSON's types, and moves its tensors into `tensors`. Raises Unsupported for any but Python's
-    types."""
+    """Returns a value in JSON's types, and moves its tensors into `tensors`, by name.
+
+    where: what the value is, for the error text
+    Raises Unsupported for a value of a type that is neither a tensor nor one of Python's own.
+    """
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, float):

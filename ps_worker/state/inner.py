@@ -17,6 +17,7 @@ import torch
 from ps_protocol.errors import Unsupported
 from ps_protocol.tensors import is_finite
 from ps_runtime.troubles import Troubles
+from ps_worker.model.sharded import like, local
 from ps_worker.state.documents import copied
 
 log = logging.getLogger("ps_worker")
@@ -29,16 +30,16 @@ InnerState = list[dict[int, dict[str, Any]]]
 
 
 class Inner(Protocol):
-    """The interface of inner optimizer state for the worker's part of a checkpoint."""
+    """The interface of the state of optimizers that step on the worker, for the worker's part of a checkpoint."""
 
     def captured(self, clock: int) -> InnerState | None:
-        """Copies the present state, after `rounds` rounds, into memory. Returns it if it is small."""
+        """Copies the present state, after `clock` rounds, into memory. Returns it if it is small, otherwise None."""
 
     def now(self) -> InnerState | None:
-        """Returns a copy of the present state if it is small."""
+        """Returns a copy of the present state if it is small, otherwise None."""
 
     def restore(self, clock: int, saved: InnerState | None) -> None:
-        """Restores the state after `rounds` rounds. saved: the state in the checkpoint"""
+        """Restores the state after `clock` rounds, from memory or from `saved`, the state in the checkpoint."""
 
 
 class NoInner:
@@ -57,12 +58,18 @@ class NoInner:
 class InnerStates:
     """The state of the script's own optimizers. Only the training thread uses it.
 
-    fresh: called when they begin without state in a running job
+    fresh:  called when they begin without state in a running job
+    on_all: returns whether what is so here is so on all members of the group that this worker is
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], fresh: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        fresh: Callable[[], None],
+        on_all: Callable[[bool], bool] = bool,
+    ) -> None:
         self._optimizers = optimizers
-        self._fresh = fresh
+        self._fresh, self._on_all = fresh, on_all
         self._kept: dict[int, InnerState] = {}  # by round
         self._troubles = Troubles(log, None)  # ps_worker_fresh_inner_state_total counts what it may lead to
 
@@ -72,7 +79,7 @@ class InnerStates:
         self._kept.clear()
 
     def captured(self, clock: int) -> InnerState | None:
-        """Copies the present state, after `rounds` rounds, into memory. Returns it if it is small."""
+        """Copies the present state, after `clock` rounds, into memory. Returns it if it is small, otherwise None."""
         try:
             states = self._copied()
         except Unsupported as error:
@@ -86,7 +93,7 @@ class InnerStates:
         return states if sum(tensor.nbytes for tensor in _tensors(states)) <= MOST_BYTES else None
 
     def now(self) -> InnerState | None:
-        """Returns a copy of the present state if it is small."""
+        """Returns a copy of the present state if it is small, otherwise None."""
         try:
             states = self._copied()
         except Unsupported:
@@ -94,12 +101,16 @@ class InnerStates:
         return states if sum(tensor.nbytes for tensor in _tensors(states)) <= MOST_BYTES else None
 
     def restore(self, clock: int, saved: InnerState | None) -> None:
-        """Restores the state after `rounds` rounds. saved: the state in the checkpoint"""
+        """Restores the state after `clock` rounds, from memory or from `saved`, the state in the checkpoint.
+
+        If neither fits, the optimizers begin without state.
+        """
         states = self._kept.get(clock, saved)
-        if states is None or not self._fits(states):
-            self.begin_anew()
-        else:
+        fits = states is not None and self._fits(states)
+        if self._on_all(fits) and states is not None:  # pieces are of unlike sizes, and some may be too large to keep
             self._put(states)
+        else:
+            self.begin_anew()
 
     def _put(self, states: InnerState) -> None:
         for optimizer, parameters, state in zip(self._optimizers, self._parameters(), states, strict=True):
@@ -129,12 +140,12 @@ class InnerStates:
     def is_finite(self) -> bool:
         """Whether the state contains no infinity and no NaN."""
         states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
-        return all(is_finite(tensor) for tensor in _tensors(states) if tensor.is_floating_point())
+        return all(is_finite(local(tensor)) for tensor in _tensors(states) if tensor.is_floating_point())
 
     def _copied(self) -> InnerState:
         return [
             {
-                position: copied(dict(optimizer.state[parameter]), "the optimizer's state")
+                position: copied(_here(dict(optimizer.state[parameter])), "the optimizer's state")
                 for position, (parameter, _) in enumerate(parameters)
                 if parameter in optimizer.state
             }
@@ -166,11 +177,21 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
+def _here(value: Any) -> Any:
+    """Returns a value with the local shards of DTensors in their place."""
+    if isinstance(value, torch.Tensor):
+        return local(value)
+    if isinstance(value, Mapping):
+        return {name: _here(item) for name, item in value.items()}
+    return type(value)(map(_here, value)) if type(value) in (list, tuple) else value
+
+
 def _placed(key: str, value: Any, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
     """Returns a copy of state on the devices where torch keeps it: the parameter's, except for the step count."""
     if isinstance(value, torch.Tensor):
         on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-        return value.to("cpu" if on_host else parameter.device, copy=True)
+        placed = value.to("cpu" if on_host else parameter.device, copy=True)
+        return placed if key == "step" else like(parameter, placed)
     if isinstance(value, Mapping):
         return {name: _placed(name, item, parameter, group) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -190,24 +211,24 @@ KEY, AT = "weights", "round"
 
 
 class OwnWeights(Protocol):
-    """The weights of a worker, apart from the servers': see ps_worker/model/base.py."""
+    """A worker's own weights, which differ from the servers': see ps_worker/model/base.py."""
 
     def own(self) -> dict[int, torch.Tensor]:
-        """Returns a copy of the optimizers' state, by parameter."""
+        """Returns a copy of the model's weights, by parameter."""
 
     def takes(self, own: dict[int, torch.Tensor]) -> bool:
-        """Whether weights fit."""
+        """Whether these weights fit the model."""
 
     def put(self, own: dict[int, torch.Tensor]) -> None:
-        """Sets the optimizers' state."""
+        """Sets the model's weights."""
 
 
 class InnerWithWeights(InnerStates):
     """The state of the script's own optimizers and, as one more entry after theirs, the weights that they step.
 
-    is_between: whether a round is over and the next one has not begun; the steps of an unfinished round are lost with a
-    worker that leaves, and so are their weights
-    rounds: the number of rounds that are over
+    is_between: returns whether a round is over and the next one has not begun. If a worker leaves within a round, the
+                steps of the round are lost, and so are their weights
+    rounds:     returns the number of rounds that are over
     """
 
     def __init__(

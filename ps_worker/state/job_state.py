@@ -92,11 +92,13 @@ class JobThings:
 
     @property
     def are_some(self) -> bool:
-        """Whether the state of any object belongs to the job."""
+        """Whether there is an object whose state belongs to the job."""
         return not all(self._own)
 
     def told(self, clock: int, stage: int) -> bytes | None:
-        """Returns the state for other workers; None if there is none, or if it is too large."""
+        """Returns the encoded state for other workers; None if no object's state belongs to the job, or if it is too
+        large.
+        """
         if not self.are_some:
             return None
         encoded = self.state(clock, stage).encode()
@@ -124,7 +126,7 @@ class JobThings:
         )
 
     def adopt(self, state: JobState, force: bool) -> str | None:
-        """Adopts a state, all of it or nothing. Returns the reason if it adopts nothing.
+        """Adopts a state as a whole. Returns None, or the reason why nothing is adopted.
 
         force: whether a schedule may go back
         """
@@ -177,5 +179,5 @@ def _goes_back(thing: Any, state: Any) -> bool:
 
 
 def steers(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a torch scheduler was made for an optimizer: it has patched the optimizer's `step`."""
+    """Whether a scheduler of torch was made for an optimizer: it has patched the optimizer's `step`."""
     return bool(getattr(optimizer.step, "_wrapped_by_lr_sched", False))

@@ -70,16 +70,18 @@ class LoopHooks(Protocol):
 
 @dataclass(frozen=True)
 class PassBegin:
-    """The script's settings at the beginning of a pass. epoch: of a sampler whose epoch the script sets"""
+    """The script's settings at the beginning of a pass. epoch: that of a sampler whose epoch the script sets; None
+    without one
+    """
 
     script: ScriptState
     epoch: int | None
 
 
 class LoaderPosition:
-    """The position of one loader. Passes are counted from 1; `begun` is the last that has begun.
+    """The position of one loader. Passes are counted from 1; `begun` is the number of the last that has begun.
 
-    going: whether it is in progress
+    going: whether that pass is in progress
     """
 
     def __init__(self, hooks: LoopHooks, loader: DataLoader[Any], index: int, look_ahead: LookAhead) -> None:
@@ -120,7 +122,7 @@ class LoaderPosition:
 
     @property
     def is_divided(self) -> bool:
-        """Whether the position in the data is that of all workers."""
+        """Whether all workers divide the data, so that one position in it holds for all of them."""
         return self._passes.is_divided
 
     def follow(self, state: LoaderState) -> None:
@@ -146,8 +148,10 @@ class LoaderPosition:
         return self._passes.position(self._hooks.target(self.index) or self._target or self.state())
 
     def load_state_dict(self, state: Any) -> None:
-        """Sets the position of the next pass. If the worker continues from a checkpoint of the servers, that position
-        counts."""
+        """Sets the position of the next pass. Is overridden if the worker continues from a checkpoint of the servers.
+
+        Raises InvalidRequest during a loop over the loader.
+        """
         if self.going:
             raise InvalidRequest("a loop over this loader is under way: load its state before the loop begins")
         epoch, self._over = self._passes.read_position(state)
@@ -199,7 +203,11 @@ class LoaderPosition:
         return self.going and self._since < self._hooks.steps
 
     def _asked(self, iterator: Iterator[Any]) -> Iterator[Any] | None:
-        """Captures a requested state, and restores a pending one, when the script asks for a batch."""
+        """Captures a requested state, and restores a pending one. Is called when the script asks for a batch.
+
+        iterator: the batches that are left of the current pass
+        Returns the iterator to go on with: the same one, or after a restore the one that `_go_to_target` returns.
+        """
         if self.is_asked_after_step:
             self._hooks.capture(self.index)
         if self._target is not None or self._hooks.target(self.index) is not None:
@@ -282,10 +290,10 @@ class LoaderPosition:
 
 
 class RepeatablePasses:
-    """Passes over a loader that can be repeated from their beginning. It controls everything that determines their
-    order.
+    """Passes over a loader that can be repeated from their beginning, because everything that determines their order is
+    set.
 
-    look_ahead: whether the batches of a pass may be read ahead
+    look_ahead: wraps the iterator of a pass, so that batches may be read ahead
     """
 
     def __init__(self, loader: DataLoader[Any], look_ahead: LookAhead) -> None:
@@ -324,11 +332,11 @@ class RepeatablePasses:
 
     @property
     def is_divided(self) -> bool:
-        """Whether the position in the data is that of all workers."""
+        """Whether all workers divide the data, so that one position in it holds for all of them."""
         return self._sampler is not None
 
     def position(self, state: LoaderState) -> dict[str, Any]:
-        """Returns the position in the data of all workers, of a loader that was divided."""
+        """Returns the position of all workers in the data. The loader must be divided."""
         assert self._sampler is not None
         if not state.going or state.start is None or state.start.share is None:
             return self._sampler.position(state.shift + state.begun, state.over)
@@ -337,7 +345,9 @@ class RepeatablePasses:
         return self._sampler.position(state.shift + state.begun - 1, state.over + own * count)
 
     def read_position(self, state: Any) -> tuple[int, int]:
-        """Returns the epoch, and the number of its used samples. Raises InvalidRequest as the sampler does."""
+        """Returns the epoch in a saved position, and how many of its samples are used. Raises InvalidRequest as the
+        sampler does.
+        """
         assert self._sampler is not None
         return self._sampler.read_position(state)
 
@@ -347,7 +357,7 @@ class RepeatablePasses:
         return None if self._epochs is None else self._epochs.epoch
 
     def set_epoch(self, epoch: int | None) -> None:
-        """Sets that sampler's epoch."""
+        """Sets the epoch of a sampler whose epoch the script sets. None: does nothing"""
         if self._epochs is not None and epoch is not None:
             self._epochs.set_epoch(epoch)
 

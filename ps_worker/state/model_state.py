@@ -33,7 +33,7 @@ class SavedResiduals(Protocol):
         """Returns the residuals on the host, by bucket."""
 
     def takes(self, errors: Residual) -> bool:
-        """Whether residuals fit."""
+        """Whether these residuals fit the model's buckets."""
 
     def put(self, errors: Residual) -> None:
         """Replaces all residuals."""
@@ -57,8 +57,9 @@ class ModelState:
             self._frozen[index].trains = True
 
     def copy(self, clock: int) -> OwnTensors:
-        """Returns a copy of the present state, at a clock. A residual that is too large for the copy stays in
-        memory."""
+        """Returns a copy of the present state, at a clock. A residual that is too large for a checkpoint stays in
+        memory.
+        """
         frozen = {index: tensor.copy() for index, tensor in self._frozen.items() if tensor.changed()}
         residual = {} if self._residuals is None else self._residuals.copy()
         if sum(error.nbytes for error in residual.values()) <= MOST_RESIDUAL_BYTES:
@@ -75,7 +76,9 @@ class ModelState:
         return fit and (not own.residual or (self._residuals is not None and self._residuals.takes(own.residual)))
 
     def put(self, own: OwnTensors, clock: int) -> None:
-        """Sets the state of a clock."""
+        """Sets the state of a clock. If the residual is not in it, uses the one in memory; without one warns, and
+        clears it.
+        """
         for index, tensor in own.frozen.items():
             self._frozen[index].put(tensor)
         residual = self._kept.get(clock) if own.residual is None else own.residual
@@ -88,7 +91,7 @@ class ModelState:
         self.put_residual(residual or {})
 
     def put_residual(self, residual: Residual) -> None:
-        """Sets the residual of the gradients so far; None clears it."""
+        """Sets the residuals, by bucket. An empty mapping clears them."""
         if self._residuals is not None:
             self._residuals.put(residual)
 

@@ -8,14 +8,14 @@ fragment_exchange.py The exchange of a round that is pushed fragment by fragment
 gradient_steps.py    Steps of gradients, in the modes sync, ssp:K and async
 job_stages.py        The stages of one job: other optimizers step its parameters from then on
 job_training.py      The training of models in one job: the step loop
-late_script.py       What a script of a process that comes late has set: it continues with the job's
+late_script.py       A process that joins late takes over what the job's script has set, such as a schedule
 local_rounds.py      Rounds of local steps: with the script's own optimizers, and a push each round
 parameter_server.py  Training on parameter servers: joining a job, and what a session asks of it
-row_reads.py         Reads the rows of a job's tables from its shards, in whichever place the worker has
-sent_step.py         A step that is under way
+row_reads.py         Reads the rows of a job's tables from its shards, also when the worker has lost its place
+sent_step.py         A step whose pushes are under way
 single.py            Training in one process, without servers: the reference that every other way is compared with
 step_kind.py         What one step of a job is: of gradients, or a round of local steps
 strategy.py          A strategy is one way to train; this is all that a session asks of it
 together.py          Steps of a group: all members make one, or none does
-unfinished.py        A step that has ended on this worker, until it counts, also where its place is lost
+unfinished.py        A step that has ended on this worker and does not count yet, and its fate if the place is lost
 """

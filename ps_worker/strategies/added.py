@@ -26,33 +26,33 @@ log = logging.getLogger("ps_worker")
 
 
 class AddedStages(Protocol):
-    """Which optimizers step the parameters of a job beside the first: see job_stages.py."""
+    """The stages of a second job, see job_stages.py."""
 
     def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
-        """Returns the stage in which these optimizers step, of which some are new; nothing has changed yet."""
+        """Returns the stage in which these optimizers step, without entering it. See JobStages.following."""
 
     def enter(self, stage: Stage) -> None:
         """Begins a stage."""
 
     def read_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Takes hyper-parameters from these groups, in place of those that it began with."""
+        """Reads hyper-parameters from these groups from now on, in place of those with which it began."""
 
 
 class AddedJob(RemoteOptimizers, Protocol):
-    """A job beside the first. It begins with one optimizer: number 0."""
+    """A second job beside the first, for added parameters. It begins with one optimizer, which has number 0."""
 
     @property
     def stages(self) -> AddedStages:
-        """Which optimizers step it."""
+        """The stages of the job: which optimizers step it."""
 
     def empty_step(self) -> None:
         """Makes a step without a gradient."""
 
     def refresh(self) -> None:
-        """Has the model the weights with every update that is staged."""
+        """Pulls the weights with every update that is staged into the model."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which gradients only add up."""
+        """Returns a context in which backward only accumulates gradients, and none is sent."""
 
     def close(self) -> None:
         """Leaves the job."""
@@ -64,9 +64,9 @@ Begin = Callable[[int, nn.Module, torch.optim.Optimizer], AddedJob]
 
 @dataclass
 class _Added:
-    """Parameters that were added, and the job that trains them.
+    """Added parameters, and the job that trains them.
 
-    numbers: of the optimizers that step them, by number in the script; each with its number in the job
+    numbers: the optimizers that step them: by number in the script, the number in the job
     """
 
     numbers: dict[int, int]
@@ -75,11 +75,11 @@ class _Added:
 
 
 class AddedGroups:
-    """The groups that were added to the optimizers of one job. For the training thread.
+    """The parameter groups that were added to the optimizers of one job. For the training thread.
 
-    tensors:    of the job, in the order of its parameters
-    optimizers: the script's own, each with its name
-    groups:     what was added
+    tensors:    the first job's tensors, in the order of its parameters
+    optimizers: the script's optimizers, each with its name
+    groups:     the added groups
     """
 
     def __init__(
@@ -125,9 +125,11 @@ class AddedGroups:
     # -- the next stage of the script --------------------------------------------------------------------------------
 
     def begin_stage(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> list[int]:
-        """Has these optimizers step from now on, of which some are new, what was added before; and begins to train
-        what these have of frozen parameters. Returns the latter, by index in the first job.
+        """Begins a stage in all added jobs, and a new job for frozen parameters that `new` optimizers have. Returns the
+        indices of these parameters in the first job.
 
+        optimizers: all optimizers that step from now on, by number
+        new:        the numbers of those that begin now
         Raises as `next_stage`, before anything has changed, and as `add`.
         """
         following = []
@@ -169,7 +171,9 @@ class AddedGroups:
         return [(added, added.numbers[optimizer]) for added in self.groups if optimizer in added.numbers]
 
     def step(self, optimizer: int) -> None:
-        """Makes a step of what was added to one optimizer; an empty one of what no optimizer has any more."""
+        """Makes a step of one optimizer in all jobs that it steps. A job that no optimizer steps any more makes an
+        empty step.
+        """
         for added, number in self._of(optimizer):
             added.job.step(number)
         for added in self.groups:
@@ -177,38 +181,42 @@ class AddedGroups:
                 added.job.empty_step()
 
     def empty_step(self) -> None:
-        """Makes a step without a gradient of all that was added."""
+        """Makes a step without a gradient in all added jobs."""
         for added in self.groups:
             added.job.empty_step()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets gradients only add up inside."""
+        """A `with` block in which backward only accumulates gradients, and none is sent."""
         with ExitStack() as stack:
             for added in self.groups:
                 stack.enter_context(added.job.no_sync())
             yield
 
     def refresh(self) -> None:
-        """Fetches the weights of all jobs beside; see JobTraining.refresh."""
+        """Pulls the weights of all added jobs; see JobTraining.refresh."""
         for added in self.groups:
             added.job.refresh()
 
     def load(self, optimizer: int, states: ParameterStates) -> None:
-        """Has the next step begin with this state of what was added to one optimizer; leaves out all other."""
+        """Sets the state with which the next step begins, for the added parameters of one optimizer. Ignores all other
+        state.
+        """
         for added, number in self._of(optimizer):
             added.job.load(number, {tensor: states[tensor] for tensor in added.parameters if tensor in states})
 
     def load_first(self, optimizer: int, states: ParameterStates, fresh: Collection[int]) -> None:
-        """Has the next step begin with the state that an optimizer brings of what was added before it; `fresh` began
-        with it."""
+        """Sets the state that a new optimizer brings, for parameters that were added before it.
+
+        fresh: the indices of parameters whose job has just begun with this state
+        """
         for added, number in self._of(optimizer):
             own: dict[torch.Tensor, Any] = {each: states[each] for each in added.parameters if each in states}
             if own and not any(self._indices[id(each)] in fresh for each in own):
                 added.job.load(number, own)
 
     def state(self, optimizer: int) -> ParameterStates:
-        """Returns the state of what was added to one optimizer."""
+        """Returns the state of the added parameters of one optimizer."""
         states = [added.job.state(number) for added, number in self._of(optimizer)]
         return {tensor: state for each in states for tensor, state in each.items()}
 
@@ -224,17 +232,17 @@ def _has_any(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
 
 
 def added_name(name: str, number: int) -> str:
-    """Returns the name of job number `number` beside the job of that name."""
+    """Returns the name of the added job with this number, from 1. name: that of the first job"""
     return f"{name}.added{number}"
 
 
 def checked_group(
     group: Mapping[str, Any], spec: JobSpec, indices: Mapping[int, int], taken: set[int]
 ) -> list[nn.Parameter]:
-    """Returns the parameters of a group that is to be added. Raises InvalidRequest or Unsupported if it cannot be.
+    """Returns the parameters of a group, which may be added. Raises InvalidRequest or Unsupported if it may not.
 
     indices: by the id of a tensor, its index in the job
-    taken:   indices that other groups have since `prepare`
+    taken:   the indices of parameters that other groups have got since `prepare`
     """
     given = group["params"]
     parameters: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)

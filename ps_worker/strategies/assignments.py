@@ -1,12 +1,12 @@
 """Assignments: weights, and optimizer state, that a script sets itself between two steps.
 
 noted    The model finds changed weights before a step; `load_state_dict` hands optimizer state over.
-sent     They go with the next step, and take effect with it. In sync those of the lowest live rank count, so only that
-         worker sends. They are kept until the step counts, which may be pushed again from another place. Where the data
-         of a step comes again instead, they go with the step that follows.
-lost     They are lost with the step, if the one worker that sends dies in it.
-since    A script may interrupt a step, set more, and go on. That goes with the next step, whether this one counts or
-         not.
+sent     They go with the next step, and take effect with it. In sync only those of the lowest live rank count, so only
+         that worker sends them. The worker keeps them until the step counts, because it may have to push the step again
+         from another place. If the data of the step comes again instead, they go with the step after it.
+lost     They are lost with the step if the one worker that sends them dies in it.
+since    A script may interrupt a step, set more, and go on. What it has set since goes with the next step, whether the
+         interrupted one counts or not.
 repeated After a rollback a script repeats what it does in its loop over the data. It does not repeat what it does
          between two passes, and the log says so.
 """
@@ -39,10 +39,11 @@ log = logging.getLogger("ps_worker")
 
 @dataclass(frozen=True)
 class SetByScript:
-    """Weights, and optimizer state, that a script has set and that may be in no step that counts, by parameter.
+    """Weights and optimizer state that a script has set, and that may be in no step that counts yet. By parameter.
 
-    weights, states: which the step at hand takes along
-    since:           weights that were set after it; such state waits for the next step anyway
+    weights, states: those that the current step includes
+    since:           weights that were set after that step began. Optimizer state set since waits for the next step
+                     anyway
     """
 
     weights: Mapping[int, torch.Tensor]
@@ -51,9 +52,9 @@ class SetByScript:
 
 
 class Assignments:
-    """The assignments of one worker's script that no step has taken along yet. For the training thread.
+    """The assignments of one worker's script that wait for its next step. For the training thread.
 
-    Rows that it sets wait in their tables: here it is decided alone whether they count.
+    Rows that the script sets wait in their tables; this class only decides whether they count.
     """
 
     def __init__(self, model: FlatModel, tensors: Sequence[torch.Tensor], tables: ServerTables) -> None:
@@ -73,30 +74,31 @@ class Assignments:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def find_weights(self) -> None:
-        """Finds weights that the script has changed. Raises InvalidRequest, as `changed_weights`."""
+        """Finds weights that the script has changed. Raises InvalidRequest, as FlatModel.changed_weights."""
         self._weights |= self._model.changed_weights()
 
     def copies(self) -> dict[int, torch.Tensor]:
-        """Returns copies of the weights that the script has set and no step has taken along, by parameter."""
+        """Returns copies of the weights that the script has set and that no step includes yet, by parameter."""
         return self._model.copies(self._weights)
 
     def set_all(self) -> None:
-        """Counts all weights that an optimizer steps as changed."""
+        """Treats all trained weights as changed by the script."""
         trains = self._model.layout.trains
         self._weights = {index for index, parameter in enumerate(self._spec.parameters) if trains(parameter)}
 
     def step_is_over(self) -> None:
-        """Drops what the step at hand has taken along, and weights that were changed and would have gone with it."""
+        """Drops what the current step includes, and weights that were changed since."""
         self._weights, self._of_step, self._states_of_step = set(), [], {}
 
     # -- a lost place ------------------------------------------------------------------------------------------------
 
     def at_hand(self, of_step: bool, since: bool) -> SetByScript:
-        """Returns what the script has set, before the weights of another place land. Raises as `find_weights`.
+        """Returns what the script has set, before the weights of a new place overwrite it. Raises as `find_weights`.
 
-        In local:H the weights are those of a round, and come and go with it.
-        of_step: a step has ended, and has taken along what there was then
-        since:   the script may have set more since. Both: it has interrupted the step, and gone on
+        In local:H it returns nothing: there the script's weights belong to the round.
+
+        of_step: a step has ended: return what it includes
+        since:   the script may have set more after that. Both are True if the script interrupted the step and went on
         """
         if self._spec.local is not None:
             return SetByScript({}, {}, {})
@@ -106,7 +108,10 @@ class Assignments:
         return SetByScript(weights, states, self.copies() if since else {})
 
     def keep(self, kept: SetByScript, counts: bool) -> None:
-        """Has this go with the next step, since the script does not set it again. counts: the step at hand does"""
+        """Includes what the script has set in the next step, because the script does not set it again.
+
+        counts: the current step counts, so that only what was set since then is kept
+        """
         for weights in (kept.since,) if counts else (kept.weights, kept.since):
             self._model.put_back(weights)
             self._weights |= weights.keys()
@@ -130,14 +135,15 @@ class Assignments:
     # -- optimizer state ---------------------------------------------------------------------------------------------
 
     def by_index(self, states: ParameterStates, of: Collection[int]) -> dict[int, Mapping[str, torch.Tensor]]:
-        """Returns state by the index of its parameter, of those parameters alone."""
+        """Returns state by the index of its parameter. of: only the state of parameters with these indices"""
         found = {self._indices[id(tensor)]: state for tensor, state in states.items() if id(tensor) in self._indices}
         return {index: state for index, state in found.items() if index in of}
 
     def load(self, parameters: Set[int], states: ParameterStates) -> None:
-        """Has the next step begin with this state of the parameters of one optimizer. Raises what `check_states` does.
+        """Sets the state with which the next step begins, for the parameters of one optimizer. Raises what
+        `check_states` does.
 
-        Parameters without state in `states` have none from then on; those of other jobs are left out.
+        Parameters without state in `states` have none from then on. State of parameters of other jobs is ignored.
         """
         loaded: dict[int, Mapping[str, torch.Tensor]] = {index: {} for index in parameters}
         for tensor, state in states.items():
@@ -150,13 +156,15 @@ class Assignments:
         self._states = {**(self._states or {}), **loaded}
 
     def enter(self, stage: Stage) -> None:
-        """Begins a stage: what was set of optimizers that step no more is dropped."""
+        """Enters a stage. State that was set for optimizers that do not step any more is dropped."""
         kept = {index for index, since in stage.since.items() if since < stage.number}
         states = {index: state for index, state in (self._states or {}).items() if index in kept}
         self._spec, self._stage, self._states = stage.spec, stage.number, states or None
 
     def loaded(self, parameters: Set[int]) -> States | None:
-        """Returns the state of these parameters if the script has set it since the last step."""
+        """Returns the state of these parameters if the script has set that of all of them since the last step;
+        otherwise None.
+        """
         if self._states is None or not parameters <= self._states.keys():
             return None
         return {index: self._states[index] for index in parameters}
@@ -176,13 +184,13 @@ class Assignments:
     def gather(
         self, place: JoinResult, clock: int, ranks: Sequence[int], began_late: bool, at_pass_begin: bool, later: bool
     ) -> None:
-        """Has the step of a clock, which comes next, take the assignments along.
+        """Includes the assignments in the step of `clock`, which comes next.
 
-        place:         of this worker
-        ranks:         those that take part
-        began_late:    the job was under way when this process joined, and it has made no step yet
+        place:         that of this worker
+        ranks:         the live ranks
+        began_late:    this process joined a job under way, and has made no step yet
         at_pass_begin: the step is the first of a pass over the data, but not of the first pass
-        later:         `rely_on` says whose assignments count
+        later:         it is not known yet whose assignments count: the caller calls `rely_on` afterwards
         """
         rank, has_rows = place.identity.rank, bool(self._tables.assigned())
         if at_pass_begin and (self._weights or self._states is not None or has_rows):
@@ -215,13 +223,15 @@ class Assignments:
         self._states_of_step = states or {}
 
     def rely_on(self, lowest: int, rank: int) -> None:
-        """Leaves it to the worker of the lowest rank to send what this one's step would take along."""
-        if self.has_some and rank != lowest:
+        """Leaves it to the worker of the lowest rank to send what this one's step would take along, where the mode has
+        its assignments alone count."""
+        if self.has_some and self._spec.consistency.aggregate and rank != lowest:
             self._relied_on, self._of_step, self._states_of_step = lowest, [], {}
 
     def send(self, connection: Connection, begun: int | None = None) -> bool:
-        """Sends what the step that comes next takes along, once over a connection; returns whether there are calls to
-        settle. begun: as in Connection.push_pull
+        """Sends the assignments of the next step, once over each connection. Returns whether the caller must `settle`.
+
+        begun: as in Connection.push_pull
         """
         if self._sent_over is connection:
             return False
@@ -233,7 +243,7 @@ class Assignments:
 
     @property
     def has_some(self) -> bool:
-        """Whether the step at hand takes assignments along."""
+        """Whether the current step includes assignments."""
         return bool(self._of_step)
 
     def _warn_of_relied_on(self, ranks: Sequence[int]) -> None:
@@ -246,7 +256,10 @@ class Assignments:
             )
 
     def note_between_passes(self, clock: int) -> None:
-        """Notes an assignment before the step of this clock that the script's loop may not repeat."""
+        """Notes that the script has made an assignment between two passes, before the step of this clock.
+
+        After a rollback the script does not repeat it: see `rollback`.
+        """
         self._between_passes.append(clock)
 
     def rollback(self, clock: int) -> None:
@@ -260,7 +273,7 @@ class Assignments:
 
 
 def send_assigned_rows(participation: Participation, tables: ServerTables, begun: int | None) -> None:
-    """Sends rows that the script has set before the step at hand. What the servers refuse is forgotten.
+    """Sends the rows that the script has set before the current step. If the servers refuse some, none take effect.
 
     begun: as in Connection.push_pull
     """
@@ -279,9 +292,9 @@ def send_assigned_rows(participation: Participation, tables: ServerTables, begun
 def fetched_states(
     participation: Participation, in_place: Callable[[Callable[[], None]], bool | None], stage: Stage, layout: Layout
 ) -> States:
-    """Returns the optimizer state of a worker's parameters, as the shards have it. in_place: see JobTraining
+    """Pulls the optimizer state of a worker's parameters from the shards. in_place: see JobTraining
 
-    Raises UnknownWorker once the worker has left.
+    Raises UnknownWorker if the worker has left.
     """
     if participation.is_closed:
         raise UnknownWorker(

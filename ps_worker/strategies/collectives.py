@@ -24,7 +24,7 @@ FORMAT = 1
 
 
 class Collectives:
-    """The calls of one session. device: where tensors come back if no argument has a device"""
+    """The collective calls of one session. device: that of results if no argument has one"""
 
     def __init__(self, strategy: Strategy, device: torch.device) -> None:
         self._strategy = strategy

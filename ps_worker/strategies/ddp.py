@@ -72,16 +72,16 @@ class Ddp:
         return self.clock
 
     def refresh(self) -> None:
-        """Does nothing: the model's own are all there are."""
+        """Does nothing: the model has the only weights."""
 
     def global_values(self) -> Mapping[int, torch.Tensor]:
-        """Returns none: the model's own are all there are."""
+        """Returns an empty mapping: the model has the only weights."""
         return {}
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
     ) -> Prepared:
-        """Wraps each model that trains; its usual bucketing, with gradients as views into the buckets."""
+        """Wraps each model with parameters that train in DistributedDataParallel, with its default bucketing."""
         if options.group is not None:
             raise Unsupported("mode ddp has workers of one process: train a model in pieces in mode sync, or in single")
         tables = prepare_tables(models, optimizers, self.exchange, self.rank)
@@ -96,7 +96,7 @@ class Ddp:
     def begin_stage(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> Sequence[torch.optim.Optimizer]:
-        """Returns the optimizers unchanged. Those of the stage before may go on, too."""
+        """Returns the optimizers unchanged. The optimizers of earlier stages may step, too."""
         self._watch(optimizers)
         return optimizers
 

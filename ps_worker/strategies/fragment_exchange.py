@@ -1,13 +1,13 @@
 """The exchange of a round that is pushed fragment by fragment, in mode `local:H/F`.
 
-step     After a step at which a fragment is due, its difference is pushed and its weights are pulled, and the script
-         goes on at once. Some steps later what was pulled is mixed in; only then does the worker wait, should it not be
-         there yet (ps_worker/model/local_round.py).
-round    Its clock on the servers is the round, for every fragment. It is over with the last fragment: nothing is under
-         way then, and this worker's own state of a checkpoint is of that moment.
-leaves   A worker that leaves in the middle of a round leaves the rest of it out, by empty pushes.
-lost     A lost place ends the round at hand. What shards have not had of its fragments is pushed from the next place,
-         all at once.
+step     After a step at which a fragment is due, the worker pushes the fragment's difference and pulls its weights. The
+         script goes on at once. Some steps later the worker mixes in the pulled weights, and waits only if they have
+         not arrived by then (ps_worker/model/local_round.py).
+round    On the servers, all fragments of a round have one clock: the number of the round. The round is over with its
+         last fragment. Nothing is under way then, so this worker's state for a checkpoint is captured at that moment.
+leaves   A worker that leaves in the middle of a round makes empty pushes for the rest of the round.
+lost     The round at hand ends if the place is lost. The worker pushes what shards have not had of its fragments from
+         the next place, all at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ps_worker.model.flat import FlatModel
 from ps_worker.model.local_round import LocalRound
 from ps_worker.state.ending import undisturbed
 from ps_worker.state.inner import InnerStates
-from ps_worker.state.sender import LEAVING_SECONDS
+from ps_worker.state.state_sender import LEAVING_SECONDS
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.sent_step import SentStep, count_step
 from ps_worker.strategies.unfinished import Unfinished
@@ -35,7 +35,7 @@ from ps_worker.values import PullResult, PushResult
 
 @dataclass(frozen=True)
 class SentFragment(SentStep):
-    """A fragment that is under way.
+    """A fragment that was pushed and is not mixed in yet.
 
     fragment: its number
     due:      the step of the round after which it is mixed in
@@ -48,19 +48,23 @@ class SentFragment(SentStep):
     pulls: Sequence[Future[PullResult]]
 
     def counts(self, now: JoinResult | None) -> bool | None:
-        """Whether the servers said that all fragments of its round count. None: they said nothing of this one."""
+        """Whether the servers have said that all fragments of its round count; None: they have not said so
+        of this one.
+        """
         return super().counts(now) or None
 
     def lost(self, model: FlatModel) -> None:
-        """Gives up a fragment that may be staged or not: the residuals of its push are lost."""
+        """Gives the fragment up, of which it is unknown whether it was staged. The residuals of its push
+        are dropped.
+        """
         model.residuals.forget(self.buckets)
 
 
 class FragmentExchange:
     """Pushes the fragments of rounds and mixes them in. For the training thread.
 
-    begin_round: begins the next round, when one is over
-    flight:      the fragment that is under way
+    begin_round: begins the next round; called when one is over
+    flight:      the fragment that was pushed and is not mixed in yet; None: there is none
     """
 
     def __init__(
@@ -91,7 +95,10 @@ class FragmentExchange:
             self._metrics.stepped_alone(self._round.steps)
 
     def empty_step(self) -> None:
-        """Brings the next fragment, where others wait for it: with the steps that were made."""
+        """Advances the round until a fragment is mixed in, because other workers wait for it.
+
+        Steps that this worker has not made count, too, so that all clocks agree.
+        """
         self._metrics.empty_step()
         self._loop.script.follow()
         self._loop.checkpoint.stepping(is_empty=True)
@@ -153,7 +160,7 @@ class FragmentExchange:
         return True
 
     def await_flight(self) -> None:
-        """Waits for the fragment that is under way. Raises its error, as often as it is asked for."""
+        """Waits for the calls of the fragment in `flight`. Raises their first error, in each call."""
         with named(WAIT):
             self._loop.participation.settle()
         assert self.flight is not None
@@ -180,7 +187,9 @@ class FragmentExchange:
         self.flight, self._loop.lag = None, 0
 
     def losing(self) -> None:
-        """Ends the round at hand, where the place is lost: what is left of its fragments is a step of its own."""
+        """Ends the current round, because the place is lost. Its remaining fragments become one step, pushed from the
+        next place.
+        """
         loop = self._loop
         if self.flight is not None:
             loop.sent = self.flight
@@ -197,7 +206,9 @@ class FragmentExchange:
             self._loop.unfinished = Unfinished(at_hand.whole(), clock, is_early=True, begun=begun)
 
     def leave(self) -> None:
-        """Leaves the rest of a round out, in the middle of which this worker leaves; waits for what is under way."""
+        """Makes empty pushes for the rest of the current round, in which this worker leaves, and waits for the calls
+        under way.
+        """
         at_hand, connection = self._round, self._loop.participation.connection
         if not self._loop.participation.has_place:
             return

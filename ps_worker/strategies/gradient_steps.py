@@ -20,7 +20,7 @@ from ps_worker.strategies.unfinished import Unfinished
 
 
 class GradientSteps:
-    """The steps of one job: see StepKind. beside: the job goes beside another of this worker"""
+    """The steps of one job: see StepKind. beside: it is a second job of this worker, beside the first"""
 
     def __init__(self, loop: JobTraining, maker: StepMaker, beside: bool) -> None:
         self._loop, self._maker, self._beside = loop, maker, beside
@@ -44,15 +44,17 @@ class GradientSteps:
         return [ServerOptimizer(each, self._loop, number) for each, number in zip(optimizers, numbers, strict=True)]
 
     def global_values(self) -> Mapping[int, torch.Tensor]:
-        """Returns none: the model has them, after `refresh`."""
+        """Returns an empty mapping: after `refresh` the model has the servers' weights."""
         return {}
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which gradients only add up; they leave with the next backward outside, or `step`."""
+        """Returns a context in which backward only accumulates gradients. The next backward outside, or `step`, sends
+        them.
+        """
         return self._loop.no_sync()
 
     def check_leased(self) -> None:
-        """Does nothing: each step uses a batch or some."""
+        """Does nothing: every step uses at least one batch, so leased batches are fine."""
 
     def make_checkpoint(self, device: torch.device, save: Save) -> WorkerCheckpoint:
         """Returns this worker's own part of the job's checkpoints."""
@@ -62,11 +64,14 @@ class GradientSteps:
         """Does nothing: the next backward begins a step."""
 
     def tell_script(self) -> None:
-        """Has other workers hear what the script has set at the clock of the last step."""
+        """Begins to answer requests of workers that join late for what the script has set."""
         self._loop.participation.script.begin(self._loop.told)
 
     def end(self, index: int | None) -> Unfinished:
-        """Ends the step at hand with its gradients, and with what the script has set before it."""
+        """Ends the current step on this worker, with its gradients and what the script has set before it.
+
+        index: the number of the optimizer that steps; None: a step without a gradient
+        """
         loop, at_pass_begin = self._loop, self._loop.checkpoint.at_pass_begin
         loop.assignments.find_weights()
         step = self._maker.end_empty() if index is None else self._maker.end(index)
@@ -81,10 +86,10 @@ class GradientSteps:
         """Does nothing: the next backward begins a step."""
 
     def losing(self) -> None:
-        """Does nothing: gradients that no step has ended are of batches that come again."""
+        """Does nothing: gradients that are in no step yet are of batches that the loader repeats."""
 
     def moved(self, is_kept: bool) -> None:
         """Does nothing: the script goes on with the weights of the new place."""
 
     def leaving(self) -> None:
-        """Does nothing: a step that is under way is waited for by the loop."""
+        """Does nothing: the loop waits for a step under way."""

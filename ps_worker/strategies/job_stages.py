@@ -1,9 +1,10 @@
 """The stages of one job on a worker: `session.prepare(optimizer)` has other optimizers step its parameters.
 
-begun  The script hands optimizers over. They take the places of those that had any of their parameters. Parameters that
-       none has had become a job beside this one (added.py).
-told   With the next step each bucket is told what steps it from then on (model/script_stages.py). It is told once a
-       place: a bucket that has come to the stage stays as it is, and one that was rolled back to before it comes again.
+begun  The script hands optimizers over. They replace those that stepped any of their parameters. Parameters that no
+       optimizer has stepped yet become a job beside this one (added.py).
+told   With the next step, the worker tells each bucket which optimizer steps it from then on (model/script_stages.py).
+       It tells them once from each place. A bucket that is at the stage already stays as it is. A bucket that was
+       rolled back to before the stage enters it again.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class JobStages:
         return {table.rows.name: table.optimizer for table in self._steps.model.spec.tables}
 
     def check_steps(self, optimizer: int) -> None:
-        """Raises InvalidRequest for an optimizer that others have replaced."""
+        """Raises InvalidRequest for an optimizer that a later call of `prepare` has replaced. optimizer: its number"""
         if optimizer not in self._steps.stage.optimizers:
             raise InvalidRequest(
                 "this optimizer was replaced by a later call of prepare: use the one that this call has returned"
@@ -61,11 +62,13 @@ class JobStages:
     # -- begun -------------------------------------------------------------------------------------------------------
 
     def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
-        """Has these optimizers step their parameters from the next step on, in place of those that had any of them;
-        returns their numbers. Their state is what they have, taken over as at `prepare`.
+        """Makes these optimizers step their parameters from the next step on; returns their numbers.
 
-        Blocks as `AddedGroups.add` where they have parameters that were frozen. Raises Unsupported or InvalidRequest
-        for what the shards cannot do, and errors of joining a job; nothing has changed then.
+        They replace all optimizers that had any of these parameters. Their state is taken over, as at `prepare`. If
+        they have parameters that were frozen, blocks as `AddedGroups.add`.
+
+        Raises Unsupported or InvalidRequest for what the shards cannot do, and errors of joining a job; nothing has
+        changed then.
         """
         self._check_limit()
         known, taken = self._steps.stage.optimizers, {id(tensor) for each in optimizers for tensor in tensors_in(each)}
@@ -101,25 +104,29 @@ class JobStages:
             raise LimitExceeded(f"a job may come to {limit} stages, each with other optimizers, and this is one more")
 
     def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
-        """Returns the stage in which these optimizers step, by number, of which some are new. Raises as `next_stage`;
-        nothing has changed yet."""
+        """Returns the stage after the current one, without entering it. Raises as `next_stage`.
+
+        optimizers: by number, all optimizers that step in it
+        new:        the numbers of those that begin with it
+        """
         return self._steps.following(optimizers, new)
 
     def enter(self, stage: Stage) -> None:
-        """Begins a stage. The shards are told with the next step."""
+        """Enters a stage. The next step tells the shards: see `tell`."""
         self._participation.connection.drop_drafts()
         self._steps.enter(stage)
         self._assignments.enter(stage)
 
     def read_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Takes hyper-parameters from these groups, in place of those that the job began with."""
+        """Reads hyper-parameters from these groups from now on, in place of those with which the job began."""
         self._steps.read_groups(groups)
 
     # -- told --------------------------------------------------------------------------------------------------------
 
     def tell(self) -> None:
-        """Has the shards step the buckets as the stage says, from the step at hand on. It is told before all else that
-        belongs to this stage."""
+        """Tells the shards the stage of each bucket, which takes effect with the current step. Call it before anything
+        else of this stage is sent. Does nothing if the shards know it.
+        """
         stage, connection = self._steps.stage, self._participation.connection
         if self._told == stage.number:
             return
@@ -129,9 +136,9 @@ class JobStages:
         self._participation.settle()
 
     def told(self) -> None:
-        """Notes that a step counts on all shards with which they were told."""
+        """Notes that the shards know the stage: a step that told them counts on all of them."""
         self._told = self._steps.stage.number
 
     def place_lost(self) -> None:
-        """Has the shards told once more: the job may have been rolled back to before the stage."""
+        """Makes the next step tell the shards again: the job may have been rolled back to before the stage."""
         self._told = 0

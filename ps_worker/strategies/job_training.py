@@ -37,7 +37,7 @@ from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.step import StepMaker
 from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.model_state import ModelState
-from ps_worker.state.sender import LEAVING_SECONDS, StateSender
+from ps_worker.state.state_sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.assignments import Assignments, SetByScript, fetched_states, send_assigned_rows
 from ps_worker.strategies.job_stages import JobStages
@@ -55,9 +55,7 @@ _Calls = tuple[list[Future[PushResult]], list[Future[PullResult]], float]  # and
 
 
 class JobTraining:
-    """Trains models in one job, from joining it to its end: the step loop.
-
-    Methods are for the training thread; any thread may read `clock` and call `close`.
+    """The step loop of one job. Methods are for the training thread; any thread may read `clock` and call `close`.
 
     kind:          what one step is; made from this loop
     participation: this worker's place in the job
@@ -111,9 +109,9 @@ class JobTraining:
         self.script = LateScript(participation, self.checkpoint, lambda: self.clock, self.kind.tell_script)
 
     def begin(self, optimizers: Sequence[torch.optim.Optimizer], checkpoint_wanted: bool) -> None:
-        """Begins at the clock of the first place, with this worker's own state if one of its rank was here before.
+        """Begins at the clock of the first place, with the state that an earlier worker of this rank has left, if any.
 
-        optimizers: the script's own
+        optimizers: the script's own; checkpoint_wanted: a checkpoint needs this worker's state at this clock
         """
         if checkpoint_wanted:
             self.checkpoint.want(self.clock)
@@ -177,18 +175,18 @@ class JobTraining:
         return self.participation.connection.clock - self.lag
 
     def row_reads(self) -> RowReads:
-        """Returns what reads rows in this worker's place."""
+        """Returns an object that reads rows for this worker."""
         return RowReads(self.participation, self.in_place, self._metrics, lambda: self.is_past)
 
     def look_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches of a loader; where a table finds its ids in them, one is read ahead."""
+        """Yields the batches of a loader. If a table can find its ids in them, one batch is read ahead."""
         tables = self._steps.tables
         return look_ahead(batches, tables.announce) if tables.look_ahead else batches
 
     # -- step --------------------------------------------------------------------------------------------------------
 
     def step(self, index: int) -> None:
-        """Makes one step of one optimizer, or the step in which a lost place is replaced by another."""
+        """Makes one step of one optimizer, given by its number; takes another place first if it is lost."""
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
         if self.is_past:
@@ -209,7 +207,7 @@ class JobTraining:
 
     @property
     def is_past(self) -> bool:
-        """Whether the job was rolled back, and the script is still at what its loaders are about to bring again."""
+        """Whether the job was rolled back and the script has not reached its loader: its batch will come again."""
         return self.rolled_back and self.checkpoint.waits_for_loader
 
     def empty_step(self) -> None:
@@ -226,13 +224,13 @@ class JobTraining:
         self._added.empty_step()
 
     def told(self) -> SavedState | None:
-        """Returns what the script has set that is the job's, for workers that join late; None: nothing."""
+        """Returns what the script has set for the job, for workers that join late; None: nothing."""
         clock, told = self.clock, self.checkpoint.tells(self.clock)
         return None if told is None else SavedState(clock, told)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets gradients only add up inside; they leave with the next backward outside, or `step`."""
+        """A `with` block in which backward only accumulates gradients: the next backward outside sends them."""
         with self._steps.no_sync(), self._added.no_sync():
             yield
 
@@ -248,9 +246,9 @@ class JobTraining:
         self.unfinished = Unfinished(self._steps.end_empty(), self.clock)
 
     def in_place(self, exchange: Callable[[], None], end: Callable[[], object] | None = None) -> bool | None:
-        """Runs an exchange with the shards; returns None. If the place is lost, takes another: see `come_back`.
+        """Runs calls to the shards. Returns None; if the place was lost, takes another and returns as `come_back`.
 
-        end: ends the step at hand on this worker; the exchange begins with it
+        exchange: makes the calls and waits; end: ends the current step on this worker first; None: there is none
         """
         with self.participation.script.standing():
             return self._in_this_place(exchange, end)
@@ -306,7 +304,7 @@ class JobTraining:
         return self.unfinished.step.is_empty
 
     def gather_assignments(self, began_late: bool = False, at_pass_begin: bool = False) -> None:
-        """Has the step at hand, which comes next, take along what the script has set; see Assignments.gather."""
+        """Includes what the script has set in the current step; see Assignments.gather."""
         place, ranks, later = self.participation.connection.place, self.participation.ranks, self._together is not None
         self.assignments.gather(place, self.clock + 1, ranks, began_late, at_pass_begin, later)
 
@@ -317,9 +315,9 @@ class JobTraining:
         assert unfinished is not None
         try:
             calls, is_wanted = self.participation.together_or(self._pushed)
-        except PlaceLost:
-            if self.participation.group is not None and unfinished.begun is None:
-                unfinished.begun = clock + 1  # other members may have pushed what is theirs
+        except Exception as error:
+            if self._together is not None:
+                self._together.push_failed(error, unfinished, clock + 1)
             raise
         self._finish(calls, is_wanted)
         if self._steps.tables.are_some:
@@ -376,7 +374,7 @@ class JobTraining:
         self.kind.finished()
 
     def end_sent(self, counts: bool) -> None:
-        """Ends the step that is under way. counts: so what it has lost on the wire leaves with the next"""
+        """Ends the step under way. counts: what its wire format has rounded off is added to the next push"""
         sent, self.sent = self.sent, None
         if sent is not None and not counts:
             sent.lost(self.model)
@@ -388,9 +386,9 @@ class JobTraining:
     # -- lost --------------------------------------------------------------------------------------------------------
 
     def come_back(self) -> bool:
-        """Goes on in a new place, where the old one is lost. Ends the step at hand; returns whether it counts.
+        """Takes another place after the current one is lost. Returns whether the current step counts.
 
-        What shards have not had of it is pushed again, from as many places as it takes.
+        Buckets that have not had the step are pushed again from there. If that place is lost, too, this is repeated.
         """
         self.kind.losing()
         counts = self._take_place()
@@ -461,8 +459,7 @@ class JobTraining:
 
     def _has_all_before(self, place: JoinResult, done: int) -> bool:
         """Whether a job that was rolled back has all steps of this worker up to the one at hand: its own state stays as
-        it is. done: the clock of the last of them
-        """
+        it is. done: the clock of the last of them"""
         unfinished = self.unfinished
         if self.data.accounts or (unfinished is not None and unfinished.is_early):
             return False
@@ -527,14 +524,14 @@ class JobTraining:
         return self.participation.world_size
 
     def pause(self, seconds: float) -> None:
-        """Waits; raises the reason if this worker takes part no more."""
+        """Waits for `seconds`. Raises the error that ended this worker's part in the job, if there is one."""
         with self.participation.script.standing():
             self.participation.wait(seconds)
         if self._closing:
             raise UnknownWorker("the session is closed")
 
     def lease(self, ask: LeaseRequest) -> BatchLease | None:
-        """Returns batches of leased data; None: this worker took another place, and has to ask anew."""
+        """Leases batches of data. Returns None if this worker has taken another place: then call it again."""
         self.pause(0.0)
         try:
             with self.participation.script.standing():
@@ -544,20 +541,24 @@ class JobTraining:
             return None
 
     def refresh(self) -> None:
-        """Fetches the weights with every update that is staged, by any worker. The model has them then.
+        """Pulls the weights with every update that is staged, of any worker, into the model.
 
-        In sync those of the last step are these already, and in local:H the model has weights of its own within a
-        round: nothing is fetched. Weights that the script has set since its last step stay; they go with the next.
+        In sync the model has them already, and in local:H it has its own weights within a round: nothing is pulled.
+        Weights that the script has set since its last step stay, and are sent with the next.
         """
         rule = self.model.spec.consistency
         if self._closing or self.model.spec.local is not None:
             return
         if not rule.aggregate or rule.quorum is not None:
-            while self.in_place(self._fetch_weights) is not None:
+            wanted: list[bool] = []
+            while self.in_place(lambda: wanted.append(self._fetch_weights())) is not None:
                 pass
+            if self.participation.together_or(lambda: (None, wanted[-1]))[1]:
+                self.checkpoint.want(self.clock)
         self._added.refresh()
 
-    def _fetch_weights(self) -> None:
+    def _fetch_weights(self) -> bool:
+        """Fetches the weights; returns whether a checkpoint wants this worker's state at its clock."""
         end_last_step(self.participation)
         self.assignments.find_weights()
         set_by_script = self.assignments.copies()
@@ -569,20 +570,19 @@ class JobTraining:
         finally:
             self.model.put_back(set_by_script)
         landed = [pull.result() for pull in pulls]
-        if any(pull.checkpoint for pull in landed):  # a shard tells that at one clock alone
-            self.checkpoint.want(self.clock)
         self._metrics.fetched(added_sizes(pull.sizes for pull in landed))
+        return any(pull.checkpoint for pull in landed)  # a shard tells that at one clock alone
 
     # -- the optimizers ----------------------------------------------------------------------------------------------
 
     def load(self, index: int, states: ParameterStates) -> None:
-        """Has the next step begin with this state of one optimizer. Raises what `check_states` does."""
+        """Sets the state of one optimizer with which the next step begins. Raises what `check_states` does."""
         self.stages.check_steps(index)
         self._added.load(index, states)
         self.assignments.load(self._steps.parameters_of(index), states)
 
     def state(self, index: int) -> ParameterStates:
-        """Returns the state of one optimizer as the shards have it at this clock, or as the script has set it since."""
+        """Returns the state of one optimizer: as the script has set it since the last step, or the shards'."""
         self.stages.check_steps(index)
         parameters = self._steps.parameters_of(index)
         states = self.assignments.loaded(parameters)
@@ -591,7 +591,7 @@ class JobTraining:
         return {**self.assignments.by_tensor(parameters, states), **self._added.state(index)}
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
-        """Has one optimizer train more parameters, in a job beside this one. Raises what `AddedGroups.add` does."""
+        """Trains more parameters with one optimizer, in a second job beside this one. Raises as `AddedGroups.add`."""
         if self.participation.group is not None:
             raise Unsupported("a worker that is a group of processes trains the parameters that it began with")
         self.stages.check_steps(index)

@@ -1,9 +1,10 @@
-"""What the script of a job has set, such as a schedule, in a process that comes late: it continues with the job's.
+"""Takes over what the job's script has set, such as a learning-rate schedule, in a process that joins late.
 
-late     A process joins a job that is under way, or goes back with it without a state of its own. What its script has
-         set is not the job's then.
-follows  Right before its first step, or the first one of the stage to which the job's script has come, it asks the
-         other workers, and takes over what they have set (ps_worker/state/job_state.py).
+late     The process joins a job that is under way. Or the job was rolled back, and its checkpoint has no state of this
+         worker. What the process' own script has set is then not what the job's script has set.
+follows  Right before its first step, the worker asks the other workers for what their scripts have set, and takes it
+         over (ps_worker/state/job_state.py). If they are at a later stage of the script, it does so right before its
+         first step of that stage.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ log = logging.getLogger("ps_worker")
 
 
 class LateScript:
-    """The script of a process that has come late, until it continues with the job's. For the training thread.
+    """Takes over what the job's script has set, in a process that has joined late. For the training thread.
 
-    clock:   returns this worker's
-    tell:    has other workers that join late hear what this script has set, from here on
-    is_late: it does not continue with the job's yet
+    clock:   returns this worker's clock
+    tell:    begins to answer requests of other late workers
+    is_late: this process has not taken it over yet
     """
 
     def __init__(
@@ -38,16 +39,18 @@ class LateScript:
         self._until = 0  # the stage of the script at which what the job has can be taken over
 
     def joins(self) -> None:
-        """The process joins a job that is under way."""
+        """Notes that the process joins a job that is under way."""
         self.is_late = True
         self._checkpoint.comes_late()
 
     def goes_back(self) -> None:
-        """The job was rolled back, and this worker has no state of its checkpoint."""
+        """Notes that the job was rolled back to a checkpoint that has no state of this worker."""
         self.is_late = self._goes_back = True
 
     def follow(self) -> None:
-        """Takes over what the job's script has set, once this script has got as far."""
+        """Takes over what the job's script has set, if this process is late and its script has reached the
+        same stage.
+        """
         if not self.is_late or self._checkpoint.stage < self._until:
             return
         if self._checkpoint.job.are_some:

@@ -5,11 +5,11 @@ prepare  The models join a job whose optimizer, on the servers, is the outer one
 step     `optimizer.step()` steps on this worker. The last step of a round then pushes what the round's steps took from
          its base, pulls the weights, and begins the next round (ps_worker/model/local_round.py). It waits as in sync.
          With fragments the model leaves in the course of the round instead (fragment_exchange.py).
-time     In local:Ts a round ends with the first step after so long, and its difference has a weight.
-early    A round may end before it has all its steps: where this worker has no more data and others wait for it, and
-         where its place is lost in the middle of it. Of a round that is broken off at the end nothing is pushed.
-lost     As in job_training.py, in rounds. Batches that the worker had leased are leased anew, but for those of a round
-         of which shards have had a part.
+time     In local:Ts a round ends with the first step after T seconds. Its difference is weighted by the steps made.
+early    A round ends before it has all its steps if this worker has no more data and others wait for it, or if the
+         place is lost in the middle of it. If the round is broken off at the end of training, nothing of it is pushed.
+lost     As in job_training.py, with a round in place of a step. Batches that the worker had leased are leased anew,
+         except for those of a round of which shards have had a part.
 """
 
 from __future__ import annotations
@@ -42,18 +42,17 @@ log = logging.getLogger("ps_worker")
 
 
 def outer_optimizer(local: Local, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.SGD:
-    """Returns the optimizer that is the servers', with its hyper-parameters of after the warm-up.
-
-    optimizers: the script's own
+    """Returns the servers' optimizer, with its hyper-parameters after the warm-up, over the parameters of the script's
+    own.
     """
     held = {id(tensor): tensor for each in optimizers for group in each.param_groups for tensor in group["params"]}
     return torch.optim.SGD(list(held.values()), **local.outer(local.warm_up + 1))  # type: ignore[arg-type]
 
 
 class LocalRounds:
-    """The rounds of one job: see StepKind. The clock of the job counts them.
+    """The rounds of one job: see StepKind. The job's clock counts rounds.
 
-    own: the script's own optimizers
+    own: the script's own optimizers, which step on this worker
     """
 
     def __init__(
@@ -79,11 +78,15 @@ class LocalRounds:
         """Returns the state of the script's own optimizers; with fragments the weights, too, which are its own then."""
         fresh, at_hand = self._metrics.fresh_inner_state, self._round
         if self._local.fragments is None:
-            return InnerStates(self._own, fresh)
+            return InnerStates(self._own, fresh, self._on_all)
         return InnerWithWeights(self._own, fresh, self._model.base, lambda: not at_hand.made, lambda: self._loop.clock)
 
+    def _on_all(self, is_so: bool) -> bool:
+        """Returns whether something is so on all members of the group; of a worker of one process whether it is so."""
+        return not self._loop.participation.together_or(lambda: (None, not is_so))[1]
+
     def make_checkpoint(self, device: torch.device, save: Save) -> WorkerCheckpoint:
-        """Returns this worker's own part of the job's checkpoints: the state of its optimizers is in it."""
+        """Returns this worker's own part of the job's checkpoints. It includes the state of the script's optimizers."""
         checkpoint = LocalCheckpoint(device, save, self._local, self._inner)
         if self._round.before is not None:
             checkpoint.add(self._round.before)
@@ -97,14 +100,17 @@ class LocalRounds:
         return self._round.steps
 
     def prepared(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
-        """Returns the optimizers as they are; they are watched."""
+        """Returns the optimizers unchanged; their steps are counted."""
         return optimizers
 
     def begin_stage(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> Sequence[torch.optim.Optimizer]:
-        """Returns the optimizers as they are, watched, which step from now on in place of those that had any of their
-        parameters. A round that is under way goes on. Raises Unsupported for parameters that the job does not train."""
+        """Returns the optimizers unchanged. From now on they step in place of those that had any of their parameters,
+        and their steps are counted. The current round goes on.
+
+        Raises Unsupported for parameters that the job does not train.
+        """
         check_known(models, optimizers)
         owner = self._maker.stage.owner
         trained = {id(tensor) for index, tensor in enumerate(self._loop.tensors) if index in owner}
@@ -136,10 +142,10 @@ class LocalRounds:
         ]
 
     def global_values(self) -> Mapping[int, torch.Tensor]:
-        """Returns the weights that this round began with, by the id of the parameter. With fragments: of each one what
-        was pulled last; it waits for one that is under way.
+        """Returns the weights with which this round began, by the id of the parameter.
 
-        Raises InvalidRequest where calls have failed that were to push the round: the difference is in their place.
+        With fragments: those last pulled of each fragment; waits for one that is under way. Raises InvalidRequest if
+        the round's push has failed, because the memory of the base then has the difference.
         """
         base, fragments = self._model.base, self._fragments
         if fragments is not None and fragments.flight is not None:
@@ -160,7 +166,7 @@ class LocalRounds:
         return nullcontext()
 
     def check_leased(self) -> None:
-        """Raises Unsupported with fragments, and where a round would use more batches than a push names."""
+        """Raises Unsupported with fragments, or if a round would use more batches than a push can name."""
         if self._fragments is not None:
             raise Unsupported(
                 "an elastic job of local:H/F leases no batches, as the steps of one batch are in rounds of different "
@@ -176,7 +182,7 @@ class LocalRounds:
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def begun(self) -> None:
-        """Begins the first round, and counts the steps of the script's own optimizers from here on."""
+        """Begins the first round, and begins to count the steps of the script's optimizers."""
         self._begin_round()
         self._metrics.rounds.begin()
         is_new = self._loop.participation.connection.place.state is None
@@ -193,7 +199,9 @@ class LocalRounds:
         self._metrics.at(self.steps)
 
     def tell_script(self) -> None:
-        """Has other workers hear what the script had set when the round at hand began: so does a newcomer begin."""
+        """Begins to answer requests of workers that join late, with what the script had set when the current round
+        began.
+        """
         self._loop.participation.script.begin(lambda: self._began, at_any_time=True)
 
     def _stepping(self) -> None:
@@ -229,8 +237,11 @@ class LocalRounds:
             self._metrics.stepped_alone(self.steps)
 
     def empty_step(self) -> None:
-        """Ends the round at hand, where others wait for it: with the steps that it has, or as an empty one. With
-        fragments brings the next of them."""
+        """Ends the current round early, because other workers wait for it: with the steps made so far, or as an empty
+        round.
+
+        With fragments it advances the round until the next fragment is mixed in.
+        """
         if self._fragments is not None and self._round.is_streamed:
             self._fragments.empty_step()
         elif self._round.made:
@@ -241,10 +252,20 @@ class LocalRounds:
 
     def _push_round(self) -> None:
         with self._metrics.rounds.exchanging():
+            self._agree()
             self._loop.step(0)
 
+    def _agree(self) -> None:
+        """Has all members of a group push the round at hand, or none. Raises as LocalRound.end, on all of them."""
+        if self._loop.participation.group is not None:
+            self._round.agree(self._loop.participation.group)
+
     def end(self, index: int | None) -> Unfinished:
-        """Ends the round at hand with its difference; or as its weights, where this worker alone averages."""
+        """Ends the current round on this worker, with its difference. The only worker of an averaging job keeps its
+        weights.
+
+        index: None: the round counts as empty
+        """
         loop, at_hand = self._loop, self._round
         alone = loop.participation.options.world_size == 1 and self._local.averages(at_hand.number)
         if index is not None and not alone:
@@ -255,17 +276,20 @@ class LocalRounds:
         return Unfinished(at_hand.end_empty(), loop.clock)
 
     def finished(self) -> None:
-        """Begins the next round, with the weights that have landed."""
+        """Begins the next round, after the weights have landed."""
         self._metrics.rounds.ended()
         self._begin_round()
-        if self._round.left_out and not self._inner.is_finite:
+        if self._round.left_out and not self._on_all(self._inner.is_finite):
             self._inner.begin_anew()
 
     # -- lost, and left ------------------------------------------------------------------------------------------------
 
     def losing(self) -> None:
-        """Ends the round at hand, if it has steps, with those that it has. It counts as a whole: see
-        JobTraining.come_back. Leased batches come again instead."""
+        """Ends the current round with the steps made so far, if there are any: it counts as a whole; see
+        JobTraining.come_back.
+
+        If the round used leased batches, these come again instead.
+        """
         is_streamed = self._fragments is not None and self._round.is_streamed
         if self._fragments is not None:
             self._fragments.losing()
@@ -275,11 +299,12 @@ class LocalRounds:
         if not self._round.made or not self._model.base.is_there or loop.data.accounts:
             return
         with suppress(NonFiniteGradient):  # of which nothing is pushed: the round begins anew with the servers' weights
+            self._agree()
             loop.unfinished = self.end(0)
             loop.unfinished.is_early = True
 
     def moved(self, is_kept: bool) -> None:
-        """Begins a round with the weights of the new place, unless the round at hand is pushed from there."""
+        """Begins a round with the weights of the new place. is_kept: the current round is pushed again from there"""
         # What this worker had leased may be another's by now. A batch that both have used would take the others of its
         # round along: a difference is whole, or left out.
         self._loop.data.rollback(keep_using=is_kept)
@@ -292,7 +317,7 @@ class LocalRounds:
         self._metrics.rounds.begin()
 
     def leaving(self) -> None:
-        """Ends what is under way. The script's own optimizers step on without the job."""
+        """Ends the exchange under way. The script's own optimizers may go on stepping."""
         if self._fragments is not None:
             try:
                 self._fragments.leave()

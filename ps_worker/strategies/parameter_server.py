@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.layout import bucket_layout
+from ps_runtime.launch_id import is_launched
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.shared_memory import check_transport
@@ -88,7 +89,9 @@ class ServerStrategy:
 
     @property
     def exchange_rank(self) -> int:
-        """The rank; in a group of M, M times that and the number of this member."""
+        """This process's number among all that exchange values: the rank; in groups of M members, rank * M + the
+        member's number.
+        """
         group = self._training.participation.group if self._training else None
         return self.rank if group is None else self.rank * group.size + group.member
 
@@ -115,16 +118,18 @@ class ServerStrategy:
 
     @property
     def round(self) -> int:
-        """ValueRounds finished, of local steps; in other modes the clock."""
+        """The number of finished rounds of local steps; in other modes the clock."""
         return self._training.clock if self._training else 0
 
     def refresh(self) -> None:
-        """Has the model the weights with every update that is staged; see JobTraining.refresh."""
+        """Pulls the weights with every update that is staged into the model; see JobTraining.refresh."""
         if self._training is not None:
             self._training.refresh()
 
     def global_values(self) -> Mapping[int, torch.Tensor]:
-        """Returns the base of the round, by the id of the parameter; none in other modes than local."""
+        """Returns the weights with which the round began, by the id of the parameter; empty in modes other
+        than local.
+        """
         return self._training.kind.global_values() if self._training else {}
 
     def prepare(
@@ -133,11 +138,13 @@ class ServerStrategy:
         """Joins the job; returns the models with rank 0's weights, and the optimizers to train with: those that step on
         the servers, or in local modes the script's own."""
         figures, metrics_address = self._metrics.figures, self._metrics.announced
-        job, group = self._job, None if options.group is None else group_of(options.group)
+        job = self._job
+        is_one_process = options.group is None and job.group_size <= 1
+        group = None if is_one_process else group_of(options.group, job.group_size)
         if group is not None:
             group.check_alike(f"rank {job.rank} of {job.world_size} in job {job.job!r}")
-            # What a launcher says that it starts are the processes of this group, and not the groups.
-            job = replace(job, launch=replace(job.launch, ranks=range(0)))
+            if not (job.group_size and is_launched()):  # another launcher starts the processes of this group alone
+                job = replace(job, launch=replace(job.launch, ranks=range(0)))
         self._joining = Participation(job, metrics_address, self._started, figures, self._timeline, group)
         training = join(self._joining, options, models, optimizers, self._metrics, self._device)
         self._training = training
@@ -159,7 +166,7 @@ class ServerStrategy:
         return prepared
 
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
-        """Returns a loader of this worker's share; in an elastic job, of batches that the coordinator leases to it."""
+        """Returns a loader of this worker's share of the data; in an elastic job, a loader that leases batches."""
         training = self._training
         if training is None:
             raise InvalidRequest(
@@ -186,15 +193,19 @@ class ServerStrategy:
         return LeasedLoader(loader, shares, leases, self._device, timer, training.look_ahead)
 
     def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
-        """Has the state of these rolled back with the job, from `prepare` of the models on, and brought to workers that
-        join late, but for what is this worker's own."""
+        """Adds objects whose state is rolled back with the job, and sent to workers that join late.
+
+        own: those of them whose state belongs to this worker alone, and is not sent
+        """
         if self._training is not None:
             for thing in things:
                 self._training.checkpoint.add(thing, any(thing is each for each in own))
             self._training.checkpoint.try_restore()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which gradients only add up; they leave with the next backward outside, or `step`."""
+        """Returns a context in which backward only accumulates gradients. The next backward outside, or `step`, sends
+        them.
+        """
         return self._training.kind.no_sync() if self._training else nullcontext()
 
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
@@ -218,7 +229,7 @@ class ServerStrategy:
 
 
 def warn_of_no_step(alone: SteppedAlone, metrics: WorkerMetrics) -> None:
-    """Warns, at the end of a script, where it made gradients, and no step of the optimizers that `prepare` returned."""
+    """Warns, at the end of a script, if it made gradients but never stepped an optimizer that `prepare` returned."""
     if not alone.steps and metrics.timer.has_gradients and not alone.is_closed and not is_cut_short():
         log.warning(
             "no step was made through this session, although backward has made gradients: what this worker trained, it "
@@ -236,10 +247,10 @@ def join(
     device: torch.device,
     beside: bool = False,
 ) -> JobTraining:
-    """Joins a job; the models have its weights when this returns. Raises PSError; the worker has left again then.
+    """Joins a job, and pulls its weights into the models. If it raises PSError, the worker has left again.
 
     own:    the script's optimizers
-    beside: the job goes beside another of this worker, to which all of the script's state belongs but the weights
+    beside: it is a second job of this worker: only its weights belong to it, all other state to the first job
     """
     job, group, world_size = participation.options, participation.group, participation.options.world_size
     assert job.consistency is not None
@@ -254,7 +265,7 @@ def join(
         tables = ServerTables(named_tables(models), spec.non_finite)
         layout, timeline = bucket_layout(spec.parameters, spec.bucket_bytes), participation.timeline
         layout = layout if group is None else replace(layout, member=group.member)
-        timeline.describe(layout)
+        timeline.describe(layout, None if group is None else group.member)
         steps = StepMaker(
             *(spec, tensors, layout, named, tables, options.overlap, metrics),
             draft=lambda full: participation.connection.draft(full),

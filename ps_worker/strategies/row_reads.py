@@ -1,6 +1,6 @@
-"""Reads the rows of a job's tables from its shards, in whichever place the worker has.
+"""Reads the rows of a job's tables from its shards.
 
-Where the worker has lost its place it takes another, and reads rows as they are there.
+If the worker has lost its place, it takes the next one, and reads the rows as they are there.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 
 class RowReads:
-    """For the training thread.
+    """Reads rows for one worker. For the training thread.
 
-    in_place: runs what is to be done in the worker's place; returns None, or whether the last step counts, if the place
-              was lost and another one taken
+    in_place: runs a function in the worker's place, see JobTraining.in_place: returns None, or a bool if the place was
+              lost and another one taken
     is_past:  see the property
     """
 
@@ -42,7 +42,9 @@ class RowReads:
 
     @property
     def is_past(self) -> bool:
-        """Whether the job was rolled back, and the script is still at what its loaders are about to bring again."""
+        """Whether the job was rolled back and the script has not reached its loader yet: its current batch will come
+        again.
+        """
         return self._is_past()
 
     def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
@@ -51,15 +53,16 @@ class RowReads:
         self._metrics.fetched(added(pull.sizes for pull in pulls))
 
     def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
-        """Returns all rows of a table at this worker's clock, of each shard; or only how many there are."""
+        """Returns a table's rows at this worker's clock, one part for each shard. count_only: only the
+        number of rows
+        """
         parts = self._fetched(lambda connection: connection.pull_table(table, count_only))
         self._metrics.fetched({"float32": sum(len(part.content) for part in parts)})
         return parts
 
     def await_rows(self, pulls: Sequence[Future[PullResult]]) -> bool:
-        """Waits for rows that were asked for with the last step; returns whether they are here.
-
-        They are not, where the place that asked for them is lost.
+        """Waits for rows that were pulled ahead. Returns False if they do not come, because the place that asked is
+        lost.
         """
         self._refuse_closed()
         if self._in_place(lambda: self._settle(pulls)) is not None:

@@ -1,4 +1,6 @@
-"""A step that is under way, of which it is not known yet whether it counts; and how one that is over is counted."""
+"""A step whose pushes are under way, so that it is not known yet whether it counts. `count_step` records a finished
+step.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ log = logging.getLogger("ps_worker")
 
 @dataclass(frozen=True)
 class SentStep:
-    """A step that is under way.
+    """A step whose calls are under way.
 
-    place:      from which it is sent
-    clock:      that it leads to
-    pushed:     once all of these are done, it counts
-    committing: those of them that are pulls, and wait for other workers
-    buckets:    those of which it has a gradient
-    assigned:   where the script has interrupted it and gone on, the rows that it takes along, by table
+    place:      the place from which it is sent
+    clock:      the clock of the step
+    pushed:     the calls that must be done before the step counts
+    committing: those of them that are pulls, which may wait for other workers
+    buckets:    the buckets of which the step has a gradient
+    assigned:   the rows that the script has set for it, by table, if the script has interrupted it and gone on
     """
 
     place: JoinResult
@@ -39,15 +41,18 @@ class SentStep:
     assigned: AssignedRows = field(default_factory=dict, kw_only=True)
 
     def counts(self, now: JoinResult | None) -> bool | None:
-        """Whether the servers said, with a later place, that it counts: an answer to a push may have been lost. None:
-        they said nothing. now: the worker's place
+        """Whether the step counts, according to the servers' answer to a later join; None if they have not said so.
+
+        now: the worker's current place; None: it has none
         """
         if now is None or now is self.place or now.pushed is None:
             return None
         return now.pushed >= self.clock
 
     def interrupted(self, tables: ServerTables) -> SentStep:
-        """Returns it with the rows that it takes along: those that the script sets from here on go with the next."""
+        """Returns the step with the rows that it includes. Rows that the script sets from now on belong to the next
+        step.
+        """
         assigned = tables.assigned()
         if not assigned:
             return self
@@ -55,13 +60,15 @@ class SentStep:
         return replace(self, assigned=assigned)
 
     def has_counted(self, now: JoinResult) -> bool:
-        """Whether it counts, in a place that has followed: every push is done."""
+        """Whether the step counts. now: a later place"""
         counts = self.counts(now)
         return all(push.exception() is None for push in self.pushed) if counts is None else counts
 
     def counts_at_end(self, now: JoinResult | None, seconds: float) -> bool:
-        """Whether it counts, as far as it is known after so many seconds: no push of it waits for longer. Of drafts,
-        which count with the pull that commits them, it is known only if that has failed.
+        """Whether the step counts, as far as is known when its pushes are done, or after `seconds`.
+
+        Drafts count only with the pull that commits them. Such a pull is not waited for: the step counts unless it has
+        failed.
         """
         counts = self.counts(now)
         if counts is not None:
@@ -73,7 +80,7 @@ class SentStep:
         return not failed
 
     def lost(self, model: FlatModel) -> None:
-        """It does not count, as far as this worker can say: all of its gradient is to be sent again, or given up."""
+        """Is called if the step does not count, or may not: its gradient is sent again or given up."""
 
 
 def count_step(
@@ -83,10 +90,10 @@ def count_step(
     began: float,
     clock: int,
 ) -> bool:
-    """Counts a step whose pushes and pulls are done; returns whether a checkpoint wants this worker's state after it.
+    """Records a finished step in the metrics. Returns whether a checkpoint needs this worker's state after it.
 
-    began: when the worker began to wait for it, on the timer's clock
-    clock: that it leads to
+    began: when the worker began to wait for the step, on the timer's clock
+    clock: the clock of the step
     """
     sent, received = [push.result() for push in pushes], [pull.result() for pull in pulls]
     pushed = max([began, *(push.staged for push in sent)])

@@ -1,6 +1,6 @@
-"""Training in one process, without servers: the reference that every other way is compared with.
+"""Training in one process, without servers: the reference for all other modes.
 
-It is a dry run, too: what the modes with servers would refuse is in the log.
+It is also a dry run: the log lists what the modes with servers would refuse.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("ps_worker")
 
 
 class Single:
-    """One worker. wanted: the mode was asked for, so that what others would refuse is a warning."""
+    """The only worker. wanted: the mode was asked for by name, so what servers would refuse is logged as a warning"""
 
     rank = exchange_rank = 0
     world_size = 1
@@ -47,10 +47,10 @@ class Single:
         return self.clock
 
     def refresh(self) -> None:
-        """Does nothing: the model's own are all there are."""
+        """Does nothing: the model has the only weights."""
 
     def global_values(self) -> Mapping[int, torch.Tensor]:
-        """Returns none: the model's own are all there are."""
+        """Returns an empty mapping: the model has the only weights."""
         return {}
 
     def prepare(
@@ -69,7 +69,7 @@ class Single:
     def begin_stage(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> Sequence[torch.optim.Optimizer]:
-        """Returns them as they are. Those before may go on, too; servers would refuse that."""
+        """Returns the optimizers unchanged. Earlier optimizers may step, too; servers would refuse that."""
         self._log_refused(refused_of(models, optimizers))
         assert self._alone is not None
         self._alone.take_over(optimizers, optimizers)
@@ -101,7 +101,7 @@ class Single:
         return {0: value}
 
     def close(self) -> None:
-        """Looks at the steps of other optimizers no more."""
+        """Stops watching for steps of other optimizers."""
         if self._alone is not None:
             self._alone.close()
 

@@ -1,7 +1,6 @@
-"""What one step of a job is: the part of training that is not the same for gradients and for local steps.
+"""What one step of a job is: the part of training that differs between gradients and local steps.
 
-The step loop (job_training.py) pushes, pulls, waits, and takes another place where one is lost, whatever it is that it
-pushes. It asks one of these, which knows the rest:
+The step loop (job_training.py) pushes, pulls, waits, and replaces a lost place. It asks a StepKind for the rest:
 
 gradient_steps.py   each `optimizer.step()` is a step on the servers: sync, ssp:K and async
 local_rounds.py     optimizers step on this worker, and the servers step once a round: local:H, local:H/F and local:Ts
@@ -30,22 +29,25 @@ class StepKind(Protocol):
         """The script's steps, counted from the job's beginning."""
 
     def prepared(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
-        """Returns what the script steps from now on, for those that it has handed to `prepare`."""
+        """Returns the optimizers that the script is to step, for those that it has passed to `prepare`."""
 
     def begin_stage(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> Sequence[torch.optim.Optimizer]:
-        """Returns what the script steps from now on, for the optimizers of a later `prepare`. Raises Unsupported or
-        InvalidRequest."""
+        """Returns the optimizers that the script is to step, for those of a later `prepare`. Raises Unsupported or
+        InvalidRequest.
+        """
 
     def global_values(self) -> Mapping[int, torch.Tensor]:
-        """Returns the servers' weights by the id of the parameter, of those where the model's own may differ."""
+        """Returns the servers' weights by the id of the parameter; only of parameters whose weights in the model may
+        differ.
+        """
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which backward passes only add to the gradients."""
 
     def check_leased(self) -> None:
-        """Raises Unsupported where such steps cannot use batches that are leased."""
+        """Raises Unsupported if steps of this kind cannot use leased batches."""
 
     # -- the loop asks ---------------------------------------------------------------------------------------------
 
@@ -53,26 +55,28 @@ class StepKind(Protocol):
         """Returns this worker's own part of the job's checkpoints. It is called once, before all else."""
 
     def begun(self) -> None:
-        """The loop has begun, at the clock of the first place."""
+        """Is called when the loop has begun, at the clock of the first place."""
 
     def tell_script(self) -> None:
-        """Has other workers that join late hear what the script has set, from here on."""
+        """Begins to answer requests of workers that join late for what the script has set."""
 
     def end(self, index: int | None) -> Unfinished:
-        """Ends the step at hand on this worker, of one optimizer by number, or of none. Raises NonFiniteGradient or
-        InvalidRequest where it must not be pushed."""
+        """Ends the current step on this worker. Raises NonFiniteGradient or InvalidRequest if it must not be pushed.
+
+        index: the number of the optimizer that steps; None: none does
+        """
 
     def empty_step(self) -> None:
         """Makes a step for a worker that has no data while others wait for its clock."""
 
     def finished(self) -> None:
-        """A step that was pushed counts, and its weights have landed."""
+        """Is called when a pushed step counts, and its weights have landed."""
 
     def losing(self) -> None:
         """Is called when the worker has lost its place and has not yet joined again."""
 
     def moved(self, is_kept: bool) -> None:
-        """Another place is taken. is_kept: the step at hand is pushed again from there"""
+        """Is called when another place is taken. is_kept: the current step is pushed again from there"""
 
     def leaving(self) -> None:
-        """The worker leaves, and has its place and its connections still. For any thread."""
+        """Is called before the worker leaves, while it still has its place and its connections. For any thread."""

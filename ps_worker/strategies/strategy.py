@@ -27,7 +27,7 @@ Prepared = tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]
 
 
 class Batches(Protocol):
-    """A loader as a script uses it; all its other attributes are those of the user's own."""
+    """A loader as the script uses it. All attributes that it does not define are those of the user's own loader."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yields this worker's batches of one pass, on the session's device."""
@@ -45,7 +45,7 @@ class Strategy(Protocol):
 
     @property
     def exchange_rank(self) -> int:
-        """This process among all that exchange values: its rank, unless workers are groups of processes."""
+        """This process's number among all that exchange values: its rank, unless workers are groups of processes."""
 
     @property
     def world_size(self) -> int:
@@ -53,7 +53,7 @@ class Strategy(Protocol):
 
     @property
     def is_main(self) -> bool:
-        """Whether this worker logs and saves for all. Raises InvalidRequest as long as that cannot be known."""
+        """Whether this worker logs and saves for all. Raises InvalidRequest while that is not known yet."""
 
     @property
     def clock(self) -> int:
@@ -61,13 +61,17 @@ class Strategy(Protocol):
 
     @property
     def round(self) -> int:
-        """Updates of the weights that this worker has taken part in: steps, but for local:H."""
+        """The number of updates that this worker has taken part in: rounds in local modes, otherwise steps."""
 
     def refresh(self) -> None:
-        """Has the model the servers' weights with every update that is acknowledged, where steps alone do not."""
+        """Updates the model's weights with every update that the servers have acknowledged, in modes where a step does
+        not.
+        """
 
     def global_values(self) -> Mapping[int, torch.Tensor]:
-        """Returns the servers' weights by the id of the parameter, of those where the model's own may differ."""
+        """Returns the servers' weights by the id of the parameter; only of parameters whose weights in the model may
+        differ.
+        """
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
@@ -77,25 +81,24 @@ class Strategy(Protocol):
     def begin_stage(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> Sequence[torch.optim.Optimizer]:
-        """Returns optimizers to train on with: these step their parameters of the prepared models from now on, in place
-        of those that had any of them."""
+        """Returns the optimizers to go on with. They replace all optimizers that had any of their parameters."""
 
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> Batches:
         """Returns the loader with this worker's share of its data; `seed` is that of the shuffle."""
 
     def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
-        """Saves and restores these with the worker from now on: schedulers and the like, each with a state_dict.
+        """Saves and restores objects with a state_dict, such as schedulers, together with the worker from now on.
 
-        own: those of them whose state is this worker's alone; that of the others is brought to workers that join late
+        own: those whose state belongs to this worker alone; that of the others is also sent to workers that join late
         """
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which backward passes only add to the gradients."""
 
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
-        """Returns the values of all workers that take part, by rank, ascending; blocks until each has given its own.
+        """Gives a value, waits until all live workers have given theirs, and returns all of them, by rank, ascending.
 
-        what: the call, for messages
+        what: the name of the call, for messages
         """
 
     def close(self) -> None:

@@ -1,10 +1,11 @@
 """Steps of a group: all members make one, or none does.
 
-end    Each member ends the step at hand, and they compare before any of them pushes: what one refuses, all refuse, and
-       where one leaves the step out, because its gradient is not finite, all do. Whether the group's assignments count,
-       they decide here, too, and send them: what the servers refuse of these, all refuse before a push.
-push   Each pushes what it holds, and they compare again when all is through: where the place was lost for one of them,
-       all take the next one, and push the step again there.
+end    Each member ends the step at hand. The members compare before any of them pushes. If one raises an error, all
+       raise it. If one leaves the step out, because its gradient is not finite, all do. Here they also decide whether
+       the group's assignments count, and send them. If the servers refuse those of one member, no member pushes.
+push   Each member pushes what it holds. They compare again when all pushes are through. If one has lost the place, all
+       take the next one, and push the step again from there. If servers refuse the push of one, all raise its error,
+       and all go on from the clock of the step. What was not pushed of it is left out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.group import Group
 from ps_worker.strategies.assignments import Assignments
-from ps_worker.strategies.unfinished import Fate
+from ps_worker.strategies.unfinished import Fate, Unfinished
 
 # What becomes of a step, the last one first where members differ: what is pushed again by one is by all. Shards skip
 # what they have had.
@@ -48,16 +49,12 @@ class StepsTogether:
 
     def step(self, index: int | None) -> bool | None:
         """Makes a step of one optimizer, or of none. Returns what JobTraining.in_place does."""
-        try:
+
+        def step() -> None:
             self._end(index)
             self.push()
-            return None
-        except PlaceLost:
-            pass
-        except BaseException as error:
-            self.broke_off(error)
-            raise
-        return self.come_back()
+
+        return self._in_place(step)
 
     def run(self, exchange: Callable[[], None]) -> bool | None:
         """Runs an exchange with the shards that is no step."""
@@ -68,8 +65,12 @@ class StepsTogether:
                 raise PlaceLost
             exchange()
 
+        return self._in_place(lambda: self.group.all_through(here))
+
+    def _in_place(self, make: Callable[[], None]) -> bool | None:
+        """Makes a call of all members, whose errors all of them raise; where the place is lost, takes the next one."""
         try:
-            self.group.all_through(here)
+            make()
             return None
         except PlaceLost:
             pass
@@ -110,6 +111,14 @@ class StepsTogether:
     def _assign(self) -> None:
         if self.assignments.send(self.participation.connection):
             self.participation.settle()
+
+    def push_failed(self, error: Exception, unfinished: Unfinished, clock: int) -> None:
+        """Notes that the push of a clock has failed for one member or more: others may have pushed what is theirs. All
+        go on from that clock, and what shards have not had of it is left out, or pushed again from the next place."""
+        if isinstance(error, PlaceLost):
+            unfinished.begun = unfinished.begun or clock
+        else:
+            self.participation.connection.fail(clock)
 
     def fate(self, own: Fate) -> Fate:
         """Returns what becomes of the step at hand in a new place, for all members. own: for this one"""

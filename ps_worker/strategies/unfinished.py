@@ -1,8 +1,8 @@
-"""A step that has ended on this worker, from its end until it counts; and what becomes of it where the place is lost.
+"""A step that has ended on this worker, until it counts; and what becomes of it if the worker loses its place.
 
-A place may be lost in the middle of a step: some shards have had it then, and others have not. The gradient is still
-here, so the step is pushed again from the next place, for the clock after the one that this begins at. Shards that have
-had it get a skip. So it counts as a whole, once, and the worker goes on.
+A worker may lose its place in the middle of a step, when some shards have had the gradient and others have not. It
+still has the gradient, so it pushes the step again from the next place. The step's clock is then the one after that at
+which the next place begins. Shards that have had the gradient get a skip instead. So the step counts as a whole, once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ps_worker.model.step import EndedStep
 
 
 class Fate(enum.Enum):
-    """What becomes of a step whose place was lost, in words for the log."""
+    """What happens to a step whose place was lost. The values are texts for the log."""
 
     COUNTS = "its last gradient counts"
     AGAIN = "its last gradient is pushed from there"
@@ -30,18 +30,18 @@ class Fate(enum.Enum):
 
     @property
     def is_lost(self) -> bool:
-        """Whether its gradient is in no weights, and its data does not come again."""
+        """Whether the step's gradient is lost: it is in no weights, and its data does not come again."""
         return self in (Fate.NOT_KNOWN, Fate.OF_LATER_WEIGHTS, Fate.INTERRUPTED)
 
 
 @dataclass
 class Unfinished:
-    """A step that has ended on this worker.
+    """A step that has ended on this worker, and does not count yet.
 
-    step:     as it is pushed
+    step:     its content
     done:     the clock before it, in the place in which it ended
-    is_early: it is a round of local steps that ended with the loss of the place, before it had all its steps
-    begun:    the clock for which it was pushed first, of what shards have had of it; None: they have had nothing
+    is_early: it is a round of local steps that ended early, because the place was lost
+    begun:    the clock at which it was first pushed; None: no shard has had any of it
     """
 
     step: EndedStep
@@ -54,8 +54,9 @@ class Unfinished:
         return self.begun is not None and now.pushed is not None and now.pushed >= self.begun
 
     def goes_on_from(self, now: JoinResult) -> None:
-        """Takes the place from which it is pushed again. Where no shard has had any of it, it has not begun: after a
-        rollback of all shards its next clock may be below the one for which it was pushed first."""
+        """Prepares the step to be pushed again from a new place. If no shard has had any of it, it counts as not begun:
+        after a rollback of all shards, its next clock may be below the one at which it was first pushed.
+        """
         if self.begun is not None and now.on_shards and not now.has_some(self.begun):
             self.begun = None
 
@@ -63,10 +64,10 @@ class Unfinished:
         """Returns whether the step counts, is pushed again, or is lost.
 
         now:            the place that follows the lost one
-        rolled_back:    this worker went back with the job to before the step, or to even earlier
+        rolled_back:    this worker was rolled back to before the step
         one_clock:      all workers share a clock
-        is_leased:      leased batches are in it: where no shard has had them, they are leased anew
-        waits_for_data: this worker goes on with the data of a checkpoint
+        is_leased:      the step used leased batches: if no shard has had them, they are leased again
+        waits_for_data: this worker will repeat data of after a checkpoint
         """
         if self.counts(now):
             return Fate.COUNTS

@@ -46,7 +46,11 @@ class Batch:
 
     @classmethod
     def of(cls, flat: Ids, shards: int) -> Batch:
-        """shards: that have a part of the ids each, by which they are ordered"""
+        """Returns a batch, in which each id is once.
+
+        flat:   the ids as the script asked for them, with repeats
+        shards: the number of shards that have the table; the distinct ids are ordered by their shard
+        """
         return cls(flat, *distinct(flat, SALT, shards))
 
     @cached_property

@@ -57,10 +57,12 @@ class Vectors(Protocol):
 
 
 class GivenRows:
-    """Rows that a script gives a table: those of several calls, of which the last one counts that has an id.
+    """The rows that a script sets in one table, collected over several calls.
+
+    If several calls give the same id, the vector of the last one counts.
 
     dim:     elements of a row
-    without: an id whose vector is left out
+    without: an id whose vector is left out; None: there is no such id
     """
 
     def __init__(self, dim: int, without: int | None = None) -> None:
@@ -218,7 +220,10 @@ class _Parquet:
 
 
 def _opened(ids: Any, vectors: Any) -> tuple[str, Vectors]:
-    """Returns what vectors are called in messages, and the vectors."""
+    """Returns the name of the vectors for error messages, and the vectors, which are given or in a RowFile.
+
+    Raises InvalidRequest for anything else, and for a file that cannot be read.
+    """
     if not isinstance(ids, RowFile):
         if vectors is None:
             raise InvalidRequest(f"expected ids and vectors, or a ps_torch.RowFile, got {type(ids).__name__}")

@@ -19,7 +19,7 @@ from torch import nn
 
 from ps_protocol.row_ids import Ids
 from ps_tables.contributions import Counts, RowGradients
-from ps_tables.sums import added_up, rows_at
+from ps_tables.row_sums import added_up, rows_at
 from ps_worker.tables.ahead import Batch, flat_ids
 from ps_worker.tables.handle_gradient import Zeroing
 

@@ -25,7 +25,7 @@ from ps_protocol.tables import Initializer
 from ps_protocol.tensors import bytes_of
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
-from ps_tables.memory import RowArray
+from ps_tables.row_arrays import RowArray
 from ps_tables.sizes import rows_within
 
 _BLOCK = 2**16  # rows that are written to a file at a time

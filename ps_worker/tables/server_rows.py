@@ -18,8 +18,8 @@ from ps_protocol.job import NonFinite
 from ps_protocol.row_ids import Ids, shards_of
 from ps_protocol.tables import MAX_PUSHED_BYTES, JobTable, assigned_bytes
 from ps_tables.contributions import RowGradients, RowValues
+from ps_tables.row_sums import are_finite
 from ps_tables.saved import saved_rows
-from ps_tables.sums import are_finite
 from ps_worker.tables.ahead import Batch, RowsAhead
 from ps_worker.tables.assigned import Assigned, AssignedRows
 from ps_worker.tables.given_rows import GivenRows
@@ -332,7 +332,7 @@ class ServerTables:
                 ) from error
 
     def assigned(self) -> dict[int, RowValues]:
-        """Returns the rows that the script has set and no step has taken along, by table."""
+        """Returns the rows that the script has set and that no step has sent yet, by the table's index in the job."""
         return {number: rows.assigned.rows for number, rows in enumerate(self._rows) if rows.assigned.rows is not None}
 
     def forget_assigned(self) -> None:

@@ -53,10 +53,10 @@ class StepMoments(NamedTuple):
     buckets: tuple[BucketMoments, ...]
 
 
-def write(path: Path, rank: int, steps: Sequence[StepMoments]) -> None:
-    """Writes the trace of one worker, in place of a file that is there. Raises OSError."""
+def write(path: Path, rank: int, steps: Sequence[StepMoments], member: int | None = None) -> None:
+    """Writes the trace of one worker, or of a member of its group, in place of a file that is there. Raises OSError."""
     since_1970 = time.time() - time.perf_counter()
-    trace = {"displayTimeUnit": "ms", "traceEvents": list(events(rank, steps, since_1970))}
+    trace = {"displayTimeUnit": "ms", "traceEvents": list(events(rank, steps, since_1970, member))}
     half = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         half.write_text(json.dumps(trace, separators=(",", ":")))
@@ -65,10 +65,15 @@ def write(path: Path, rank: int, steps: Sequence[StepMoments]) -> None:
         half.unlink(missing_ok=True)
 
 
-def events(rank: int, steps: Sequence[StepMoments], since_1970: float) -> Iterator[Event]:
-    """Yields the events of one worker's trace. since_1970: seconds from then to zero on the clock of the moments"""
-    worker = FIRST_WORKER + rank
-    yield from _names(worker, f"worker {rank}", rank, {0: "steps"} | _bucket_tracks(steps))
+def events(rank: int, steps: Sequence[StepMoments], since_1970: float, member: int | None = None) -> Iterator[Event]:
+    """Yields the events of one worker's trace.
+
+    since_1970: seconds from then to zero on the clock of the moments
+    member: whose they are, where the worker is a group; None: it is one process
+    """
+    worker = FIRST_WORKER + rank + MOST_RANKS * (member or 0)
+    name = f"worker {rank}" if member is None else f"member {member} of group {rank}"
+    yield from _names(worker, name, rank, {0: "steps"} | _bucket_tracks(steps))
     for shard in sorted({bucket.shard for step in steps for bucket in step.buckets}):
         yield from _names(shard + 1, f"shard {shard}", FIRST_WORKER + shard, _shard_tracks(steps, shard, rank))
     for step in steps:

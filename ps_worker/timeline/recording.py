@@ -130,6 +130,7 @@ class Timeline:
         self._wanted: RecordingRequest | None = None
         self._layout = Layout((), (), {})
         self._rank = 0
+        self._member: int | None = None
         self._begun = False  # a step is being made
         self._made = 0  # steps that were begun since a recording was asked for, and have ended
         self._steps: list[StepMoments] = []
@@ -140,9 +141,9 @@ class Timeline:
         self.close()
         self._wanted, self._made = wanted, -1 if self._begun else 0
 
-    def describe(self, layout: Layout) -> None:
-        """Tells what the buckets of the job hold."""
-        self._layout = layout
+    def describe(self, layout: Layout, member: int | None = None) -> None:
+        """Tells what the buckets of the job hold. member: which one of its group this process is, where it is in one"""
+        self._layout, self._member = layout, member
 
     def connect(self) -> None:
         """Forgets the step at hand and the shards' clocks: there is a new connection."""
@@ -176,10 +177,11 @@ class Timeline:
         wanted, steps = self._wanted, self._steps
         if wanted is None:
             return
-        path = wanted.path.with_name(f"{wanted.path.stem}-rank{self._rank}{wanted.path.suffix}")
+        name = str(self._rank) if self._member is None else f"{self._rank}.{self._member}"
+        path = wanted.path.with_name(f"{wanted.path.stem}-rank{name}{wanted.path.suffix}")
         try:
             if steps:
-                chrome.write(path, self._rank, steps)
+                chrome.write(path, self._rank, steps, self._member)
                 log.info("the timeline of steps %d to %d is in %s", steps[0].clock, steps[-1].clock, path)
             elif self._made > 0:
                 log.warning("no step was recorded: there is no timeline")

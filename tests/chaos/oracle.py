@@ -255,6 +255,8 @@ class Life:
     seen:      after each of those, its clock, the counts of the rows that had changed (by row, one a bucket), and when
     late:      in sync, the steps that it pushed again, because it had lost its place, each with the clock of the update
                that has what was missing
+    found:     of those that were done, the ones whose place was lost before, and which shards had had, as they said
+               when it took the next one
     """
 
     number: int
@@ -264,6 +266,7 @@ class Life:
     at: dict[int, float] = field(default_factory=dict)
     seen: list[tuple[int, dict[int, list[int]], float]] = field(default_factory=list)
     late: list[tuple[int, int]] = field(default_factory=list)
+    found: set[int] = field(default_factory=set)
 
     @property
     def unsure(self) -> set[int]:
@@ -372,28 +375,36 @@ def too_stale(lives: Iterable[Life], rules: Rules, until: Mapping[int, float | N
         buckets = [bucket for bucket, its_end in enumerate(ends) if its_end >= end]
         begin = max((other for other in ends if other < end), default=-math.inf)
         # By life: at which clock each of its steps was. Clocks of after a set-back may be those of before once more.
-        clocks = {life.number: sorted(c for n, c in life.done.items() if life.at.get(n, 0.0) < end) for life in lives}
+        clocks = {
+            life.number: sorted(c for n, c in life.done.items() if life.at.get(n, 0.0) < end and n not in life.found)
+            for life in lives
+        }
+        # A worker that was removed is not waited for, though a push of it may be staged: it counts once that is heard.
+        later = {life.number: [(life.done[n], life.at[n]) for n in life.found if life.at[n] < end] for life in lives}
         for reader in lives:
             seen: dict[int, list[int]] = {}
             for clock, counts, at in reader.seen:
                 seen.update(counts)
                 if begin <= at < end:
-                    found += _behind(reader.number, clock, rules.bound, seen, clocks, buckets)
+                    least = {
+                        other: bisect.bisect_right(each, clock - rules.bound)
+                        + sum(its <= clock - rules.bound and since <= at for its, since in later[other])
+                        for other, each in clocks.items()
+                    }
+                    found += _behind(reader.number, clock, seen, least, buckets)
     return found
 
 
 def _behind(
     reader: int,
     clock: int,
-    bound: int,
     seen: Mapping[int, list[int]],
-    clocks: Mapping[int, list[int]],
+    needs: Mapping[int, int],
     buckets: list[int],
 ) -> list[Violation]:
-    """Of one pull, the lives of which it lacks a step from more than `bound` clocks before, in any of these buckets."""
+    """Of one pull, the lives of which it has too few steps in any of these buckets. needs: how many, by life"""
     found = []
-    for other, finished in clocks.items():
-        needed = bisect.bisect_right(finished, clock - bound)
+    for other, needed in needs.items():
         least = min((seen[other][bucket] for bucket in buckets), default=0) if other in seen else 0
         if least < needed:
             said = f"at clock {clock} life {reader} saw {least} steps of life {other}, not {needed}"

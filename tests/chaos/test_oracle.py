@@ -136,4 +136,11 @@ def test_a_pull_beyond_the_bound_is_found(bound: int, found: set[str]) -> None:
         slow.done[step] = step
     fast.seen = [(5, {0: [5, 5], 1: [3, 2]}, 0.0)]  # one bucket has only two of the other's steps, at clock 5
     assert kinds(too_stale([fast, slow], rules)) == found
+    slow.found, slow.at = (
+        {3},
+        {3: 1.0},
+    )  # settled after the pull
+    assert too_stale([fast, slow], rules) == []
+    slow.at[3] = -1.0
+    assert kinds(too_stale([fast, slow], rules)) == found
     assert too_stale([fast, slow], replace(rules, bound=None)) == []

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ps_protocol.changes import apply_change, encode_change
 from ps_protocol.errors import InvalidRequest
-from ps_server.shard import changes
-from ps_server.shard.changes import MOST_KEPT, SKIPPED, BucketChanges
+from ps_server.shard import shared_changes
+from ps_server.shard.shared_changes import MOST_KEPT, SKIPPED, BucketChanges
 
 NUMEL = 4096
 
@@ -49,7 +49,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         calls.append(new)
         return encode_change(base, new, itemsize)
 
-    monkeypatch.setattr(changes, "encode_change", encode)
+    monkeypatch.setattr(shared_changes, "encode_change", encode)
     return calls
 
 

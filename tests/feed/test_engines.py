@@ -27,10 +27,11 @@ from safetensors import safe_open
 from torch import nn
 
 import ps_torch as ps
+from ps_feed.edition import Contents
 from ps_protocol.errors import InvalidRequest, Unreachable
 from ps_torch.engines.answers import TellsVersion
 from ps_torch.engines.sglang import DiskFollower
-from ps_worker.edition import Edition
+from ps_worker.edition_tensors import Edition
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.launching import ROOT
 from tests.tools.remembering_trainer import RememberingTrainer
@@ -350,7 +351,7 @@ def test_sglang_loads_each_newest_version_and_says_it(
                 assert not follower.update(), "it has them"
                 feed.wait_for(trainer.step())
             assert engine.updates == 4
-            assert len([*folder.iterdir()]) == 2, "the one that it has, and the one before"
+            assert len([*(folder / job / "float32").iterdir()]) == 2, "the one that it has, and the one before"
             engine.refuses = "there is no room on the device"
             with pytest.raises(InvalidRequest, match=r"400 .*there is no room on the device"):
                 follower.update()
@@ -388,6 +389,36 @@ def test_an_sglang_has_a_label_for_each_run_and_timeline_whoever_follows(
         engine.stop()
 
 
+def test_followers_of_other_jobs_and_wire_formats_may_have_one_folder(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
+) -> None:
+    engines, folder = [Engine(), Engine(), Engine()], tmp_path / "versions"
+    try:
+        with ps.subscribe(shared.address, job) as feed, ps.subscribe(shared.address, job, wire="bfloat16") as narrow:
+            arrays = feed.wait_for().arrays
+            zeros = {name: np.zeros_like(space) for name, space in arrays.spaces.items()}
+            spec = replace(arrays.contents.spec, name="other")
+            other = replace(arrays, contents=Contents(spec, None, "float32"), spaces=zeros)  # of another cluster, say
+            given = Edition(other, "other")
+            last = SimpleNamespace(wait_for=lambda timeout: given)
+            feeds: list[Any] = [feed, narrow, last]
+            for engine, followed in zip(engines, feeds, strict=True):
+                assert DiskFollower(followed, engine.address, folder, base).update()
+            assert trainer.has(engines[0].weights, 0)
+            assert {each.dtype for each in engines[1].weights.values()} == {torch.bfloat16}
+            assert not any(each.any() for each in engines[2].weights.values())
+            for _ in range(3):
+                feed.wait_for(trainer.step())
+                assert DiskFollower(feed, engines[0].address, folder, base).update()
+            for engine, followed in zip(engines[1:], feeds[1:], strict=True):
+                engine.weight_version = "default"  # as one that was started again
+                DiskFollower(followed, engine.address, folder, base).update()
+            assert not any(each.any() for each in engines[2].weights.values())
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
 def test_an_sglang_that_was_started_again_is_given_the_newest_weights(
     shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
 ) -> None:
@@ -414,7 +445,7 @@ def test_an_sglang_that_was_started_again_is_given_the_newest_weights(
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
-def ask(app: Any, path: str, body: Any = None) -> tuple[int, dict[bytes, bytes]]:
+def ask(app: Any, path: str, body: Any = None, method: str = "POST") -> tuple[int, dict[bytes, bytes]]:
     """A request to an ASGI application; the status and the headers of its answer."""
     sent: list[Any] = []
 
@@ -424,17 +455,18 @@ def ask(app: Any, path: str, body: Any = None) -> tuple[int, dict[bytes, bytes]]
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(app({"type": "http", "path": path}, receive, send))
+    asyncio.run(app({"type": "http", "path": path, "method": method}, receive, send))
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
     return sent[0]["status"], dict(sent[0].get("headers", ()))
 
 
 def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
     failing: set[str] = set()
+    refusing: set[str] = set()
 
     async def engine(scope: Any, receive: Any, send: Any) -> None:
         await receive()
-        status = 500 if scope["path"] in failing else 200
+        status = 500 if scope["path"] in failing else 401 if scope["path"] in refusing else 200
         await send({"type": "http.response.start", "status": status, "headers": [(b"own", b"1")]})
         await send({"type": "http.response.body", "body": b""})
 
@@ -453,6 +485,12 @@ def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
     assert ask(app, "/v1/completions", {}) == (200, {b"own": b"1", b"x-model-version": b"7"})
     assert update({"update_info": {"version": 9}}) == 200
     assert ask(app, "/v1/completions", {})[1][b"x-model-version"] == b"9"
+    ask(app, "/update_weights", {}, "GET")
+    ask(app, "/x/finish_weight_update", {})
+    refusing.add("/update_weights")
+    ask(app, "/update_weights", {"update_info": {"version": 10}})
+    refusing.clear()
+    assert ask(app, "/v1/completions", {})[1][b"x-model-version"] == b"9", "none of these has given it weights"
     failing.add("/update_weights")
     update({"update_info": {"version": 11}})
     assert ask(app, "/v1/completions", {})[0] == 503, "nobody knows what it has now"

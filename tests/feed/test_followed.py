@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +17,7 @@ from ps_feed.edition import EditionArrays
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, RunEnded, TryLater
 from ps_protocol.messages.editions import EditionCall, EditionPart
 from ps_server.relay.followed import FollowedJob
+from ps_server.relay.room import EditionRoom
 from tests.tools.cluster import Cluster
 from tests.tools.followed_trainer import FollowedTrainer
 
@@ -81,7 +84,7 @@ class Followed:
     def __init__(self, edition: EditionArrays) -> None:
         self._edition = edition
         self.made: list[Following] = []
-        self.job = FollowedJob("job", "float32", self._subscribe)  # type: ignore[arg-type]
+        self.job = FollowedJob("job", "float32", self._subscribe, EditionRoom())  # type: ignore[arg-type]
 
     def _subscribe(self, told: Callable[[], None]) -> Following:
         self.made.append(Following(told))
@@ -129,6 +132,22 @@ def test_a_run_that_has_ended_is_told_as_that_until_the_next_has_an_edition(foll
     assert (here.run, here.lowest, here.ended, here.editions) == ("b", 0, False, (0,))
     with pytest.raises(RunEnded):
         job.describe(False, "a")
+
+
+def test_an_edition_that_waits_for_room_keeps_its_age_when_another_run_begins(followed: Followed) -> None:
+    first = followed.made[0]
+    for version in (1, 2):
+        first.has(followed.edition("a", version))
+        followed.job.newest.readers.add(str(version))  # type: ignore[union-attr, arg-type]
+    first.has(followed.edition("a", 3))
+    first.ends()
+    followed.job.follow_again()
+    followed.made[1].age = math.inf  # it has no edition yet
+    assert followed.job.newest.arrays.version == 2  # type: ignore[union-attr]
+    followed.job.newest.readers.clear()  # type: ignore[union-attr]
+    followed.job.tick(time.monotonic())
+    assert followed.job.newest.arrays.version == 3  # type: ignore[union-attr]
+    assert followed.job.newest.age() < 60  # type: ignore[union-attr]
 
 
 def test_those_who_find_together_that_another_run_has_begun_follow_it_once(followed: Followed) -> None:

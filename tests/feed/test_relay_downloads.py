@@ -7,6 +7,7 @@ import random
 import re
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,9 @@ import pytest
 from safetensors.torch import load
 
 import ps_torch as ps
+from ps_feed.edition import Arriving, Contents
 from ps_protocol.errors import LimitExceeded
+from ps_protocol.messages.editions import EditionBucket
 from ps_protocol.v1 import feed_pb2
 from ps_runtime import downloads
 from ps_runtime.channel import open_channel
@@ -80,7 +83,10 @@ def test_the_newest_edition_is_a_file_of_the_weights_to_the_bit(
     assert (headers["cache-control"], headers["x-model-run"], headers["x-model-behind"]) == ("no-cache", run, "0")
     status, again, nothing = ask(near, f"/jobs/{job}/latest.safetensors", "HEAD")
     assert (status, again["content-length"], again["etag"], nothing) == (200, str(len(body)), headers["etag"], b"")
-    narrow = ask(near, f"/jobs/{job}/latest.safetensors?wire=bfloat16")[2]
+    _, tags, narrow = ask(near, f"/jobs/{job}/latest.safetensors?wire=bfloat16")
+    name = tags["etag"].strip('"')
+    assert ask(near, f"/jobs/{job}/editions/{name}.safetensors?wire=bfloat16")[2] == narrow
+    assert ask(near, f"/jobs/{job}/latest.safetensors", if_none_match=tags["etag"])[0] == 200, "its bytes are others"
     assert len(narrow) < len(body)
 
 
@@ -240,7 +246,7 @@ def test_while_a_job_has_a_new_run_without_an_edition_the_one_before_is_not_the_
 def test_without_memory_for_an_edition_none_is_received(
     near: RelayServer, job: str, trainer: FollowedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, free = f"/jobs/{job}/latest.safetensors", "ps_server.relay.receiving.free_bytes"
+    path, free = f"/jobs/{job}/latest.safetensors", "ps_server.relay.room.free_bytes"
     monkeypatch.setattr(free, lambda: 999)
     until(lambda: ask(near, path)[0] == 429, "that it is refused")
     status, headers, text = ask(near, path)
@@ -252,7 +258,7 @@ def test_without_memory_for_an_edition_none_is_received(
     followed = near.relayed.followed()[0]
 
     def is_held() -> bool:
-        trainer.steps()  # one edition may be under way
+        trainer.step()  # one edition may be under way
         return isinstance(followed.trouble, LimitExceeded)
 
     until(is_held, "that no more is received", every=0.1)
@@ -260,7 +266,43 @@ def test_without_memory_for_an_edition_none_is_received(
     assert held[0] == 200, "the last one is there"
     assert trainer.has(load(held[2]), int(held[1]["x-model-version"]))
     monkeypatch.setattr(free, lambda: None)  # unknown
-    newest(near, job, trainer.steps())
+    newest(near, job, trainer.step())
+
+
+def test_editions_that_arrive_at_the_same_time_do_not_count_on_the_same_memory(
+    shared: Cluster, near: RelayServer, job: str, trainer: FollowedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        contents = feed.wait_for().arrays.contents
+    both = contents.nbytes + Contents(contents.spec, None, "bfloat16").nbytes
+    free = [both - 1]
+    arrives, goes_on, take = threading.Event(), threading.Event(), Arriving.take
+
+    def slow(self: Arriving, sent: EditionBucket, timeline: int, what: str) -> None:
+        if self._contents.wire == "float32":
+            arrives.set()
+            goes_on.wait(60)
+        take(self, sent, timeline, what)
+
+    monkeypatch.setattr("ps_server.relay.room.free_bytes", lambda: free[0])
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(Arriving, "take", slow)
+            whole = near.relayed.get(job, "float32")
+            assert arrives.wait(60)
+            narrow = near.relayed.get(job, "bfloat16")
+            until(lambda: isinstance(narrow.trouble, LimitExceeded) or narrow.newest, "what becomes of the other")
+            assert narrow.newest is None
+            said = f"{both - 1} are free, of which editions that are arriving still take {contents.nbytes}"
+            assert said in str(narrow.trouble)
+            free[0] = both
+            until(lambda: narrow.newest is not None, "that there is room for both")
+    finally:
+        goes_on.set()
+    until(lambda: whole.newest is not None, "the one that was slow")
+    free[0] = both - 1
+    last = trainer.step()
+    until(lambda: {each.describe(False).lowest for each in (whole, narrow)} == {last}, "one after the other")
 
 
 def test_an_answer_that_cannot_be_made_holds_nothing(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 import ps_torch as ps
-from ps_feed.shard import cluster as known_at
+from ps_feed.edition_client import cluster as known_at
 from ps_protocol.errors import (
     Forbidden,
     InvalidRequest,
@@ -35,6 +34,7 @@ from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.documented_metrics import documented
 from tests.tools.followed_trainer import FollowedTrainer, relay
+from tests.tools.remembering_trainer import in_background
 from tests.tools.rollbacks import QUICK
 
 SECRET = "0123456789abcdef" * 2
@@ -46,10 +46,13 @@ def trainer(shared: Cluster, job: str) -> Iterator[FollowedTrainer]:
         yield FollowedTrainer(session)
 
 
-def in_background(work: Callable[[], Any]) -> threading.Thread:
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
+def test_a_relay_that_stops_follows_nothing_new(shared: Cluster, job: str, trainer: FollowedTrainer) -> None:
+    with relay(shared.address) as near:
+        assert near.relayed.get(job, "float32") in near.relayed.followed()
+        near.relayed.stop()
+        with pytest.raises(TryLater, match="this relay is stopping"):
+            near.relayed.get(job, "bfloat16")
+        assert len(near.relayed.followed()) == 1
 
 
 @pytest.mark.parametrize("wire", cases(["bfloat16"], ["float32", "float16"]))
@@ -86,7 +89,7 @@ def test_a_relay_sends_what_changed_and_what_comes_of_it_is_the_same_to_the_bit(
         feed.wait_for()
         followed = far.relayed.followed()[0]
         for _ in range(8):
-            last = trainer.steps()
+            last = trainer.step()
             assert trainer.has(feed.wait_for(last).state_dict(), last, torch.bfloat16)
         assert followed.sent_bytes < 0.9 * followed.sent_elements, "Adam moves few of the first bytes"
 
@@ -156,7 +159,7 @@ def test_a_relay_serves_its_last_edition_with_its_age_while_the_servers_are_away
             feed.wait_for(last)
             asked = in_background(lambda: running.coordinator.job("default").checkpoint())
             while asked.is_alive():
-                last = trainer.steps()
+                last = trainer.step()
             asked.join()
             feed.wait_for(last)
             running.servers[1].stop()
@@ -290,7 +293,7 @@ def test_a_token_that_is_withdrawn_is_told_by_name(tmp_path: Path) -> None:
             job = near.relayed.followed()[0]
 
             def is_told() -> bool:
-                trainer.steps()
+                trainer.step()
                 return isinstance(job.trouble, Unauthenticated)
 
             until(is_told, "that its token is not known any more", every=0.1)
@@ -312,7 +315,7 @@ def test_past_max_feeds_a_reader_is_told(shared: Cluster, job: str, trainer: Fol
         with ps.subscribe(near.address, job, every=2) as third:
             until(lambda: isinstance(third.trouble, LimitExceeded), "that it is one too many of this caller")
         for _ in range(5):
-            last = trainer.steps()
+            last = trainer.step()
             for feed in feeds:
                 assert feed.wait_for(last).version == last
                 assert feed.trouble is None, "its own feed of before does not count"

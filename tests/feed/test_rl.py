@@ -74,6 +74,15 @@ def test_the_pool_drops_what_is_too_old_and_counts_it() -> None:
     assert waiting.counts()["dropped"] == {"a": 3, "b": 1}
 
 
+def test_the_pool_goes_on_with_a_job_that_went_back() -> None:
+    waiting = pool.Pool(room=10)
+    waiting.put(groups("a", 100, 60), 0)
+    assert waiting.take(2, version=60, bound=2, seconds=0) == (100, []), "one looks too old"
+    waiting.put(groups("b", 60), 0)
+    assert waiting.take(1, version=60, bound=2, seconds=0, anew=True) == (60, groups("b", 60))
+    assert waiting.counts() == {"version": 60, "used": {"b": 1}, "dropped": {"a": 2}, "waiting": 0}
+
+
 def test_those_who_write_wait_for_room_and_trainers_for_texts() -> None:
     waiting = pool.Pool(room=1)
     assert waiting.put(groups("a", 0), 0)

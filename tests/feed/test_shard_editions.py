@@ -22,6 +22,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.messages.editions import EditionBucket, EditionCall, EditionPart, WeightsAsked, WeightsHere
 from ps_protocol.tensors import bytes_of, tensor_from
+from ps_server.core.feed_figures import FeedFigures
 from ps_server.shard.editions import HELD_SECONDS, KEPT_SECONDS, Editions, TakenEdition
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.last_weights import LastWeights, last_weights
@@ -105,6 +106,12 @@ class Feeding:
     @property
     def job(self) -> object:
         return self.shard.jobs()["job"]
+
+    @property
+    def seen(self) -> FeedFigures:
+        figures = self.shard.statistics().jobs["job"].feed
+        assert figures is not None
+        return figures
 
     def push(self, value: float, kind: PushKind = PushKind.GRADIENT, buckets: range = range(BUCKETS)) -> None:
         payload = bytes_of(torch.full((16 * len(buckets),), value))
@@ -323,6 +330,7 @@ def test_memory_holds_two_editions_however_many_readers_stand_still() -> None:
     assert isinstance(refused, TryLater)
     assert "2 editions are being read, which is the most at a time" in str(refused)
     assert refused.retry_after
+    assert (feeding.seen.refused["held"], feeding.seen.trouble) == (1, ""), "it is only late"
     assert feeding.shard.jobs()["job"].editions.nbytes == 2 * CELLS * 4
 
     feeding.pass_time(HELD_SECONDS + 1)
@@ -333,6 +341,16 @@ def test_memory_holds_two_editions_however_many_readers_stand_still() -> None:
         assert "it was not read in time" in str(reader.error)
         assert not reader.is_finished, "it would look whole"
     assert slow[2].edition() == (1, [1.0] * CELLS)
+
+
+def test_a_slow_reader_keeps_its_edition_as_long_as_another_one_is_free() -> None:
+    feeding = Feeding().begin()
+    slow = feeding.pull(0)
+    for version in range(1, 5):
+        feeding.step()
+        feeding.pass_time(HELD_SECONDS / 2)
+        assert feeding.pull(version).edition() == (version, [float(version)] * CELLS)
+    assert slow.edition() == (0, [0.0] * CELLS)
 
 
 def test_an_edition_that_nobody_reads_is_forgotten() -> None:
@@ -575,6 +593,30 @@ def test_a_reader_that_is_told_the_end_counts_no_more() -> None:
         feeding.pull(0)
 
 
+def test_a_reader_that_is_refused_counts_no_more_when_it_is_told() -> None:
+    feeding = Feeding(limit=1).begin()
+    feeding.step()
+    for _ in range(3):  # as one does that asks again as soon as it is told, before the call of before is closed
+        assert isinstance(feeding.pull(0).error, OutOfOrder)
+    assert feeding.pull(1).edition() == (1, [1.0] * CELLS)
+
+
+def test_a_reader_whose_edition_is_given_up_counts_no_more_when_it_is_told() -> None:
+    feeding = Feeding(limit=3).begin()
+    slow = [feeding.pull(0)]
+    feeding.step()
+    slow.append(feeding.pull(1))
+    feeding.step()
+    feeding.pass_time(HELD_SECONDS + 1)
+    feeding.pull(2).edition()
+    slow[0].take()
+    assert isinstance(slow[0].error, TryLater)
+    for _ in range(2):  # the second beside that of 1 alone
+        feeding.pull(2)
+    with pytest.raises(LimitExceeded):
+        feeding.pull(2)
+
+
 def test_without_memory_no_edition_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     feeding = Feeding().begin()
     monkeypatch.setattr("ps_server.shard.editions.free_bytes", lambda: CELLS * 4 - 1)
@@ -583,3 +625,83 @@ def test_without_memory_no_edition_is_taken(monkeypatch: pytest.MonkeyPatch) -> 
     assert "no room for an edition of 256 bytes: 255 are free" in str(refused)
     feeding.step()
     assert feeding.describe().lowest == 1, "training goes on"
+    assert (feeding.seen.version, feeding.seen.behind, feeding.seen.trouble) == (None, 0, str(refused))
+    assert feeding.seen.refused == {"no_room": 1, "held": 0}
+    monkeypatch.undo()
+    feeding.pull(1).edition()
+    assert (feeding.seen.version, feeding.seen.trouble) == (1, ""), "it is over"
+
+
+def test_how_a_job_is_read_is_known_as_long_as_somebody_follows_it() -> None:
+    feeding = Feeding().begin()
+    assert feeding.shard.statistics().jobs["job"].feed is None
+    feeding.pass_time(1.0)
+    reader = feeding.pull(1)
+    assert (feeding.seen.readers, feeding.seen.version, feeding.seen.nbytes) == (1, None, 0)
+    feeding.step()
+    feeding.step(range(1))
+    feeding.pass_time(2.0)
+    assert feeding.seen == FeedFigures(1, 1, 2.0, 0, CELLS * 4, 0, 0, "", {"no_room": 0, "held": 0})
+    reader.edition()
+    feeding.step(range(1, BUCKETS))
+    feeding.step()
+    assert (feeding.seen.readers, feeding.seen.behind) == (0, 2)
+    assert (feeding.seen.sent, feeding.seen.elements) == (CELLS * 4, CELLS * 4)
+    changes = feeding.pull(3, base=1).buckets()
+    changed_bytes = sum(len(each.payload) for each in changes)
+    assert changed_bytes < CELLS * 4
+    assert (feeding.seen.version, feeding.seen.behind) == (3, 0)
+    assert (feeding.seen.sent, feeding.seen.elements) == (CELLS * 4 + changed_bytes, 2 * CELLS * 4)
+    feeding.pass_time(KEPT_SECONDS - 1)
+    feeding.describe(follows=True)
+    feeding.pass_time(KEPT_SECONDS - 1)
+    assert (feeding.seen.version, feeding.seen.age) == (3, 2 * (KEPT_SECONDS - 1)), "also when its copy has gone"
+    feeding.pass_time(KEPT_SECONDS + 1)
+    assert feeding.shard.statistics().jobs["job"].feed is None
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:1"])
+def test_the_version_of_an_edition_whose_buckets_differ_is_the_lowest(mode: str) -> None:
+    feeding = Feeding(mode).begin()
+    feeding.step()
+    feeding.step(range(2))
+    feeding.pull(0).edition()
+    assert (feeding.seen.version, feeding.seen.behind) == (1, 0)
+
+
+def test_what_never_changes_is_no_newest_edition() -> None:
+    feeding = Feeding(spec=vector_job("job", "sync", 48, 1, frozen=16))
+    for index in range(BUCKETS):
+        feeding.push(float(index), PushKind.INITIAL_VALUE, range(index, index + 1))
+    feeding.clock = 1
+    feeding.push(-1.0, buckets=range(3))
+    feeding.pull(1, buckets=(0,)).edition()
+    feeding.pass_time(1.0)
+    feeding.pull(2, buckets=(3,)).edition()
+    assert (feeding.seen.version, feeding.seen.age) == (1, 1.0)
+
+
+def test_a_reader_for_whose_copies_there_is_no_memory_is_refused_and_the_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes to an edition that another one has already begun: of another type, or of more buckets."""
+    feeding = Feeding().begin()
+    there = feeding.pull(0, "bfloat16", (0, 1))
+    monkeypatch.setattr("ps_server.shard.editions.free_bytes", lambda: CELLS * 4 - 1)
+    other = feeding.pull(0)
+    assert isinstance(other.error, LimitExceeded)
+    assert "no room for an edition of 256 bytes: 255 are free" in str(other.error)
+    assert feeding.pull(0, "bfloat16", (0, 1, 2)).edition("bfloat16") == (0, [0.0] * 48)
+    assert there.edition("bfloat16") == (0, [0.0] * 32)
+
+
+def test_memory_that_an_edition_has_begun_to_take_is_not_given_to_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    feeding = Feeding().begin()
+    ahead = feeding.pull(1)
+    feeding.step(range(2))  # half of it is copied
+    monkeypatch.setattr("ps_server.shard.editions.free_bytes", lambda: CELLS * 4 - 1)
+    refused = feeding.pull(0, buckets=(2, 3)).error
+    assert isinstance(refused, LimitExceeded)
+    assert "no room for an edition of 128 bytes: 255 are free" in str(refused)
+    feeding.push(-1.0, buckets=range(2, 4))
+    assert ahead.edition() == (1, [1.0] * CELLS)

@@ -7,7 +7,6 @@ import copy
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,8 +23,11 @@ from ps_protocol.changes import encode_change
 from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable
 from ps_protocol.messages.editions import WeightsAsked
 from ps_server.shard.shard import Shard
+from ps_server.shard.weight_feeds import SIGN_SECONDS
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
+from tests.tools.followed_trainer import rebuilding_loss
+from tests.tools.remembering_trainer import RememberingTrainer, in_background
 from tests.tools.rollbacks import QUICK
 
 
@@ -47,48 +49,19 @@ class Model(nn.Module):
         return self.last(torch.tanh(self.first(x))) + self.tied(self.first(x))  # type: ignore[no-any-return]
 
 
-class Trainer:
-    """A worker that trains the model, and remembers its weights by clock."""
+class Trainer(RememberingTrainer[Model]):
+    """Trains the model in a session with Adam."""
 
     def __init__(self, session: ps.Session, bucket_bytes: int = 1024) -> None:
-        self.session, own = session, Model()
+        own = Model()
         optimizer = torch.optim.Adam([each for each in own.parameters() if each.requires_grad], lr=0.01)
-        self.model, self._optimizer = session.prepare(own, optimizer, bucket_bytes=bucket_bytes)
-        self.past: dict[int, dict[str, torch.Tensor]] = {}
-        self._remember()
-
-    def _remember(self) -> None:
-        self.past[self.session.clock] = copy.deepcopy(self.model.state_dict())
-
-    def step(self) -> None:
-        self._optimizer.zero_grad()
-        x = torch.randn(4, 20)
-        (self.model(x) - x).square().sum().backward()
-        self._optimizer.step()
-        self._remember()
-
-    def steps(self, count: int) -> int:
-        for _ in range(count):
-            self.step()
-        return self.session.clock
-
-    def has(self, state: dict[str, torch.Tensor], version: int) -> bool:
-        """Whether these were the weights at a clock, to the bit."""
-        expected = self.past[version]
-        names = expected.keys() - {"tied.weight"}  # the job has it under its other name
-        return state.keys() == names and all(torch.equal(state[name], expected[name]) for name in names)
+        super().__init__(session, own, rebuilding_loss, optimizer, bucket_bytes=bucket_bytes)
 
 
 @pytest.fixture
 def trainer(shared: Cluster, job: str) -> Iterator[Trainer]:
     with shared.connect("sync", job=job) as session:
         yield Trainer(session)
-
-
-def in_background(work: Callable[[], Any]) -> threading.Thread:
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
 
 
 @pytest.mark.parametrize("mode", cases(["sync", "local:2/2"], ["local:2"]))
@@ -196,7 +169,7 @@ def test_a_damaged_edition_is_dropped_and_asked_for_whole(
             spoilt.append(itemsize)
             return encode_change(base, bytes(len(new)), itemsize)
 
-        monkeypatch.setattr("ps_server.shard.changes.encode_change", spoil)
+        monkeypatch.setattr("ps_server.shard.shared_changes.encode_change", spoil)
         trainer.step()
         assert trainer.has(feed.wait_for(1).state_dict(), 1)
         received = feed._subscription.received
@@ -247,6 +220,38 @@ def test_max_behind_waits_for_those_who_read_an_old_version(shared: Cluster, job
             assert not got
         thread.join()
         assert got == [2]
+
+
+def test_a_model_gets_newer_weights_however_long_it_takes_to_make_its_tensors(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    """Meanwhile even newer ones come, each time."""
+    with ps.subscribe(shared.address, job) as feed:
+
+        def slow(tensor: torch.Tensor) -> torch.Tensor:
+            trainer.step()
+            feed.wait_for(trainer.session.clock)
+            return tensor
+
+        model = Model()
+        with ps.subscribe(shared.address, job, names={"scale": ps.MadeOf("scale", slow)}) as other:
+            loaded = other.load(model)
+            for _ in range(3):
+                before = trainer.steps(1)
+                other.wait_for(before)
+                with other.reading(loaded) as version:
+                    assert version >= before
+                    assert torch.equal(loaded.first.weight, trainer.past[version]["first.weight"])
+
+
+def test_what_others_told_since_makes_an_edition_old_also_where_no_newer_one_is_wanted(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    with ps.subscribe(shared.address, job, every=1000) as feed:
+        feed.wait_for()
+        trainer.steps(5)
+        until(lambda: feed.behind == 5, "what the shards tell")
+        until(lambda: feed.age > 4 * SIGN_SECONDS, "its age")
 
 
 def test_a_model_of_another_type_gets_the_weights_in_its_own(shared: Cluster, job: str, trainer: Trainer) -> None:
@@ -456,9 +461,12 @@ def test_a_rollback_is_told_and_only_then_a_version_falls(tmp_path: Path) -> Non
             feed.wait_for(last)
             model = feed.load(Model())
             assert feed.restores == 0
-            running.start_again(1)
-            trainer.step()
-            until(lambda: feed.restores == 1, "the rollback")
+            with feed.reading(model):
+                running.start_again(1)
+                trainer.step()
+                until(lambda: feed.restores == 1, "the rollback")
+                with pytest.raises(Unreachable, match="too old: the job has left these weights, for a checkpoint or"):
+                    feed.reading(model, max_behind=10**6, timeout=0.1).__enter__()
             edition = feed.wait_for(session.clock)
             assert feed.trouble is None
             assert trainer.has(edition.state_dict(), edition.version)

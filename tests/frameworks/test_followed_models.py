@@ -51,7 +51,8 @@ def loss(model: Any) -> torch.Tensor:
 @pytest.fixture
 def trainer(shared: Cluster, job: str) -> Iterator[RememberingTrainer[Any]]:
     with shared.connect("sync", job=job) as session:
-        yield RememberingTrainer(session, make_llama(), loss, lr=0.5)
+        own = make_llama()
+        yield RememberingTrainer(session, own, loss, torch.optim.SGD(own.parameters(), lr=0.5))
 
 
 def ask(port: int, path: str, body: Any = None) -> tuple[int, int, dict[str, Any]]:
@@ -118,6 +119,7 @@ def check_refusals(port: int, version: int) -> None:
         ({"ids": [["a"]]}, f"from 0 to {TOKENS - 1}"),
         ({"ids": [[1]], "max_new_tokens": 0}, "1 to 4096 tokens"),
         ({"ids": [[1]], "temperature": "hot"}, "could not convert"),
+        ('{"ids": [[1]], "max_new_tokens": Infinity}', "infinity"),
     ):
         code, told, answer = ask(port, "/generate", body)
         assert (code, told) == (400, version), (body, answer)

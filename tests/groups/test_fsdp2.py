@@ -4,6 +4,7 @@ them fails."""
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, model_state_dict, optimizer_state_dict
 from tests.scripts.train_in_group import LOST_STEP, Options, batch, clip_by_data, loss, make_model, make_optimizer
@@ -49,6 +51,7 @@ class Groups:
                 TORCHELASTIC_RUN_ID=f"{directory}-{group}",
                 RANK=str(member),
                 WORLD_SIZE=str(options.members),
+                **({"PS_GROUP_SIZE": str(options.members)} if options.told else {}),
             )
             for group, member in self.each
         }
@@ -87,9 +90,12 @@ def one_process(options: Options) -> Tensors:
     for step in range(options.steps):
         if step in (options.poison, options.unassigned):
             continue
-        loss(model, *batch(step)).backward()
+        loss(model, *batch(step, options.learns)).backward()
         if options.clip:
             clip_by_data(model, options.clip)
+        if step == options.scaled:
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
         optimizer.step()
         optimizer.zero_grad()
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -104,7 +110,7 @@ def same(found: Tensors, expected: Tensors) -> bool:
 
 
 @pytest.mark.parametrize(
-    "options", [Options(), Options(optimizer="SGD", micro=2, clip=0.5)], ids=lambda each: each.optimizer
+    "options", [Options(), Options(optimizer="SGD", micro=2, clip=0.5, told=True)], ids=lambda each: each.optimizer
 )
 def test_two_groups_of_two_end_as_one_process_and_alike_to_the_bit(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, options: Options
@@ -227,6 +233,8 @@ def test_a_group_that_lost_a_member_leaves_and_the_others_go_on_until_it_starts_
     cluster = make_cluster(lease=LEASE, absence_seconds=0.0)
     with Groups(nursery, cluster.address, job, tmp_path, Options(steps=12, holds=[4, 8])) as groups:
         until(lambda: groups.are_held(4), "all to stand at clock 4")
+        seen = status.table(status.fetch(cluster.address))
+        assert re.findall(r"^group of 2 +(\d) ", seen, re.MULTILINE) == ["0", "1"]
         groups.processes[1, 1].kill()
         groups.let_go(4)
         assert groups.processes[1, 0].wait(WAIT_SECONDS) != 0  # its collectives end

@@ -16,10 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import ps_torch
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import JobSpec
 from ps_protocol.layout import PiecePlace
-from ps_protocol.modes import parse_mode
-from ps_worker.cluster.shared_memory import check_transport
 from ps_worker.model.sharded import piece_of
 from tests.tools.cluster import Cluster
 
@@ -43,27 +40,24 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("mode", "more", "options", "said"),
+    ("mode", "more", "said"),
     [
-        ("ssp:2", {}, {}, "a worker that is a group of processes trains in mode sync, and the mode is ssp:2"),
-        ("async", {}, {}, "trains in mode sync, and the mode is async"),
-        ("local:4", {}, {}, "trains in mode sync, and the mode is local:4"),
-        ("sync", {}, {"gradient_wire": "int8"}, "travel as floats, got int8: use bfloat16 or float16"),
+        ("local:4/2", {}, "trains in mode sync, ssp:K, async or local:H, and the mode is local:4/2"),
+        ("local:30s", {}, "and the mode is local:30s"),
         (
             "sync",
             {"elastic": True, "rank": None, "world_size": None},
-            {},
             "an elastic job has workers of one process: name the number of groups",
         ),
     ],
 )
 def test_what_groups_cannot_do_yet(
-    shared: Cluster, job: str, mesh: Any, mode: str, more: dict[str, Any], options: dict[str, Any], said: str
+    shared: Cluster, job: str, mesh: Any, mode: str, more: dict[str, Any], said: str
 ) -> None:
     model = sharded(mesh)
     session = ps_torch.connect(shared.address, mode, **{"job": job, "rank": 0, "world_size": 1, **more})
     with session, pytest.raises(Unsupported, match=said):
-        session.prepare(model, sgd(model), group=mesh, **options)
+        session.prepare(model, sgd(model), group=mesh)
     assert shared.coordinator.jobs().get(job) is None
 
 
@@ -74,18 +68,26 @@ def test_a_parameter_that_is_not_sharded(shared: Cluster, job: str, mesh: Any) -
     assert shared.coordinator.jobs().get(job) is None
 
 
-def test_shared_memory_of_groups() -> None:
-    spec = JobSpec("job", (), "SGD", (), parse_mode("sync"), 64, world_size=2, group_size=2)
-    check_transport(spec, "auto")
-    with pytest.raises(Unsupported, match="groups of processes share no memory with shards yet: use --transport auto"):
-        check_transport(spec, "shm")
-
-
 @pytest.mark.parametrize("given", [object(), "mesh"])
 def test_a_group_that_is_none(shared: Cluster, job: str, mesh: Any, given: object) -> None:
     model = sharded(mesh)
     with shared.connect("sync", job=job) as session, pytest.raises(InvalidRequest, match="takes a DeviceMesh or a"):
         session.prepare(model, sgd(model), group=given)
+
+
+@pytest.mark.parametrize(("size", "said"), [("2", "a group of 1"), ("1", None)])
+def test_a_group_of_another_size_than_the_launcher_started(
+    shared: Cluster, job: str, mesh: Any, size: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PS_GROUP_SIZE", size)
+    model = sharded(mesh)
+    with shared.connect("sync", job=job) as session:
+        if said is None:
+            session.prepare(model, sgd(model), group=mesh)
+            return
+        with pytest.raises(InvalidRequest, match=rf"has started 2 processes .* \(--group 2\), and prepare got {said}:"):
+            session.prepare(model, sgd(model), group=mesh)
+    assert shared.coordinator.jobs().get(job) is None
 
 
 def test_a_group_without_a_process_group(shared: Cluster, job: str) -> None:

@@ -22,7 +22,9 @@ optimizer.step()
 session.barrier()
 """
 
-IMPORTED = "import ps_server.cli, ps_server.server, ps_worker.cli, ps_launch.servers, torch, sys; print(*sys.modules)"
+IMPORTED = (
+    "import ps_server.cli, ps_server.server, ps_worker.cli, ps_launch.local_cluster, torch, sys; print(*sys.modules)"
+)
 
 
 @pytest.fixture(scope="module")

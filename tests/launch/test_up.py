@@ -308,7 +308,7 @@ def test_a_supervised_shard_that_waits_for_its_line_ends_with_its_parent() -> No
 @pytest.mark.long
 def test_shards_that_stand_still_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:
     """One grace for all of them, and not one for each in turn."""
-    hurried = "import ps_launch.servers as s; s.WRITE_SECONDS, s.SHARDS_STOP_SECONDS = 1, 2"
+    hurried = "import ps_launch.local_cluster as s; s.WRITE_SECONDS, s.SHARDS_STOP_SECONDS = 1, 2"
     run = f"{hurried}; import ps_server.cli as c; c.main()"
     command = Command(tmp_path, "-c", run, "up", "--shards=2", "--port=0", "--metrics-port=0", "--drain-seconds=1")
     try:

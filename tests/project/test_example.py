@@ -164,6 +164,22 @@ def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
     assert not [each for each in started if each.is_running()]
 
 
+@pytest.mark.long
+def test_islands_train_as_hsdp_does(tmp_path: Path) -> None:
+    """Two groups of two FSDP2 processes on servers, and torch's own collectives between two pairs."""
+    done = launching.python(str(EXAMPLES / "islands.py"), *TINY, f"--out={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    hsdp, islands = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("hsdp", "islands"))
+    assert (hsdp["name"], islands["name"]) == ("HSDP", "sync")
+    assert islands["losses"] == pytest.approx(hsdp["losses"], abs=1e-5)
+    assert hsdp["losses"][-1] < hsdp["losses"][0]
+    for name, result in (("HSDP", hsdp), ("islands, sync", islands)):
+        first, last = result["losses"][0], result["losses"][-1]
+        row = rf"^{name} +{first:.4f} +{last:.4f} +{1000 * result['step_seconds']:.0f} ms$"
+        assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+    assert (tmp_path / "loss.png").exists()
+
+
 GAN = EXAMPLES / "wgan_gp.py"
 SHORT = ("--epochs=2", "--samples=512")
 

@@ -32,7 +32,7 @@ FRAMEWORKS = {
     "ps_torch/huggingface.py": "transformers",
     "ps_worker/lightning.py": "lightning",
     "ps_torch/lightning.py": "lightning",
-    **dict.fromkeys(("ps_worker/ray/__init__.py", "ps_worker/ray/actors.py", "ps_worker/ray/servers.py"), "ray"),
+    **dict.fromkeys(("ps_worker/ray/__init__.py", "ps_worker/ray/actors.py", "ps_worker/ray/server_actors.py"), "ray"),
     "ps_worker/ray/train.py": "ray",
     "ps_torch/ray.py": "ray",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -122,3 +123,26 @@ def test_no_two_classes_have_one_name() -> None:
 def test_public_methods_are_counted(body: str, count: int) -> None:
     [cls] = classes(ast.parse(f"class C:\n    {body}\n"))
     assert public_methods(cls) == count
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+# File names that two packages share, because the files do the same for each. ps_torch is left out: it only gives the
+# names of other packages' files.
+SHARED_FILE_NAMES = {
+    "__init__",
+    "__main__",
+    "cli",
+    "config",
+    "metrics",
+    "server",  # a process, and its end of a data connection
+    "editions",  # on a shard, and their messages
+    "workers",  # of a launch, and their messages
+    "native_loops",
+    "huggingface",  # the Trainer, and the server that generates
+}
+
+
+def test_no_two_files_have_one_name() -> None:
+    names = Counter(path.stem for path in modules().values() if "ps_torch" not in path.parts)
+    assert {name for name, count in names.items() if count > 1} == SHARED_FILE_NAMES

@@ -255,7 +255,7 @@ def test_what_cannot_be_is_refused(nodes: Any, tmp_path: Path, monkeypatch: pyte
         ParameterServer(1, certificates=str(tmp_path))
     with pytest.raises(PSError, match="unknown option --leases"):
         ParameterServer(1, server_options="--leases 3", insecure=True)
-    monkeypatch.setattr("ps_worker.ray.servers.PLACE_SECONDS", 3.0)
+    monkeypatch.setattr("ps_worker.ray.server_actors.PLACE_SECONDS", 3.0)
     with pytest.raises(PSError) as refused:
         ParameterServer(40, insecure=True)
     assert re.fullmatch(

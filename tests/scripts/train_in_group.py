@@ -8,13 +8,14 @@ OPTIONS is JSON: see `Options`. Leaves the whole weights that it ended with in D
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import sys
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,10 @@ class Options:
     """How it trains.
 
     alone:      plain FSDP2, without servers
+    told:       its environment says how many members a group has
     micro:      backwards in a step
     clip:       the norm that gradients are clipped to by way of `.data`, where it is not 0
-    poison:     the clock before which the gradient of member 1 of group 0 is no number
+    poison:     the clock before which a gradient of member 1 of group 0 is `poison_value`
     non_finite: as of prepare
     noisy:      trains with a loader, dropout, noise and a schedule, which a checkpoint has to bring back
     holds:      the clocks at which it waits
@@ -51,6 +53,16 @@ class Options:
                 step 3. "end": that of member 0, before it ends that step
     empty:      the model is so small that member 1 holds nothing of it
     unassigned: the clock before which member 1 of group 0 sets weights that the servers refuse
+    mode:       as of connect
+    connected:  more that goes to connect
+    prepared:   more that goes to prepare
+    learns:     there is something to learn in the data
+    slow:       the clock at which group 1 waits, and no other
+    scaled:     the clock before which all weights are made smaller, by all groups
+    leaves:     the clocks at which it leaves its weights
+    meets:      the clock at which it meets all others in a barrier
+    refreshes:  the clock at which it fetches the weights
+    unpushed:   the clock after which member 1 of group 0 fails before it has pushed anything
     """
 
     groups: int = 2
@@ -58,6 +70,7 @@ class Options:
     optimizer: str = "AdamW"
     steps: int = 8
     alone: bool = False
+    told: bool = False
     micro: int = 1
     clip: float = 0.0
     poison: int = -1
@@ -68,6 +81,17 @@ class Options:
     loses: str = ""
     empty: bool = False
     unassigned: int = -1
+    mode: str = "sync"
+    connected: dict[str, Any] = field(default_factory=dict)
+    prepared: dict[str, Any] = field(default_factory=dict)
+    learns: bool = False
+    slow: int = -1
+    scaled: int = -1
+    unpushed: int = -1
+    poison_value: float = math.nan
+    leaves: list[int] = field(default_factory=list)
+    meets: int = -1
+    refreshes: int = -1
 
 
 def make_model(noisy: bool = False) -> nn.Sequential:
@@ -89,10 +113,11 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step: int, learns: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The samples of one step of all processes."""
     generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(ROWS, 4, generator=generator), torch.randn(ROWS, 1, generator=generator)
+    rows = torch.randn(ROWS, 4, generator=generator)
+    return rows, rows.mean(1, keepdim=True) if learns else torch.randn(ROWS, 1, generator=generator)
 
 
 def loss(model: nn.Module, rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -150,6 +175,36 @@ def lose_place(session: Session, when: str, all_have_pushed: Callable[[], None])
         connection.push_pull = losing
 
 
+def fail_before_push(session: Session) -> None:
+    """Has this member fail in its next step, before it has sent anything of it."""
+    connection = participation_of(session).connection
+    push_pull = connection.push_pull
+
+    def failing(*given: Any, **more: Any) -> Any:
+        connection.push_pull = push_pull
+        raise LimitExceeded("no thread can be started")
+
+    connection.push_pull = failing
+
+
+def say_assigned(session: Session, said: Path) -> None:
+    """Leaves a file where this member sends weights that its script has set."""
+    connection = participation_of(session).connection
+    assign = connection.assign
+
+    def saying(*given: Any) -> None:
+        said.touch()
+        assign(*given)
+
+    connection.assign = saying
+
+
+def hear_of_no_other(session: Session) -> None:
+    """Has this member take itself for the only worker that is left, as if it had heard of the others' end alone."""
+    members = participation_of(session).members
+    members.roster = replace(members.roster, ranks=(session.rank,))
+
+
 def say_pushed(session: Session, said: Path) -> None:
     """Leaves a file once the shards have all that the next step of this member pushes."""
     connection = participation_of(session).connection
@@ -189,8 +244,10 @@ class Member:
             self.leave_weights("end")
             return
         world, rank = self.options.groups, self.member if self.options.astray else self.group
-        with ps_torch.connect(mode="sync", job=os.environ["JOB"], rank=rank, world_size=world) as session:
+        place = {"job": os.environ["JOB"], "rank": rank, "world_size": world}
+        with ps_torch.connect(mode=self.options.mode, **place, **self.options.connected) as session:
             more: dict[str, Any] = {"group": self.mesh, "bucket_bytes": 64, "non_finite": self.options.non_finite}
+            more |= self.options.prepared
             if self.options.noisy:
                 self.with_loader(session, more)
             else:
@@ -235,7 +292,11 @@ class Member:
         size = ROWS // count // options.micro
         for step in range(options.steps):
             self.pause_at(step)
-            rows, wanted = batch(step)
+            if session is not None and step == options.meets:
+                session.barrier()
+            if session is not None and step == options.refreshes:
+                session.global_weights()
+            rows, wanted = batch(step, options.learns)
             for part in range(options.micro):
                 first = (own * options.micro + part) * size
                 is_last = part == options.micro - 1
@@ -248,16 +309,33 @@ class Member:
                 lose_place(session, options.loses, self.others_have_pushed)
             elif session is not None and step == LOST_STEP and options.loses == "after":
                 say_pushed(session, self.directory / f"pushed-{self.group}-{self.member}")
+            if session is not None and step == options.unpushed and (self.group, self.member) == (0, 1):
+                fail_before_push(session)
+            if session is not None and step == options.scaled:
+                self.scale(session)
             if session is not None and step == options.unassigned and (self.group, self.member) == (0, 1):
                 self.model[0].weight.to_local().data.add_(1e-7)
                 refuse_assignments(session)
             if step == options.poison and (self.group, self.member) == (0, 1):
-                self.model[0].weight.grad.to_local()[0, 0] = float("nan")
+                self.model[0].weight.grad.to_local()[0, 0] = options.poison_value
             try:
                 self.optimizer.step()
             except (NonFiniteGradient, LimitExceeded) as error:
                 (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
+                if session is not None and options.mode.startswith("local:"):
+                    self.model.load_state_dict(session.global_weights())
+                    self.optimizer.state.clear()
             self.optimizer.zero_grad()
+            if step + 1 in options.leaves:
+                self.leave_weights(str(step + 1))
+
+    def scale(self, session: Session) -> None:
+        """Sets all weights, as each group does; member 1 of the last one has heard of the end of all others."""
+        for parameter in self.model.parameters():
+            parameter.to_local().data.mul_(0.5)
+        say_assigned(session, self.directory / f"assigned-{self.group}-{self.member}")
+        if (self.group, self.member) == (self.options.groups - 1, 1):
+            hear_of_no_other(session)
 
     def others_have_pushed(self) -> None:
         """Waits until the shards have all that the other processes push of a step."""
@@ -265,8 +343,8 @@ class Member:
         until(lambda: len(list(self.directory.glob("pushed-*"))) == others, "the other members' pushes")
 
     def pause_at(self, clock: int) -> None:
-        if clock in self.options.holds:
-            self.options.holds.remove(clock)
+        if clock in self.options.holds or (clock == self.options.slow and self.group == 1):
+            self.options.holds[:] = [each for each in self.options.holds if each != clock]
             self.leave_weights(str(clock))
             hold(self.directory, 10 * self.group + self.member, clock)
 

@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry
 from ps_protocol.errors import InvalidRequest, TryLater
 from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.v1 import shard_pb2, shard_pb2_grpc
+from ps_server.coordinator.coalesced import Together
 from ps_server.coordinator.members import Roster
 from ps_server.coordinator.timing import Clock
-from ps_server.coordinator.together import Together
 from ps_server.coordinator.watchers import PAUSE_A_WATCHER, Watchers
 from ps_server.core.membership import WORKERS_A_CALL, JoinedMember
 from ps_server.rpc.shard_service import ShardService

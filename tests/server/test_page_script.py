@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ps_protocol.v1 import cluster_pb2, figures_pb2
+from ps_protocol.v1 import cluster_pb2, figures_pb2, shard_pb2
 from ps_server.ops.page import FILES, view_json
 from tests.tools.crowd import SILENT, clock_of, response
 from tests.tools.launching import ROOT
@@ -84,6 +84,15 @@ def test_steps_time_left_and_how_long_it_runs_are_the_first_figures() -> None:
     assert "leased data" not in figures, "an ordinary loader leases none"
 
 
+def test_a_group_of_processes_is_one_runner() -> None:
+    groups = view(2)
+    groups.status.jobs[0].group_size = 4
+    [shown] = page(groups)["shown"]
+    assert {name: value for value, name in shown["figures"]}["groups of 4 processes"] == "2 of 2"
+    assert shown["race"] == 2
+    assert {"group 0", "group 1"} <= set(shown["raceTexts"])
+
+
 def test_curves_begin_with_the_job() -> None:
     """The servers may have been there for 15 minutes when it begins."""
     [shown] = page(view(4, samples=800))["shown"]
@@ -139,6 +148,28 @@ def test_no_figure_is_alone_in_the_last_row() -> None:
         columns, count = int(shown["columns"].split("(")[1].split(",")[0]), len(shown["figures"])
         assert count > 6 >= columns
         assert count % columns != 1
+
+
+def test_who_reads_the_weights_is_among_the_figures() -> None:
+    """A reader asks all shards: it is one reader, whose edition is what all of them have sent."""
+    read = view(4)
+    assert not [name for _, name in page(read)["shown"][0]["figures"] if "reader" in name]
+    for index, shard in enumerate(read.status.shards):
+        feed = shard_pb2.FeedStatus(reader_count=3 - index, edition_version=40 + index, behind=index)
+        feed.size_bytes, feed.sent_bytes = 10**6, 10**7
+        shard.jobs[0].feed.CopyFrom(feed)
+    stopped = cluster_pb2.WatchStatusResponse()
+    stopped.CopyFrom(read)
+    stopped.status.shards[1].jobs[0].feed.trouble = "no room"
+    waiting = cluster_pb2.WatchStatusResponse()
+    waiting.CopyFrom(read)
+    for shard in waiting.status.shards:
+        shard.jobs[0].feed.ClearField("edition_version")
+    told = [{name: value for value, name in shown["figures"]} for shown in page(read, stopped, waiting)["shown"]]
+    assert told[0]["readers of the weights, edition 40 is 1 update behind"] == "3"
+    assert told[0]["sent to readers; 2.0\u00a0MB of editions in memory"] == "20.0\u00a0MB"
+    assert told[1]["readers of the weights, edition 40 is 1 update behind; shard 1: no room"] == "3"
+    assert told[2]["readers of the weights"] == "3"
 
 
 def test_nothing_above_the_fold_speaks_of_clocks_and_no_size_breaks_in_two() -> None:

@@ -91,6 +91,17 @@ def test_the_table_is_no_wider_than_the_window(workers: int) -> None:
     assert row[head.index("CLOCK")] == ("120-182" if workers == 4 else "120-186")
 
 
+def test_a_group_of_processes_is_one_line_that_says_how_many_they_are() -> None:
+    view = seen(2)
+    [job] = view["status"]["jobs"]
+    job["group_size"] = 4
+    text = status.table(view["status"])
+    assert re.findall(r"^group of 4 +(\d) ", text, re.MULTILINE) == ["0", "1"]
+    assert "2 of 2 workers, each a group of 4 processes; " in text
+    job["group_size"] = 1
+    assert "group" not in status.table(view["status"])
+
+
 def test_a_plan_is_no_wider_than_the_window_and_says_the_same() -> None:
     advice = plan.advise(plan.Question(parameters=10**9, workers=512, optimizer="AdamW", shards=16))
     narrow, wide = plan.table(advice, COLUMNS), plan.table(advice)

@@ -21,10 +21,18 @@ from torch import nn
 
 from ps_protocol.errors import NonFiniteGradient, NotShared
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import ParameterSpec, bucket_layout
+from ps_protocol.layout import ParameterSpec, PiecePlace, bucket_layout
 from ps_protocol.messages.data import PullCall
 from ps_protocol.modes import Consistency
-from ps_protocol.segment_layout import NONCE_BYTES, SOCKET_PREFIX, SegmentMap, SegmentOffer, SegmentPlan, segment_plan
+from ps_protocol.segment_layout import (
+    NONCE_BYTES,
+    PAGE_BYTES,
+    SOCKET_PREFIX,
+    SegmentMap,
+    SegmentOffer,
+    SegmentPlan,
+    segment_plan,
+)
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_runtime import local_sockets
 from ps_runtime.memory import free_bytes
@@ -52,6 +60,19 @@ def plan() -> SegmentPlan:
     parameter = ParameterSpec("w", (1000,), "float32", 0)
     spec = JobSpec("job", (parameter,), "SGD", ({"lr": 1.0},), Consistency(0, True), 1024, 1)
     return segment_plan(bucket_layout(spec.parameters, spec.bucket_bytes))
+
+
+def test_each_member_of_a_group_has_a_segment_of_its_own_spaces() -> None:
+    """As large as the largest needs: 2 pages for each of gradients and weights, after one for the nonce."""
+    parameters = [
+        ParameterSpec("w", (rows, 1000), "float32", 0, member=member, piece=PiecePlace((3, 1000), (first, 0)))
+        for member, (first, rows) in enumerate([(0, 2), (2, 1)])
+    ]
+    plan = segment_plan(bucket_layout(parameters, 1024))
+    assert plan.gradients.keys() == plan.weights.keys() == {"float32", "float32@1"}
+    assert {region.offset for region in plan.gradients.values()} == {PAGE_BYTES}
+    assert [plan.weights[space].offset for space in ("float32", "float32@1")] == [3 * PAGE_BYTES, 2 * PAGE_BYTES]
+    assert plan.size == 5 * PAGE_BYTES
 
 
 @pytest.fixture
@@ -596,7 +617,7 @@ def _staged(cluster: Cluster) -> int:
 
 def _lent(cluster: Cluster) -> set[int]:
     """The ranks whose segments shards map."""
-    return {rank for shard in cluster.shards for rank in shard.jobs()["lent"].of_workers.segments}
+    return {rank for shard in cluster.shards for rank, _ in shard.jobs()["lent"].of_workers.segments}
 
 
 def test_where_shards_cannot_see_the_memory_shm_is_refused_and_auto_takes_the_network(

@@ -12,9 +12,9 @@ import ps_feed.edition
 from ps_feed.subscription import Subscription
 from ps_server.core.buckets import Bucket
 from ps_server.shard import hosted
-from ps_server.shard.changes import BucketChanges
 from ps_server.shard.editions import TakenEdition
-from ps_worker.subscription import WeightFeed
+from ps_server.shard.shared_changes import BucketChanges
+from ps_worker.followed_model import WeightFeed
 
 
 def copies_a_bucket_late(patch: pytest.MonkeyPatch) -> None:

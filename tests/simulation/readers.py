@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-import ps_feed.shard
+import ps_feed.edition_client
 import ps_feed.subscription
 from ps_feed.edition import EditionArrays
-from ps_feed.shard import CALL_SECONDS, KnownShards
+from ps_feed.edition_client import CALL_SECONDS, KnownShards
 from ps_feed.subscription import Subscription
 from ps_protocol.errors import PSError, TryLater
 from ps_protocol.messages.editions import EditionBucket, EditionCall, EditionPart, WeightsAsked, WeightsHere
@@ -27,7 +27,7 @@ from ps_runtime.daemon_pool import DaemonPool
 from ps_server.core.buckets import Bucket
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import HostedJob, HostedUnit
-from ps_worker.subscription import WeightFeed
+from ps_worker.followed_model import WeightFeed
 from tests.chaos.oracle import Violation
 from tests.simulation.network import Call, Network
 from tests.simulation.processes import Host
@@ -48,7 +48,7 @@ Version = tuple[str, int, int, int]  # the run, the timeline, the bucket, its up
 
 
 class SimulatedShardReader:
-    """ps_feed.shard.ShardReader over the simulated network."""
+    """ps_feed.edition_client.ShardReader over the simulated network."""
 
     def __init__(self, network: Network, index: int, address: str, access: Access) -> None:
         self.index, self._address, self._network = index, address, network
@@ -130,12 +130,12 @@ def replacements(world: World, network: Network) -> list[tuple[Any, Any]]:
         while not is_over():
             world.let_pass(LOOK_SECONDS / 10)
 
-    real = ps_feed.subscription
+    real = ps_feed.edition_client
     return [
         (real.ShardReader, lambda *arguments: SimulatedShardReader(network, *arguments)),
         (real.cluster, cluster),
         (real.wait, wait),
-        (real._RANDOM, world.random),
+        (ps_feed.subscription._RANDOM, world.random),
         (DaemonPool, lambda count, name: SimulatedPool(world, count, name)),
     ]
 

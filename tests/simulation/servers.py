@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from ps_feed.shard import KnownShards
+from ps_feed.edition_client import KnownShards
 from ps_protocol.errors import Deposed, InvalidRequest, PSError
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.coordinator import Coordinator

@@ -634,6 +634,7 @@ class Worker:
             if not averaged or number == begun:
                 self.run.tries.acknowledged(self.life.number, number, result.restore_count)
                 self.life.done[number], self.life.at[number] = begun, self.world.now
+                self.life.found.add(number)
         elif not (rolled_back and averaged and result.clock < begun - 1):  # in a mean, it is of later weights
             return True
         self.unfinished = False

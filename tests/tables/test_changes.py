@@ -13,7 +13,7 @@ from ps_protocol.modes import Consistency
 from ps_protocol.row_ids import shards_of
 from ps_protocol.tables import JobTable
 from ps_server.core.table_rows import TableRows
-from ps_tables.changes import Changes
+from ps_tables.changed_rows import Changes
 from ps_tables.entries import Entries
 from ps_tables.removed import LEAST_KEPT, RemovedIds
 from tests.tools.cases import cases

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from ps_protocol.row_ids import Ids, mix, shards_of
 from ps_protocol.tables import Initializer, TableSpec
-from ps_tables import index, steps, sums
+from ps_tables import index, row_sums, steps
 from ps_tables.contributions import RowGradients
 from ps_tables.distinct import distinct
-from ps_tables.memory import RowArray
 from ps_tables.native import in_use
 from ps_tables.native.libraries import LEVELS, file_name
 from ps_tables.native.loading import libraries, load
 from ps_tables.native.loops import Loops
-from ps_tables.optimizers import row_optimizer
+from ps_tables.optimizing_rows import row_optimizer
+from ps_tables.row_arrays import RowArray
 from ps_tables.table import Applied, Table
 from tests.simulation.cluster import Cluster as Simulated
 from tests.tools.cases import cases
@@ -166,21 +166,21 @@ def test_what_is_finite_is_found_out_wherever_it_lies(loops: Loops) -> None:
 @pytest.mark.parametrize("dim", DIMS)
 def test_rows_are_found_by_their_places(loops: Loops, dim: int) -> None:
     rows, places = special_numbers(50, dim, 1), torch.from_numpy(np.random.default_rng(dim).integers(0, 50, 300))
-    expected = sums.rows_at(rows, places)
+    expected = row_sums.rows_at(rows, places)
     in_use.use(loops)
-    assert torch.equal(sums.rows_at(rows, places).view(torch.int32), expected.view(torch.int32))
-    assert torch.equal(sums.rows_at(rows[::2], places // 2).isnan(), rows[::2][places // 2].isnan())
-    assert sums.rows_at(rows, places[:0]).shape == (0, dim)
+    assert torch.equal(row_sums.rows_at(rows, places).view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(row_sums.rows_at(rows[::2], places // 2).isnan(), rows[::2][places // 2].isnan())
+    assert row_sums.rows_at(rows, places[:0]).shape == (0, dim)
     for place in (50, -1):
         with pytest.raises(IndexError, match="a place is outside of the array"):
-            sums.rows_at(rows, torch.tensor([0, place]))
+            row_sums.rows_at(rows, torch.tensor([0, place]))
     odd = torch.zeros(3, dim)
     for use in (None, loops):
         in_use.use(use)
         odd[1, 0] = 3e38
-        assert sums.are_finite(odd)
+        assert row_sums.are_finite(odd)
         odd[1, 0] = -np.inf
-        assert not sums.are_finite(odd)
+        assert not row_sums.are_finite(odd)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -189,12 +189,12 @@ def test_sums_have_the_same_bits(loops: Loops, dim: int) -> None:
     values, places = special_numbers(900, dim, 3), np.random.default_rng(dim).zipf(1.3, 900) % 200
     values[places == 5] = -0.0
     expected = torch.zeros(200, dim).index_add_(0, torch.from_numpy(places), values)
-    assert same(sums.added_up(values, torch.from_numpy(places), 200), expected)
+    assert same(row_sums.added_up(values, torch.from_numpy(places), 200), expected)
     in_use.use(loops)
-    found = sums.added_up(values, torch.from_numpy(places), 200)
+    found = row_sums.added_up(values, torch.from_numpy(places), 200)
     assert same(found, expected)
     assert not found[np.setdiff1d(np.arange(200), places)].any()
-    assert sums.added_up(values[:0], torch.empty(0, dtype=torch.int64), 3).tolist() == [[0.0] * dim] * 3
+    assert row_sums.added_up(values[:0], torch.empty(0, dtype=torch.int64), 3).tolist() == [[0.0] * dim] * 3
     ids = places * 3 - 50
     pair = []
     for use in (None, loops):
@@ -321,7 +321,7 @@ def test_what_is_read_may_lie_anyhow(loops: Loops) -> None:
         loops.add(sums, lies(places), lies(values))
         is_finite = loops.copy(lies(values), copy)
         assert is_finite == loops.are_finite(lies(values))
-        return [sums.view(np.int32), copy.view(np.int32), *loops.distinct(lies(ids), 0, 2)]
+        return [row_sums.view(np.int32), copy.view(np.int32), *loops.distinct(lies(ids), 0, 2)]
 
     assert not moved(values).flags.aligned
     for lies in (moved, lambda array: np.repeat(array, 2, axis=0)[::2]):

@@ -13,10 +13,10 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.row_optimizers import ROW_OPTIMIZERS, TORCH_OPTIMIZERS
 from ps_protocol.tables import TableSpec
-from ps_tables import optimizers
+from ps_tables import optimizing_rows
 from ps_tables.beginning import row_columns
-from ps_tables.memory import RowArray
-from ps_tables.optimizers import RowOptimizer, row_optimizer
+from ps_tables.optimizing_rows import RowOptimizer, row_optimizer
+from ps_tables.row_arrays import RowArray
 from ps_tables.table import Table
 
 pytestmark = pytest.mark.usefixtures("with_and_without_the_library")
@@ -147,7 +147,7 @@ def test_a_learning_rate_that_changes_counts_from_the_next_step_on() -> None:
 def test_large_updates_are_stepped_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for elements in (2**18, 100):
-        monkeypatch.setattr(optimizers, "BLOCK_ELEMENTS", elements)
+        monkeypatch.setattr(optimizing_rows, "BLOCK_ELEMENTS", elements)
         array, optimizer = rows_of("Adam", {}, torch.ones(500, 3))
         gradients = torch.randn(500, 3, generator=torch.Generator().manual_seed(1))
         optimizer.step(array, np.arange(500), gradients, 1, {}, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,6 +13,13 @@ import ps_torch as ps
 from ps_server.config import ServerConfig
 from ps_server.relay_config import RelayConfig
 from ps_server.relay_server import RelayServer
+from tests.tools.remembering_trainer import RememberingTrainer
+
+
+def rebuilding_loss(model: nn.Module) -> torch.Tensor:
+    """The loss of a model that is to give back the 20 numbers of each sample."""
+    samples = torch.randn(4, 20)
+    return (model(samples) - samples).square().sum()  # type: ignore[no-any-return]
 
 
 class FollowedModel(nn.Module):
@@ -30,34 +36,13 @@ class FollowedModel(nn.Module):
         return self.last(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
 
 
-class FollowedTrainer:
-    """Trains the model in a session. `past` has its weights by clock."""
+class FollowedTrainer(RememberingTrainer[FollowedModel]):
+    """Trains the model in a session with Adam."""
 
     def __init__(self, session: ps.Session, bucket_bytes: int = 1024, width: int = 40) -> None:
-        self.session, own = session, FollowedModel(width)
+        own = FollowedModel(width)
         optimizer = torch.optim.Adam([each for each in own.parameters() if each.requires_grad], lr=0.01)
-        self.model, self._optimizer = session.prepare(own, optimizer, bucket_bytes=bucket_bytes)
-        self.past: dict[int, dict[str, torch.Tensor]] = {}
-        self._remember()
-
-    def _remember(self) -> None:
-        self.past[self.session.clock] = copy.deepcopy(self.model.state_dict())
-
-    def steps(self, count: int = 1) -> int:
-        """Makes steps; returns the clock."""
-        for _ in range(count):
-            self._optimizer.zero_grad()
-            x = torch.randn(4, 20)
-            (self.model(x) - x).square().sum().backward()
-            self._optimizer.step()
-            self._remember()
-        return self.session.clock
-
-    def has(self, state: dict[str, torch.Tensor], version: int, dtype: torch.dtype = torch.float32) -> bool:
-        """Whether these were the weights at a clock, to the bit. dtype: of those that are trained"""
-        past = self.past[version]
-        expected = {name: each.to(dtype) if name.startswith(("first", "last")) else each for name, each in past.items()}
-        return state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+        super().__init__(session, own, rebuilding_loss, optimizer, bucket_bytes=bucket_bytes)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import torch
 from ps_protocol.row_ids import Ids
 from ps_tables.contributions import RowGradients
 from ps_tables.distinct import distinct
-from ps_tables.sums import add_rows
+from ps_tables.row_sums import add_rows
 
 
 def summed(ids: Ids, gradients: torch.Tensor) -> RowGradients:

@@ -176,6 +176,7 @@ def test_a_saved_parameter_is_as_large_as_itself(session: Session) -> None:
         assert size_of(net.scale.grad) < 2500
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which is meant; torch says so once in a process
 @pytest.mark.parametrize("mode", MODES)
 def test_torchs_checkpoints_save_and_load_model_and_optimizer(session: Session, tmp_path: Path) -> None:
     model, optimizer = prepared(session)

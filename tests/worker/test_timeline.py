@@ -102,6 +102,18 @@ def test_a_recording_has_the_steps_that_are_wanted(
     assert clocks_in(tmp_path / "t-rank0.json") == recorded
 
 
+def test_each_member_of_a_group_has_a_file_and_a_process_of_its_own(tmp_path: Path) -> None:
+    names = {}
+    for member in (0, 1):
+        timeline = Timeline()
+        timeline.describe(LAYOUT, member)
+        timeline.record(RecordingRequest(tmp_path / "t.json", 1, 1))
+        run(timeline, 1)
+        found = json.loads((tmp_path / f"t-rank0.{member}.json").read_text())["traceEvents"]
+        names |= {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
+    assert {"member 0 of group 0", "member 1 of group 0", "shard 0"} == set(names.values())
+
+
 def test_a_recording_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(recording, "MOST_BUCKETS", 4)
     timeline = Timeline()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 import weakref
@@ -18,7 +19,7 @@ from torch import nn
 from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, Unreachable
 from ps_worker.config import check, reading_from
-from ps_worker.edition import Edition, MadeOf
+from ps_worker.edition_tensors import Edition, MadeOf
 
 M = TypeVar("M", bound=nn.Module)
 LOOK_SECONDS = 0.01  # between two looks for a newer edition in `async for`
@@ -265,35 +266,49 @@ class WeightFeed:
 
     def _may_enter(self, loaded: _Loaded, max_behind: int | None) -> bool:
         """Whether `_enter` need not wait, as far as can be seen without one of its locks."""
-        current, newest = loaded.edition, self.version
-        version = current.version if current is not None and loaded.readers else newest
-        return max_behind is None or self.behind + newest - version <= max_behind
+        current = loaded.edition if loaded.readers else None
+        return max_behind is None or self._lag(current) <= max_behind
+
+    def _lag(self, current: Edition | None) -> float:
+        """Returns how many updates an edition lacks, None: the newest; inf: it is of weights that the job has left."""
+        newest = self._subscription.edition
+        if newest is None or self._subscription.is_left:
+            return math.inf
+        if current is None:
+            return self.behind
+        if (current.arrays.run, current.arrays.timeline) != (newest.run, newest.timeline):
+            return math.inf
+        return self.behind + newest.version - current.version
 
     def _enter(self, loaded: _Loaded, max_behind: int | None, deadline: float) -> Edition:
         """Returns the edition in the model once it is new enough, and counts a reader in."""
         while True:
-            newest = self.wait_for(timeout=max(0.0, deadline - time.monotonic()))
-            is_newer = loaded.edition is None or loaded.edition.arrays is not newest.arrays
+            newest, before = self.wait_for(timeout=max(0.0, deadline - time.monotonic())), loaded.edition
+            is_newer = before is None or before.arrays is not newest.arrays
             self._fit(loaded, newest)
             tensors = loaded.made(newest) if is_newer else []
             with loaded.changed:
-                # Another thread may have put in a newer one while this one made its tensors.
-                if is_newer and not loaded.readers and self._subscription.edition is newest.arrays:
+                if is_newer and not loaded.readers:
+                    if loaded.edition is not before:  # another thread has put one in: it may be older than this one
+                        continue
                     loaded.put(newest, tensors)
                 current = loaded.edition
                 assert current is not None
-                lag = self.behind + self.version - current.version
+                lag = self._lag(current)
                 if max_behind is None or lag <= max_behind:
                     loaded.readers += 1
                     return current
-                if self.ended:
+                if self.ended and not loaded.readers:
                     raise NotFound(
                         f"job {self._job!r} has ended: version {current.version} is the newest there is, and {lag} "
                         "updates older than its last"
                     )
                 left = 0.0 if self._subscription.closed else deadline - time.monotonic()
                 if left <= 0:
-                    why = self.trouble or f"{lag} updates behind, more than {max_behind}"
+                    why: object = f"{lag} updates behind, more than {max_behind}"
+                    if lag == math.inf:
+                        why = "the job has left these weights, for a checkpoint or another run"
+                    why = self.trouble or why
                     raise Unreachable(f"job {self._job!r}: version {current.version} is too old: {why}")
                 loaded.changed.wait(min(left, 0.05) if not loaded.readers else left)
 

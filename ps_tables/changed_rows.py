@@ -48,7 +48,7 @@ class Changes:
         return self._next >= self._end
 
     def take(self, most: int) -> tuple[Ids, torch.Tensor]:
-        """Returns the next rows of a block of the table, at most `rows`: ids [n], weights [n, dim] float32.
+        """Returns the next rows of a block of the table, at most `most`: ids [n], weights [n, dim] float32.
 
         It may return none although the walk is not over.
         """

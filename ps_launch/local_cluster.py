@@ -1,12 +1,12 @@
-"""`ps-server up`: a cluster on this machine, one process a shard.
+"""`ps-server up`: a cluster on this machine, with one process for each shard.
 
-A shard prints on its standard output when it is ready, as one line of JSON. Its standard input tells it where the
-coordinator is, and is its lifeline: when it closes, the parent is gone, and the shard stops. So nothing is left behind
-even if the parent is killed.
+A shard that is ready prints one line of JSON on its standard output. Its standard input tells it where the coordinator
+is, and is its lifeline: when it closes, the parent is gone, and the shard stops. So no process is left behind even if
+the parent is killed.
 
-The parent waits for ready lines and ends of all shards together, and for none of them alone. A shard that ends is
-started again, and so is one that is not ready in time; the others go on meanwhile. The coordinator is told of each end
-(`ps-server report`), so that it waits for nothing that is gone.
+The parent waits for ready lines and ends of all shards together. A shard that ends, or is not ready in time, is started
+again; the others go on meanwhile. The parent reports each end to the coordinator (`ps-server report`), so that it does
+not wait for a process that is gone.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ NEVER = math.inf
 
 @dataclass(frozen=True)
 class Supervision:
-    """How a cluster is kept up.
+    """How a cluster is kept running.
 
-    shards:        how many there are
-    start_timeout: seconds after which a shard that is not ready is killed, and started again; twice as long each time,
-                   so that a machine which is slower than that comes up too
-    drain_seconds: that workers have to come to the last checkpoints, once the cluster is told to stop
-    most_restarts: how often a shard is started again without having been well in between; None: without end
-    only:          the one shard that this machine has; None: all
-    coordinator:   where the coordinator is; empty: it is shard 0, here
+    shards:        the number of shards
+    start_timeout: seconds after which a shard that is not ready is killed and started again; doubled each time, so that
+                   a cluster on a slower machine starts, too
+    drain_seconds: the time for workers to reach the last checkpoints, once the cluster is told to stop
+    most_restarts: how often in a row a shard is restarted without having run well in between; None: unlimited
+    only:          the one shard on this machine; None: all
+    coordinator:   the address of the coordinator; empty: it is shard 0, on this machine
     """
 
     shards: int
@@ -64,10 +64,10 @@ class Supervision:
 
 
 def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
-    """Runs the cluster until SIGTERM or SIGINT, and starts shards that end again. Returns the exit code.
+    """Runs the cluster until SIGTERM or SIGINT, and restarts each shard that exits. Returns the exit code.
 
-    environment: of the shards, with every setting of theirs as a variable. Ports of shard i are PS_PORT + i and
-    PS_METRICS_PORT + i, unless 0.
+    environment: the environment of the shards, with all of their settings as variables. Shard i gets the ports
+                 PS_PORT + i and PS_METRICS_PORT + i; a port of 0 stays 0
     """
     code = 0
     with contextlib.ExitStack() as stack:
@@ -95,11 +95,11 @@ def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
 class _Shard:
     """One shard of the cluster.
 
-    place:   where it was when it was ready for the first time; it comes back there
+    place:   its addresses when it was first ready; it is restarted there
     started: when its process was started; NEVER: it has none, or one that was killed
     ready:   since when it is ready; NEVER: it is not
     late:    how often in a row it was not ready in time
-    process: the number of the process that is ready, by which its end is reported; empty: there is none
+    process: the number of its process, by which its end is reported; empty: there is none
     """
 
     restarts: ShardRestarts
@@ -111,7 +111,7 @@ class _Shard:
 
 
 class _Ready:
-    """Takes a shard's standard output: the line which says that it is ready. Anything else is passed on."""
+    """Reads a shard's standard output: finds the ready line, and passes on all others."""
 
     def __init__(self, tell: Callable[[dict[str, str]], None], console: Console) -> None:
         self._tell = tell
@@ -119,7 +119,7 @@ class _Ready:
         self._told = False
 
     def take(self, data: bytes, lines: list[bytes]) -> None:
-        """Takes what came, as whole lines."""
+        """Processes whole lines of output."""
         for line in lines:
             place = place_in(line.decode(errors="replace")) if not self._told else None
             if place is not None:
@@ -144,9 +144,9 @@ class _Shards:
         self._was_ready = False  # all of them, at one time
 
     def run(self) -> None:
-        """Starts all shards, prints where they are, and starts those that end again, at the same ports.
+        """Starts all shards, prints their addresses, and restarts those that end, at the same ports.
 
-        Raises PSError if one cannot start, or ended more often than it may.
+        Raises PSError if a shard cannot start, or has ended more often than allowed.
         """
         if self._environment.get("PS_LOG_LEVEL") in ("debug", "info"):
             self.say(f"starting {counted(len(self._shards), 'shard')}")
@@ -165,7 +165,7 @@ class _Shards:
                 self._announce()
 
     def stop(self) -> None:
-        """Stops the coordinator, and when it has made its last checkpoints with the shards' help, the shards."""
+        """Stops the coordinator first, which makes the last checkpoints with the shards' help; then the shards."""
         if not self._was_ready:
             self.children.stop(STOP_UNREADY_SECONDS)
             return
@@ -175,7 +175,7 @@ class _Shards:
         self.children.stop(max(SHARDS_STOP_SECONDS, deadline - time.monotonic()))
 
     def say(self, text: str) -> None:
-        """Writes a line of the log. A reader that stands still, or is gone, does not hold up the cluster."""
+        """Writes a log line. Waits at most SAY_SECONDS for a reader that does not read."""
         self._console.until = time.monotonic() + SAY_SECONDS
         self._console.say(text)
 

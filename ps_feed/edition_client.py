@@ -1,10 +1,12 @@
-"""What a shard is asked for editions, over gRPC."""
+"""The gRPC calls that fetch editions: a coordinator lists its shards and jobs, and shards send their buckets."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from concurrent.futures import FIRST_EXCEPTION, wait
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
@@ -24,7 +26,10 @@ from ps_protocol.v1 import cluster_pb2, feed_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
+from ps_runtime.daemon_pool import Closed, DaemonPool
 from ps_runtime.retry import Peer
+
+T = TypeVar("T")
 
 CALL_SECONDS = 10.0
 _SERVICE = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
@@ -131,3 +136,48 @@ class ShardReader:
         self._is_closed = True
         self.cancel()
         self._channel.close()
+
+
+class EachShard:
+    """The shards of a cluster, as long as their number and addresses stay: one thread each."""
+
+    def __init__(self, server: str, access: Access) -> None:
+        found = cluster(server, access)
+        missing = [index for index in range(found.shards) if index not in found.addresses]
+        if missing or not found.shards:
+            raise TryLater(f"shard {missing[0] if missing else 0} of {found.shards} is not known at {server} yet")
+        self.readers = [ShardReader(index, found.addresses[index], access) for index in range(found.shards)]
+        # An executor's threads would keep a script from ending whose job stands still.
+        self._pools = [DaemonPool(1, "ps-feed-shard") for _ in self.readers]
+
+    def all(self, call: Callable[[ShardReader], T]) -> list[T]:
+        """Calls all, at the same time. Raises the first error, after the calls of the others are cancelled."""
+        for reader in self.readers:
+            reader.allow()
+        calls = [partial(call, reader) for reader in self.readers]
+        futures = [pool.submit(each) for pool, each in zip(self._pools, calls, strict=True)]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        failed = [error for each in futures if each.done() and (error := each.exception()) is not None]
+        if failed:
+            self.cancel()
+            wait(futures)
+            raise TryLater("the connections are closed") if isinstance(failed[0], Closed) else failed[0]
+        return [future.result() for future in futures]
+
+    def cancel(self) -> None:
+        """Ends what is under way."""
+        for reader in self.readers:
+            reader.cancel()
+
+    def end(self) -> None:
+        """Ends all connections, and what is under way."""
+        for reader in self.readers:
+            reader.close()
+
+    def close(self) -> None:
+        """Ends all connections, and the threads."""
+        self.end()
+        for pool in self._pools:
+            pool.close()
+        for pool in self._pools:
+            pool.join()

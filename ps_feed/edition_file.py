@@ -1,4 +1,4 @@
-"""An edition as a safetensors file, made of views of its memory: nothing but its head is copied.
+"""An edition as a safetensors file, made of views of its memory: only its header is copied.
 
 The format: 8 bytes with the length of a JSON text, little-endian; the text, which says where each tensor lies; and the
 tensors, without gaps (https://github.com/huggingface/safetensors#format).

@@ -1,8 +1,8 @@
-"""Arrays of rows in reserved memory: they grow without a copy, because the addresses are theirs from the beginning.
+"""Arrays of rows in reserved address space: they grow without a copy, because their addresses never change.
 
-Linux gives a process memory when it is first written. So an array of the most rows that a table may have costs nothing
-but addresses, and its rows begin as zeros. Rows are written as opaque records of so many bytes: numpy copies each with
-one move, several times as fast as torch's index_copy_ (measured: 0.27 beside 1.10 ms for 10,000 rows of 64 elements).
+Linux allocates memory when it is first written. So an array for the most rows of a table takes only addresses at first,
+and its rows begin as zeros. Rows are written as opaque records: numpy copies each with one move, several times as fast
+as torch's index_copy_ (measured: 0.27 beside 1.10 ms for 10,000 rows of 64 elements).
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.12
 
 
 def reserved(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Returns an array of zeros, [count], whose memory is used where it has been written."""
+    """Returns an array of zeros, [count]. Memory is allocated only for the parts that are written.
+
+    Raises LimitExceeded if the addresses cannot be reserved.
+    """
     nbytes = max(1, count) * np.dtype(dtype).itemsize
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
@@ -35,11 +38,11 @@ def reserved(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 class RowArray:
-    """[capacity, dim] float32, zeros at first; rows are read and written by their numbers.
+    """[capacity, dim] float32, zeros at first; rows are read and written by their indices.
 
-    capacity: the most rows; memory is used for those that were written
+    capacity: the most rows; memory is allocated for those that were written
     dim:      elements of a row
-    elements: [capacity, dim], all of them
+    elements: the whole array
     """
 
     def __init__(self, capacity: int, dim: int) -> None:
@@ -48,7 +51,7 @@ class RowArray:
         self.elements: npt.NDArray[np.float32] = self._records.view(np.float32).reshape(-1, dim)
 
     def read(self, rows: RowNumbers, out: torch.Tensor) -> None:
-        """Copies rows: [n] into [n, dim], contiguous, or as flat. A number below zero gets any row."""
+        """Copies rows [n] into `out`, [n, dim] contiguous or flat. A negative index reads any row."""
         loops = in_use.loops()
         if loops is not None:
             loops.gather(self._records, rows, self._as_records(out))
@@ -56,7 +59,7 @@ class RowArray:
             np.take(self._records, rows, out=self._as_records(out), mode="clip")  # `raise` would copy once more
 
     def write(self, rows: RowNumbers, values: torch.Tensor) -> None:
-        """Sets rows to values: [n], [n, dim], contiguous, or as flat."""
+        """Sets rows [n] to `values`, [n, dim] contiguous or flat."""
         loops = in_use.loops()
         if loops is not None:
             loops.scatter(self._records, rows, self._as_records(values))

@@ -1,4 +1,4 @@
-"""Work that costs as much for many callers as for one: those that come while it is being done share the next turn."""
+"""Group commit: calls that arrive while one is under way are carried out together by the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class _Entry(Generic[T, R]):
-    """What one caller wants, and what has come of it. outcome: its result, or the error that it gets"""
+    """One caller's request and its outcome. outcome: the result, or the error that the caller raises"""
 
     wanted: T
     outcome: R | BaseException | None = None
@@ -30,14 +30,15 @@ class _Entry(Generic[T, R]):
 
 
 class Together(Generic[T, R]):
-    """Does what callers want, in turns. Thread-safe.
+    """Carries out requests in batches, here called turns. Thread-safe.
 
-    A caller that finds nothing under way begins a turn at once, in its own thread. Those that come meanwhile wait, and
-    one of them does the next turn for all. This is the group commit of databases: alone nobody waits longer, and in a
-    crowd the number of turns does not grow with the number of callers.
+    A caller that finds no turn under way begins one at once, in its own thread. Callers that come meanwhile wait, and
+    one of them runs the next turn for all of them. This is the group commit of databases: a single caller never waits,
+    and the number of turns does not grow with the number of callers.
 
-    work: returns a result, or the caller's error, for each that is wanted; what it raises is the error of all
-    most: in one turn
+    work: carries out a turn: takes its requests, and returns a result or an error for each, in the same order. If it
+          raises, all callers of the turn get this error
+    most: the largest number of requests in one turn
     """
 
     def __init__(self, work: Callable[[Sequence[T]], Sequence[R | BaseException]], most: int) -> None:
@@ -47,7 +48,9 @@ class Together(Generic[T, R]):
         self._is_busy = False
 
     def do(self, wanted: T) -> R:
-        """Returns what has come of it. Raises the caller's own error, or that of the turn."""
+        """Carries out one request, alone or with others, and returns its result. Raises its error, or that of the whole
+        turn.
+        """
         entry: _Entry[T, R] = _Entry(wanted)
         with self._changed:
             self._waiting.append(entry)

@@ -22,7 +22,7 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.optimizer_state import tensors_kept
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step
 from ps_protocol.row_optimizers import ROW_OPTIMIZERS, TABLE_OPTIMIZERS, TORCH_OPTIMIZERS
-from ps_tables.memory import RowArray, RowNumbers
+from ps_tables.row_arrays import RowArray, RowNumbers
 from ps_tables.steps import BLOCK_ELEMENTS, row_wise_adagrad, sgd
 
 _NOT_PLAIN = ("momentum", "weight_decay", "maximize", "nesterov")  # options of SGD
@@ -32,7 +32,7 @@ PADDING = 64  # elements: whole vector registers of every processor, and of torc
 class RowOptimizer(ABC):
     """Steps rows of a table, and keeps their state.
 
-    state: by name, an array with the state of each row: `dim` numbers of it, or one
+    state: by name, an array with the state of each row: `dim` numbers a row, or one
     """
 
     def __init__(self, state: Mapping[str, RowArray]) -> None:
@@ -52,13 +52,13 @@ class RowOptimizer(ABC):
 
         rows:    [n]
         sums:    [n, dim] float32, contiguous: sums of gradients
-        count:   what the mean is over
+        count:   the divisor of the mean
         values:  hyper-parameters
-        version: the number of the table's update, from 1: the step of optimizers that count them
+        version: the number of the table's update, from 1: it is the step of optimizers that count steps
         """
 
     def reset(self, rows: RowNumbers, values: HyperParameters) -> None:
-        """Has rows begin without a state: zeros, if the optimizer says nothing else."""
+        """Sets the state of rows to its initial values: zeros, unless the optimizer defines others."""
         for name, array in self.state.items():
             array.write(
                 rows, torch.full((len(rows), array.dim), self._first(name, values), dtype=torch.float32, device="cpu")
@@ -129,7 +129,7 @@ class _Gathering(RowOptimizer):
 
 
 class _TorchOptimizer(_Gathering):
-    """One of torch.optim, which is handed the rows of a block as its one parameter."""
+    """An optimizer of torch.optim, whose only parameter is the rows of a block."""
 
     def __init__(self, name: str, values: HyperParameters, capacity: int, dim: int) -> None:
         super().__init__(dim, {kept: RowArray(capacity, dim) for kept in tensors_kept(name, values)})
@@ -149,7 +149,7 @@ class _TorchOptimizer(_Gathering):
         values: HyperParameters,
         version: int,
     ) -> None:
-        """Steps rows: plain SGD as steps.py has it, anything else as torch has it."""
+        """Steps rows: plain SGD by steps.py, all else by torch."""
         group = self._optimizer.param_groups[0]
         group.update(values)
         if self._is_sgd and not (self.state or any(group[name] for name in _NOT_PLAIN)):
@@ -170,7 +170,7 @@ class _TorchOptimizer(_Gathering):
 
 
 class _RowWiseAdagrad(RowOptimizer):
-    """Adagrad with one sum a row: that of the means of its gradients' squares."""
+    """Adagrad with one sum for each row: the sum of the means of its squared gradients."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__({"sum": RowArray(capacity, 1)})
@@ -210,7 +210,7 @@ class _FtrlProximal(_Gathering):
 
 
 def row_optimizer(name: str, values: HyperParameters, capacity: int, dim: int) -> RowOptimizer:
-    """Returns an optimizer with room for the states of so many rows. Raises InvalidRequest for an unknown name.
+    """Returns an optimizer with state for up to `capacity` rows. Raises InvalidRequest for an unknown name.
 
     values: hyper-parameters when the table is made
     """

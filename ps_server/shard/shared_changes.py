@@ -1,10 +1,10 @@
-"""What changed between copies of a bucket, for readers that have an older one: computed once for all of them.
+"""The differences between versions of a bucket, for readers that have an older one: computed once for all of them.
 
-A reader may have a version of which there is no copy any more. Changes that were sent before may lead from it to a copy
-that is there: these are undone one after the other, which gives the elements of that version back.
+A reader may have a version of which there is no copy any more. If changes that were sent before lead from it to a copy
+that is there, undoing them one after the other restores the elements of that version.
 
-Changes are computed by the thread that sends them, and never by one that trains. They take at most as much memory as
-the bucket itself. Where a change was no smaller than the bucket, none is computed for some versions.
+The thread that sends computes a change, never one that trains. Changes take at most as much memory as the bucket. If a
+change was no smaller than the bucket, none is computed for the next SKIPPED versions.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class BucketCopy(Protocol):
 
     @property
     def version(self) -> int:
-        """The updates that it has."""
+        """The number of updates in the copy."""
 
     @property
     def payload(self) -> Buffer:
-        """Its elements."""
+        """The elements of the copy, encoded."""
 
 
 class BucketChanges:
     """The changes of one bucket in one element type. Thread-safe.
 
-    has_room: whether there is memory for so many bytes
+    has_room: returns whether there is memory for a number of bytes
     """
 
     def __init__(self, dtype: str, has_room: Callable[[int], bool]) -> None:
@@ -53,9 +53,9 @@ class BucketChanges:
         return sum(len(change) for change in list(self._kept.values()) if change is not None)
 
     def between(self, base: int, new: BucketCopy, copies: Sequence[BucketCopy]) -> bytes | None:
-        """Returns what changed in a bucket since a version of it; None: it is to be sent whole.
+        """Returns the change from version `base` to `new`; None: send the bucket whole.
 
-        copies: that are there of it
+        copies: all copies of the bucket that are there
         """
         key = base, new.version
         with self._lock:

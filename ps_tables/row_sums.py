@@ -1,5 +1,4 @@
-"""Rows by their places, and sums of rows by their places, in the order of the rows: which sums have the same bits
-wherever they are made."""
+"""Reads rows by index, and sums rows by index. Rows are added in order, so sums are equal to the bit everywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from ps_tables.native.loops import Longs, Loops
 
 
 def rows_at(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Returns rows by their places: [m, dim] and [n] to [n, dim]. Raises IndexError for a place that is none."""
+    """Returns the rows at `places`: [m, dim], [n] to [n, dim]. Raises IndexError for an index out of range."""
     loops = _loops_for(rows)
     if loops is None or not rows.is_contiguous():
         return rows.index_select(0, places)
@@ -29,7 +28,7 @@ def are_finite(rows: torch.Tensor) -> bool:
 
 
 def add_rows(sums: torch.Tensor, places: Longs, values: torch.Tensor) -> None:
-    """Adds rows to sums: [n, dim] to the [n] places of [m, dim]."""
+    """Adds rows to sums in order: sums [m, dim], places [n], values [n, dim]."""
     loops = _loops_for(values)
     if loops is not None:
         loops.add(sums.numpy(), places, values.detach().contiguous().numpy())
@@ -38,7 +37,7 @@ def add_rows(sums: torch.Tensor, places: Longs, values: torch.Tensor) -> None:
 
 
 def added_up(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the sums of rows by their places: [n, dim] and [n] to [count, dim]."""
+    """Returns the sums of rows with the same place: values [n, dim], places [n] to [count, dim]."""
     loops = _loops_for(values)
     if loops is not None:
         sums = torch.empty(count, values.shape[1], dtype=torch.float32, device="cpu")

@@ -1,0 +1,111 @@
+"""The processes of the workers of a launch: one each, or the members of a group (`ps-worker run --group N`).
+
+The members of a group are one worker. When one of them fails, the others cannot go on: each would wait for it in a
+collective of torch. So the group ends as a whole, and is started again as a whole, at an address of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass, field
+
+from ps_launch.children import Children
+
+# For members whose neighbour has failed. The servers have what they trained, so there is nothing to save. One that is
+# in a collective does not hear SIGTERM before that returns.
+GROUP_STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """The end of a group of which a member has failed.
+
+    kill_at: when those that still run are killed; None: they have been
+    again:   the pause after which the group is started again; None: it is not
+    """
+
+    kill_at: float | None
+    again: float | None
+
+
+@dataclass
+class WorkerProcesses:
+    """The processes of workers, by number: those of worker W, from 0, have the numbers from W times `size` on.
+
+    size:     how many processes a worker has
+    children: that run them
+    """
+
+    size: int
+    children: Children
+    _left: set[int] = field(default_factory=set)  # that run, or are about to
+    _ending: dict[int, _Ending] = field(default_factory=dict)
+    _ports: dict[int, int] = field(default_factory=dict)
+
+    def start(self, worker: int) -> None:
+        """Starts all processes of a worker. Raises OSError if one of them cannot be started."""
+        self._begin(worker, None)
+
+    def meeting(self, worker: int) -> dict[str, str]:
+        """Returns where the members of a group meet, as torch's variables say it: another port each time."""
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._ports[worker])}
+
+    def left(self) -> int:
+        """Returns how many workers run, or are about to."""
+        running = {number // self.size for number in self._left} - self._ending.keys()
+        return len(running) + sum(ending.again is not None for ending in self._ending.values())
+
+    def is_over(self) -> bool:
+        """Whether all have ended for good."""
+        return not self._left and not self._ending
+
+    def ended(self, number: int) -> bool:
+        """Notes the end of a process. Returns whether it was expected, because its group is ending."""
+        self._left.discard(number)
+        return number // self.size in self._ending
+
+    def end(self, worker: int, again: float | None) -> None:
+        """Ends the other processes of a worker of which one has failed. again: the pause before it is started again"""
+        self.children.terminate(*self._numbers(worker))
+        self._left.difference_update(self._numbers(worker))
+        self._ending[worker] = _Ending(time.monotonic() + GROUP_STOP_SECONDS, again)
+
+    def turn(self) -> float | None:
+        """Kills members that are late, and starts groups again of which all have ended. Returns when to call it next,
+        where that does not depend on the end of a process."""
+        for worker, ending in list(self._ending.items()):
+            running = [number for number in self._numbers(worker) if self.children.is_running(number)]
+            if not running:
+                del self._ending[worker]
+                if ending.again is not None:
+                    self._begin(worker, ending.again)
+            elif ending.kill_at is not None and time.monotonic() >= ending.kill_at:
+                self.children.kill(*running)
+                self._ending[worker] = _Ending(None, ending.again)
+        return min((each.kill_at for each in self._ending.values() if each.kill_at is not None), default=None)
+
+    def _begin(self, worker: int, after: float | None) -> None:
+        self._ports[worker] = _free_port(set(self._ports.values()))
+        for number in self._numbers(worker):
+            self._left.add(number)
+            self.children.start(number, after)
+
+    def _numbers(self, worker: int) -> range:
+        return range(worker * self.size, (worker + 1) * self.size)
+
+
+def by_cause(ended: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns numbers and codes of processes that were seen to have ended at one time, causes first: where a signal has
+    ended a member of a group, the calls of its neighbours fail, and end them with a code."""
+    return sorted(ended, key=lambda each: each[1] >= 0)
+
+
+def _free_port(taken: set[int]) -> int:
+    """Returns a port of this machine that is free, and that no other group is about to take."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port not in taken:
+            return port

@@ -1,0 +1,35 @@
+"""How a job's weights are read, as a message: what shards and relays say of it. Needs no torch."""
+
+from __future__ import annotations
+
+from ps_protocol.convert import duration, seconds
+from ps_protocol.v1 import shard_pb2
+from ps_server.core.feed_figures import FeedFigures
+
+
+def feed_message(figures: FeedFigures) -> shard_pb2.FeedStatus:
+    """Returns the message of how a job is read."""
+    return shard_pb2.FeedStatus(
+        reader_count=figures.readers,
+        edition_version=figures.version,
+        age_duration=None if figures.version is None else duration(figures.age),
+        behind=figures.behind,
+        size_bytes=figures.nbytes,
+        sent_bytes=figures.sent,
+        element_bytes=figures.elements,
+        trouble=figures.trouble,
+    )
+
+
+def feed_figures(message: shard_pb2.FeedStatus) -> FeedFigures:
+    """Returns how a job is read, as a shard says it."""
+    return FeedFigures(
+        message.reader_count,
+        message.edition_version if message.HasField("edition_version") else None,
+        seconds(message.age_duration),
+        message.behind,
+        message.size_bytes,
+        message.sent_bytes,
+        message.element_bytes,
+        message.trouble,
+    )

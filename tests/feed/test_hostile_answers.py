@@ -1,0 +1,90 @@
+"""What a reader is sent may be anything: it is refused, or it is what the checksum says. Nothing else comes of it."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+
+import numpy as np
+
+from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays
+from ps_protocol.changes import encode_change
+from ps_protocol.errors import PSError
+from ps_protocol.framing import split_message
+from ps_protocol.messages.editions import (
+    EditionBegin,
+    EditionBucket,
+    EditionPart,
+    WeightsHere,
+    read_edition_part,
+    read_weights_here,
+    write_edition_part,
+    write_weights_here,
+)
+from ps_protocol.messages.envelope import Origin
+from tests.tools.fuzz import _damage
+from tests.tools.raw_worker import vector_job
+
+CONTENTS = Contents(vector_job("job", "sync", 64, 1), None, "float32")
+ORIGIN = Origin(0, 1).of("1")
+DAMAGED = 20_000
+
+
+def elements(index: int, version: int) -> bytes:
+    return np.full(CONTENTS.buckets[index].numel, float(version), np.float32).tobytes()
+
+
+def bucket(index: int, version: int) -> EditionBucket:
+    payload = elements(index, version)
+    return EditionBucket(index, version, "", zlib.crc32(payload), payload)
+
+
+def changed(index: int, version: int) -> EditionBucket:
+    change = encode_change(elements(index, version - 1), elements(index, version), 4)
+    assert change is not None
+    return bucket(index, version)._replace(payload=change, base=version - 1)
+
+
+def edition(version: int) -> EditionArrays:
+    arriving = Arriving(CONTENTS, None)
+    for index in CONTENTS.buckets:
+        arriving.take(bucket(index, version), 0, "an edition")
+    return arriving.complete("1", 0)
+
+
+def test_damaged_parts_of_editions_are_refused_or_have_their_checksum() -> None:
+    before, chance, came = edition(1), random.Random(1), Counter[str]()
+    buckets = [make(index, 2) for index in CONTENTS.buckets for make in (bucket, changed)]
+    parts = [EditionPart(2, bucket=each) for each in buckets] + [EditionPart(2, EditionBegin(2, 0, 4), age=0.5)]
+    seeds = [bytes(write_edition_part(ORIGIN, part).whole()) for part in parts]
+    for _ in range(DAMAGED):
+        raw = _damage(chance.choice(seeds), chance.randbytes(3 * chance.randint(1, 3)))
+        arriving = Arriving(CONTENTS, before)
+        try:
+            sent = read_edition_part(*split_message(raw)).bucket
+            if sent is not None:
+                arriving.take(sent, 0, "an edition")
+        except (PSError, Damaged) as error:
+            came[type(error).__name__] += 1
+            assert arriving.nbytes == 0
+        else:
+            came["taken"] += 1
+            if sent is not None:
+                of = CONTENTS.buckets[sent.bucket]
+                taken = arriving._spaces[of.space][4 * of.start : 4 * (of.start + of.numel)]
+                assert zlib.crc32(taken.tobytes()) == sent.checksum
+    assert came.keys() == {"InvalidRequest", "Damaged", "taken"}
+
+
+def test_damaged_descriptions_are_refused_or_read() -> None:
+    chance, came = random.Random(2), Counter[str]()
+    here = WeightsHere("1", 1, 2, 0, 1, tuple(CONTENTS.buckets), True, (1,), CONTENTS.spec)
+    whole = write_weights_here(ORIGIN, here)
+    for _ in range(DAMAGED // 10):
+        try:
+            read_weights_here(_damage(whole, chance.randbytes(3 * chance.randint(1, 3))))
+            came["taken"] += 1
+        except PSError as error:
+            came[type(error).__name__] += 1
+    assert came.keys() == {"InvalidRequest", "taken"}

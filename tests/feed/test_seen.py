@@ -1,0 +1,140 @@
+"""Operators see who reads a job's weights at the servers: in status, on the page's answer, and as metrics."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+import ps_torch as ps
+from ps_feed.edition import Arriving
+from ps_protocol.errors import LimitExceeded
+from ps_protocol.messages.editions import EditionBucket
+from ps_protocol.v1 import shard_pb2
+from ps_server.core.feed_figures import FeedFigures, of_all_wires
+from ps_server.ops import status
+from ps_server.rpc.feed_status import feed_figures, feed_message
+from tests.tools.cluster import Cluster, scrape, until
+from tests.tools.documented_metrics import documented
+from tests.tools.followed_trainer import FollowedTrainer, relay
+
+SAME = {"ps_edition_version", "ps_edition_behind", "ps_edition_bytes", "ps_feed_readers"}
+SAME |= {"ps_feed_sent_bytes_total", "ps_feed_element_bytes_total"}
+
+
+@pytest.fixture
+def trainer(shared: Cluster, job: str) -> Iterator[FollowedTrainer]:
+    with shared.connect("sync", job=job) as session:
+        yield FollowedTrainer(session)
+
+
+def shown(cluster: Cluster, job: str) -> str:
+    """What status says of who reads a job's weights; empty: nothing."""
+    lines = status.table(status.fetch(cluster.address)).splitlines()
+    begin = next(at for at, line in enumerate(lines) if line.startswith(f"job {job}:"))
+    own = [line for line in lines[begin + 1 :] if line.startswith("  weights are read: ")]
+    return own[0].removeprefix("  weights are read: ") if own else ""
+
+
+def test_status_says_in_one_line_how_a_job_is_read(shared: Cluster, job: str, trainer: FollowedTrainer) -> None:
+    assert shown(shared, job) == ""
+    with (
+        ps.subscribe(shared.address, job, changes=False) as feed,
+        ps.subscribe(shared.address, job, wire="bfloat16", changes=False) as narrow,
+    ):
+        last = trainer.steps(3)
+        for each in (feed, narrow):
+            each.wait_for(last)
+        until(lambda: ", 2 readers, " in shown(shared, job), "that both wait for the next")
+        expected = rf"edition {last}, \d+\.\d s old, 0 updates behind, 2 readers, \S+ \w+ in memory, \S+ \w+ sent"
+        assert re.fullmatch(expected, shown(shared, job)), shown(shared, job)
+
+
+def test_status_says_what_changes_have_saved(shared: Cluster, job: str, trainer: FollowedTrainer) -> None:
+    with ps.subscribe(shared.address, job, changes=True, wire="bfloat16") as feed:
+        for _ in range(6):
+            feed.wait_for(trainer.step())
+        until(lambda: " in place of " in shown(shared, job), "that less was sent than there is")
+
+
+def test_status_says_why_readers_get_no_newer_weights(
+    shared: Cluster, job: str, trainer: FollowedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        feed.wait_for()
+        monkeypatch.setattr("ps_server.shard.editions.free_bytes", lambda: 99)
+        trainer.steps(2)
+        until(lambda: "no room for an edition" in shown(shared, job), "that it is said")
+        assert "; shard " in shown(shared, job)
+        until(lambda: isinstance(feed.trouble, LimitExceeded), "that the reader is told, too")
+        metrics = [scrape(server.metrics_address) for server in shared.servers]
+        refused = f'ps_edition_refused_total{{job="{job}",reason="no_room"}}'
+        assert sum(found.get(refused, 0) for found in metrics) > 0
+        monkeypatch.undo()
+        feed.wait_for(trainer.step())
+        until(lambda: "no room" not in shown(shared, job), "that it is over")
+
+
+def test_shards_and_relays_have_the_same_metrics_of_readers(
+    shared: Cluster, job: str, trainer: FollowedTrainer
+) -> None:
+    for name in SAME:
+        assert {metric.section for metric in documented() if metric.name == name} == {"Shards", "Relays"}
+    with relay(shared.address) as near, ps.subscribe(near.address, job) as feed:
+        last = trainer.steps(3)
+        feed.wait_for(last)
+        for address in (near.metrics_address, *(server.metrics_address for server in shared.servers)):
+            found = scrape(address)
+            assert {name for name in SAME if f'{name}{{job="{job}"}}' in found} == SAME
+            assert found[f'ps_edition_version{{job="{job}"}}'] == last
+            assert found[f'ps_edition_behind{{job="{job}"}}'] == 0
+            assert found[f'ps_feed_sent_bytes_total{{job="{job}"}}'] > 0
+        assert f'ps_edition_taken_age_seconds{{job="{job}"}}' in scrape(shared.servers[0].metrics_address)
+        assert f'ps_edition_age_seconds{{job="{job}"}}' not in scrape(shared.servers[0].metrics_address), (
+            "a job whose readers ask rarely would alert"
+        )
+
+
+def test_a_job_that_nobody_reads_has_no_metrics_of_readers(shared: Cluster, job: str, trainer: FollowedTrainer) -> None:
+    found = scrape(shared.servers[0].metrics_address)
+    assert not [name for name in found if name.startswith(("ps_edition", "ps_feed")) and f'job="{job}"' in name]
+
+
+@pytest.mark.parametrize("figures", [FeedFigures(), FeedFigures(3, 0, 2.5, 4, 5, 6, 7, "no room")])
+def test_figures_of_readers_travel(figures: FeedFigures) -> None:
+    sent = shard_pb2.FeedStatus.FromString(feed_message(figures).SerializeToString())
+    assert feed_figures(sent) == figures
+    assert sent.HasField("age_duration") == (figures.version is not None)
+
+
+def test_a_job_in_several_wire_formats_counts_as_one() -> None:
+    one, other = FeedFigures(1, 7, 0.5, 1, 10, 20, 30), FeedFigures(2, 8, 0.25, 0, 1, 2, 3, "away")
+    assert of_all_wires([one, other]) == FeedFigures(3, 8, 0.5, 1, 11, 22, 33, "away")
+    assert of_all_wires([replace(one, version=None), FeedFigures()]).version is None
+
+
+def test_an_edition_that_could_not_be_received_keeps_no_memory(
+    shared: Cluster, job: str, trainer: FollowedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the trouble stays, so would all that its traceback refers to."""
+    arrived: list[weakref.ref[Arriving]] = []
+
+    def breaks(self: Arriving, sent: EditionBucket, timeline: int, what: str) -> None:
+        arrived.append(weakref.ref(self))
+        raise LimitExceeded("as where there is no room")
+
+    with ps.subscribe(shared.address, job) as feed:
+        feed.wait_for()
+        with monkeypatch.context() as patched:
+            patched.setattr(Arriving, "take", breaks)
+            trainer.step()
+            until(lambda: isinstance(feed.trouble, LimitExceeded), "the trouble")
+            feed.close()
+        gc.collect()
+        assert isinstance(feed.trouble, LimitExceeded)
+        assert arrived
+        assert [each() for each in arrived if each() is not None] == []

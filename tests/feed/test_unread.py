@@ -1,0 +1,88 @@
+"""A crowd of readers that never read takes a bounded part of a shard's memory, and is cut off."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import ps_torch as ps
+from ps_protocol.messages.editions import (
+    EditionCall,
+    WeightsAsked,
+    read_weights_here,
+    write_edition_call,
+    write_weights_asked,
+)
+from ps_protocol.v1 import feed_pb2
+from ps_server.ops import status
+from tests.tools.cluster import until
+from tests.tools.followed_trainer import FollowedTrainer
+from tests.tools.launching import Commands, resident
+
+READERS, OF_A_CONNECTION = 1000, 100
+BUCKET_BYTES = 128 * 1024
+WIDTH = 100_000  # 16 MB of weights
+# Without these gRPC's client takes in, on a fast link, what nobody has asked for.
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]
+OPTIONS = [*SMALL_WINDOW, ("grpc.use_local_subchannel_pool", 1)]  # each channel has a connection of its own
+SERVICE = f"/{feed_pb2.DESCRIPTOR.services_by_name['FeedService'].full_name}"
+A_READER_BYTES = 2 * BUCKET_BYTES + 256 * 1024  # a message, as it is made and as it is sent; the thread that sends it
+SLOWEST_STEP_SECONDS = 10.0
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    started = Commands(tmp_path)
+    yield started
+    started.close()
+
+
+def readers(server: str) -> int:
+    """How many the only shard has of the only job."""
+    [held] = status.fetch(server)["shards"][0]["jobs"]
+    return held["feed"]["reader_count"] if held["feed"] else 0
+
+
+@pytest.mark.long
+def test_a_thousand_readers_that_never_read_take_two_editions_and_a_message_each(commands: Commands) -> None:
+    flags = ["--shards=1", "--port=0", "--metrics-port=0", f"--max-feeds={2 * READERS}", "--max-calls=4096"]
+    servers = commands.start("-m", "ps_server", "up", *flags, "--max-stall-seconds=10")
+    [server] = servers.says(r"ps-server: ready at (\S+) \(\d shards?\)\n")
+    with ps.connect(server, "sync", rank=0, world_size=1) as session:
+        trainer = FollowedTrainer(session, BUCKET_BYTES, WIDTH)
+        trainer.step()
+        [shard] = status.fetch(server)["shards"]
+        size = sum(each.nbytes for each in trainer.model.state_dict().values())
+        before = resident(shard["pid"])
+        unread: list[Any] = []
+        channels = [grpc.insecure_channel(shard["address"], OPTIONS) for _ in range(READERS // OF_A_CONNECTION)]
+        try:
+            describe = channels[0].unary_unary(f"{SERVICE}/DescribeWeights")
+            run = read_weights_here(describe(write_weights_asked(WeightsAsked("default")))).run
+            for number, channel in enumerate(channels):
+                if number == len(channels) // 2:  # the second half holds another edition
+                    trainer.step()
+                call = EditionCall("default", run, 0, session.clock, "float32", ())
+                pull = channel.unary_stream(f"{SERVICE}/PullEdition")
+                unread += [pull(write_edition_call(call), timeout=600) for _ in range(OF_A_CONNECTION)]
+            until(lambda: readers(server) == READERS, "that all have an edition")
+            for _ in range(3):
+                began = time.monotonic()
+                trainer.step()
+                assert time.monotonic() - began < SLOWEST_STEP_SECONDS
+            most = 2 * size + READERS * A_READER_BYTES
+            assert resident(shard["pid"]) - before < most
+            with ps.subscribe(server) as feed:  # it is served once those who hold both editions are cut off
+                last = trainer.step()
+                edition = feed.wait_for(last)
+                assert trainer.has(edition.state_dict(), edition.version)
+            until(lambda: readers(server) == 0, "that all are cut off")
+            assert resident(shard["pid"]) - before < most
+        finally:
+            for channel in channels:
+                channel.close()

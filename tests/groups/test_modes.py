@@ -1,0 +1,216 @@
+"""Groups of processes in the modes in which workers do not share a clock, and where a step fails half way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ps_server.core.limits import Limits
+from tests.groups.test_fsdp2 import LEASE, WAIT_SECONDS, Groups, Tensors, distance, one_process, same
+from tests.scripts.train_in_group import Options, batch, loss, make_model
+from tests.tools.cluster import Cluster, until
+from tests.tools.forkserver import Nursery
+
+
+def mean_loss(weights: Tensors) -> float:
+    """The loss of weights on samples that no step has seen."""
+    model = make_model()
+    model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    with torch.no_grad():
+        return sum(float(loss(model, *batch(9000 + step, learns=True))) for step in range(20)) / 20
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:1"])
+def test_one_group_ends_as_one_process_in_each_mode(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
+) -> None:
+    options = Options(groups=1, mode=mode)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert distance(found[0], one_process(options)) <= 1e-6
+    assert [int(each["clock"]) for each in found] == [options.steps] * 2
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:1"])
+def test_two_groups_learn_as_in_sync(nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str) -> None:
+    options = Options(mode=mode, steps=60, learns=True)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    before, in_sync = mean_loss(one_process(replace(options, steps=0))), mean_loss(one_process(options))
+    assert in_sync < before / 20
+    assert mean_loss(found[0]) < 1.5 * in_sync  # by hand, with workers in any order: 0.7 to 0.8 of it
+    met = [(tmp_path / f"met-{group}-{member}").read_text() for group, member in groups.each]
+    assert all("[[0, 0], [0, 1], [1, 0], [1, 1]], 0.5, [0, 1]" in each for each in met)
+
+
+def test_a_group_is_ahead_of_another_by_no_more_than_the_bound(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    with Groups(nursery, shared.address, job, tmp_path, Options(mode="ssp:2", slow=3)) as groups:
+        until(lambda: groups.are_held(3, (1,)), "group 1 to stand at clock 3")
+        until(lambda: shared.waits(job).get(0) == (6, [1]), "group 0 to wait for it")
+        groups.let_go(3)
+        found = groups.ended()
+    assert [int(each["clock"]) for each in found] == [8] * 4
+
+
+def test_an_update_waits_for_the_quorum_and_late_steps_count_on_all_pieces(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    options = Options(connected={"quorum": 1}, slow=3, holds=[6], loses="before")
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        until(lambda: groups.are_held(3, (1,)), "group 1 to stand at clock 3")
+        until(lambda: groups.are_held(6, (0,)), "group 0 to go on without it")
+        groups.let_go(3)
+        until(lambda: groups.are_held(6), "group 1 to come to clock 6")
+        rules = [bucket.rule for shard in shared.shards for bucket in shard.jobs()[job].buckets.values()]
+        trained = [rule for rule in rules if rule.version]
+        assert len({tuple(sorted(rule.pushed.items())) for rule in trained}) == 1
+        assert all(set(rule.pushed) == {0, 1} for rule in trained)
+        groups.let_go(6)
+        found = groups.ended()
+    assert groups.logs().count("lost its place") == 2
+    assert [int(each["clock"]) for each in found[:2]] == [8] * 2
+    assert found[2]["clock"] == found[3]["clock"]
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:1"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_in_which_the_place_is_lost_counts_once(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str, when: str
+) -> None:
+    options = Options(groups=1, mode=mode, loses=when)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert groups.logs().count("lost its place") == 2
+    assert distance(found[0], one_process(options)) <= 1e-6
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:2", "local:2"])
+def test_a_group_that_lost_a_member_leaves_and_comes_back(
+    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, mode: str
+) -> None:
+    cluster = make_cluster(lease=LEASE, absence_seconds=0.0)
+    options = Options(mode=mode, steps=12, holds=[4, 10], prepared={"outer": {"warm_up": 0}})
+    with Groups(nursery, cluster.address, job, tmp_path, options) as groups:
+        until(lambda: groups.are_held(4), "all to stand at step 4")
+        groups.processes[1, 1].kill()
+        groups.let_go(4)
+        assert groups.processes[1, 0].wait(WAIT_SECONDS) != 0  # its collectives end
+        until(lambda: groups.are_held(10, (0,)), "group 0 to go on alone")
+        members = cluster.coordinator.job(job).members
+        assert {member.rank for member in members.all()} == {0}
+        short = replace(options, steps=4, holds=[])
+        with Groups(nursery, cluster.address, job, tmp_path / "again", short, only=1) as again:
+            until(lambda: {member.rank for member in members.all()} == {0, 1}, "group 1 to come back")
+            until(lambda: len(list((tmp_path / "again").glob("begun-*"))) == 2, "group 1 to have the weights")
+            groups.let_go(10)
+            found = [*groups.ended(0), *again.ended()]
+    assert int(found[0]["clock"]) == int(found[1]["clock"]) >= 12  # of rounds it may make an empty one for the other
+    assert found[2]["clock"] == found[3]["clock"]
+    assert cluster.coordinator.jobs() == {}
+
+
+def test_all_members_save_their_state_where_one_hears_by_a_refresh_that_a_checkpoint_wants_it(
+    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+) -> None:
+    """Member 1 holds nothing and pulls nothing. Shards tell of a checkpoint at one clock alone."""
+    cluster = make_cluster(checkpoint_dir=tmp_path / "checkpoints", checkpoint_every="1000steps", lease=LEASE)
+    options = Options(groups=1, mode="async", empty=True, holds=[4, 6], refreshes=4)
+    with Groups(nursery, cluster.address, job, tmp_path, options) as groups, ThreadPoolExecutor(1) as pool:
+        until(lambda: groups.are_held(4, (0,)), "both to stand at clock 4")
+        coordinated, hosted = cluster.coordinator.job(job), [shard.jobs()[job] for shard in cluster.shards]
+        before = [each.snapshot_task for each in hosted]
+        made = pool.submit(coordinated.checkpoint, WAIT_SECONDS)
+        until(lambda: all(h.snapshot_task is not b for h, b in zip(hosted, before, strict=True)), "its beginning")
+        groups.let_go(4)
+        until(lambda: groups.are_held(6, (0,)), "both to stand at clock 6")
+        assert {rank: each.clock for rank, each in made.result(WAIT_SECONDS).workers.items()} == {0: 4}
+        groups.let_go(6)
+        groups.ended()
+
+
+@pytest.mark.parametrize("wires", [("bfloat16", "bfloat16"), ("int8", "int8"), ("int4", "int8")])
+def test_narrow_wires_learn_as_wide_ones(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, wires: tuple[str, str]
+) -> None:
+    """All processes have the same bits, as workers of one process have: weights in blocks come as what is added."""
+    prepared, over = {"gradient_wire": wires[0], "weight_wire": wires[1]}, {"transport": "tcp"}
+    options = Options(optimizer="SGD", steps=60, learns=True, prepared=prepared, connected=over)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert mean_loss(found[0]) < mean_loss(one_process(replace(options, steps=0))) / 5
+    assert all(same(each, found[0]) for each in found)
+    assert not same(found[0], one_process(options) | {"clock": found[0]["clock"]})
+
+
+def test_a_step_counts_once_on_a_narrow_wire(nursery: Nursery, shared: Cluster, job: str, tmp_path: Path) -> None:
+    prepared = {"gradient_wire": "int8", "weight_wire": "int8"}
+    options = Options(prepared=prepared, loses="before", optimizer="SGD", steps=60, learns=True)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert groups.logs().count("lost its place") == 2
+    assert all(same(each, found[0]) for each in found)
+    assert mean_loss(found[0]) < mean_loss(one_process(replace(options, steps=0))) / 5
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_the_way_to_shards_changes_nothing(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, transport: str
+) -> None:
+    """In shared memory each member has a segment of its own, which goes with the place."""
+    options = Options(connected={"transport": transport}, loses="after", slow=5)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        until(lambda: groups.are_held(5, (1,)), "group 1 to stand at clock 5")
+        held = [set(shard.jobs()[job].of_workers.segments) for shard in shared.shards]
+        assert held == [set(groups.each) if transport == "shm" else set()] * len(held)
+        groups.let_go(5)
+        found = groups.ended()
+    assert groups.logs().count("lost its place") == 2
+    assert distance(found[0], one_process(options)) <= 1e-6
+    assert all(same(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize(("mode", "sent"), [("sync", {"0-0", "0-1"}), ("async", {"0-0", "0-1", "1-0", "1-1"})])
+def test_whose_assignments_count_all_members_decide_alike(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str, sent: set[str]
+) -> None:
+    """In sync those of the lowest group: one member of the other has heard of its end, and the first one has not."""
+    options = Options(mode=mode, scaled=3)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert {path.name.removeprefix("assigned-") for path in tmp_path.glob("assigned-*")} == sent
+    if mode == "sync":
+        assert all(same(each, found[0]) for each in found)
+        assert distance(found[0], one_process(options)) <= 1e-6
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_members_go_on_from_one_clock_where_the_push_of_one_fails(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
+) -> None:
+    """It has sent nothing of its piece, and the other one all of its own."""
+    options = Options(groups=1, mode=mode, unpushed=3)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
+    assert "no thread can be started" in (tmp_path / "refused-0-0").read_text()
+    assert [int(each["clock"]) for each in found] == [options.steps] * 2
+
+
+def test_members_go_on_from_one_clock_where_servers_refuse_the_push_of_one(
+    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+) -> None:
+    cluster = make_cluster(lease=LEASE, limits=Limits(push_norm=100.0))
+    options = Options(poison=3, poison_value=1e6)
+    with Groups(nursery, cluster.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
+    assert "max-push-norm" in (tmp_path / "refused-0-0").read_text()
+    assert [int(each["clock"]) for each in found] == [options.steps] * 4
+    assert all(same(each, found[0]) for each in found)

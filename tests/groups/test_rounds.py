@@ -1,0 +1,194 @@
+"""Groups of processes in rounds of local steps: each member's pieces have a base, and the script's optimizer steps on
+DTensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ps_server.storage.checkpoints import CheckpointStore
+from ps_worker.state.inner import InnerStates
+from tests.groups.test_fsdp2 import LEASE, Groups, Tensors, begun, distance, last, log_of, one_process, same
+from tests.scripts.train_in_group import ROWS, Options, batch, loss, make_model, make_optimizer
+from tests.tools.cluster import Cluster, until
+from tests.tools.forkserver import Nursery
+
+STEPS = 2  # of a round
+AVERAGING = {"warm_up": 0, "lr": 1.0, "momentum": 0.0, "nesterov": False}
+NESTEROV = {"warm_up": 0, "lr": 0.8, "momentum": 0.7, "nesterov": True}
+
+
+def local_options(outer: dict[str, float | bool], **more: object) -> Options:
+    prepared = {"outer": outer, **more.pop("prepared", {})}  # type: ignore[dict-item]
+    return Options(mode=f"local:{STEPS}", prepared=prepared, **more)  # type: ignore[arg-type]
+
+
+class Island:
+    """One worker of rounds by hand: what steps on its own."""
+
+    def __init__(self, options: Options, group: int) -> None:
+        self.options, self.group, self.made = options, group, 0
+        self.model = make_model()
+        self.optimizer = make_optimizer(options.optimizer, self.model)
+
+    def step(self, step: int) -> None:
+        size = ROWS // self.options.groups
+        rows, wanted = batch(step, self.options.learns)
+        loss(self.model, rows[self.group * size :][:size], wanted[self.group * size :][:size]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.made += 1
+
+    def go_back(self, base: nn.Module) -> None:
+        self.model.load_state_dict(base.state_dict())
+        self.optimizer.state.clear()
+
+
+def rounds_by_hand(options: Options, clocks: list[int], early: int = 0) -> list[Tensors]:
+    """The weights of the first worker at these clocks, by plain torch: an outer step with the mean of differences.
+
+    early: the clock at which a round ends that has not all its steps
+    """
+    outer = {name: value for name, value in options.prepared["outer"].items() if name != "warm_up"}
+    base, islands = make_model(), [Island(options, group) for group in range(options.groups)]
+    outer_optimizer = torch.optim.SGD(base.parameters(), **outer)
+    found = []
+    for step in range(options.steps):
+        for island in islands:
+            island.step(step)
+        if step == options.poison:
+            islands[0].go_back(base)
+            islands[0].made -= 1 if options.non_finite == "refuse" else STEPS
+        elif islands[0].made == STEPS or step + 1 == early:
+            for parameter, *own in zip(base.parameters(), *(each.model.parameters() for each in islands), strict=True):
+                parameter.grad = parameter.detach() - torch.stack([each.detach() for each in own]).mean(0)
+            outer_optimizer.step()
+            for island in islands:
+                island.model.load_state_dict(base.state_dict())
+                island.made = 0
+        if step + 1 in clocks:
+            found.append(copy.deepcopy(islands[0].model.state_dict()))
+    return found
+
+
+def test_one_group_that_averages_ends_as_one_process(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    options = local_options(AVERAGING, groups=1)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert distance(found[0], one_process(options)) <= 1e-6
+    assert [int(each["clock"]) for each in found] == [options.steps] * 2
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_groups_agree_to_the_bit_after_each_round(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, groups: int
+) -> None:
+    ends = [2, 4, 6, 8]
+    options = local_options(NESTEROV, groups=groups, leaves=ends, optimizer="SGD")
+    with Groups(nursery, shared.address, job, tmp_path, options) as each:
+        each.ended()
+        members = each.each
+    for clock, expected in zip(ends, rounds_by_hand(options, ends), strict=True):
+        found = [load_file(tmp_path / f"{clock}-{group}-{member}.safetensors") for group, member in members]
+        assert all(same(weights, found[0]) for weights in found)
+        assert distance(found[0], expected) <= 1e-6
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_round_in_which_one_member_loses_the_place_counts_once_as_a_whole(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, when: str
+) -> None:
+    options = local_options(NESTEROV, groups=1, loses=when)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert groups.logs().count("lost its place") == 2
+    assert distance(found[0], rounds_by_hand(options, [options.steps])[0]) <= 1e-6
+
+
+def test_a_group_that_loses_its_place_within_a_round_ends_it_there(
+    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+) -> None:
+    """With the steps that it has."""
+    cluster = make_cluster(lease=LEASE)
+    options = local_options(NESTEROV, groups=1, steps=9, holds=[3], meets=3)
+    with Groups(nursery, cluster.address, job, tmp_path, options) as groups:
+        until(lambda: groups.are_held(3, (0,)), "all to stand within the second round")
+        cluster.end_lease(0, job)
+        groups.let_go(3)
+        found = groups.ended()
+    assert groups.logs().count("lost its place") == 2
+    assert all(same(each, found[0]) for each in found)
+    assert distance(found[0], rounds_by_hand(options, [9], early=3)[0]) <= 1e-6
+
+
+@pytest.mark.parametrize("non_finite", ["refuse", "skip"])
+def test_a_round_that_one_member_refuses_is_pushed_by_none(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, non_finite: str
+) -> None:
+    """Refused: both have the base of the round still, and the script goes back to it. Left out: both begin with the
+    servers' weights, and with optimizers of no state."""
+    options = local_options(NESTEROV, groups=1, poison=3, non_finite=non_finite)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    refused = {path.name: path.read_text() for path in tmp_path.glob("refused-*")}
+    if non_finite == "refuse":
+        assert refused.keys() == {"refused-0-0", "refused-0-1"}
+        assert all("is not finite after the steps of this round" in text for text in refused.values())
+        assert "member 1 of this worker's group" in refused["refused-0-0"]
+    else:
+        assert not refused
+    assert distance(found[0], rounds_by_hand(options, [options.steps])[0]) <= 1e-6
+
+
+def test_what_one_member_has_no_state_of_all_begin_without() -> None:
+    """Pieces are of unlike sizes: the state of one may be too large for a checkpoint, and that of another not."""
+    model = make_model()
+    optimizer = make_optimizer("AdamW", model)
+    loss(model, *batch(0)).backward()
+    optimizer.step()
+    fresh: list[bool] = []
+    for on_all, is_kept in ((True, True), (False, False)):
+        inner = InnerStates([optimizer], lambda: fresh.append(True), lambda is_so, on_all=on_all: is_so and on_all)
+        inner.restore(1, inner.captured(1))
+        assert bool(optimizer.state) == is_kept
+    assert fresh == [True]
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_groups_that_lost_a_shard_end_as_undisturbed(
+    nursery: Nursery, shared: Cluster, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, wire: str
+) -> None:
+    """Each member's state has what its optimizer keeps of its pieces, and what the wire has cost."""
+    wires = {"gradient_wire": wire, "weight_wire": wire} if wire != "float32" else {}
+    options = local_options(NESTEROV, noisy=True, prepared=wires)
+    with Groups(nursery, shared.address, job, tmp_path / "undisturbed", options) as groups:
+        expected = groups.ended()
+    kept = tmp_path / "checkpoints"
+    cluster = make_cluster(checkpoint_dir=kept, checkpoint_every="2steps", lease=LEASE)
+    store = CheckpointStore(kept)
+    held = replace(options, holds=[0, 3, 4, 6])
+    with Groups(nursery, cluster.address, job, tmp_path / "job", held) as groups:
+        for clock, due in ((0, 1), (3, 2)):  # at 3 all have sent their state of the first checkpoint
+            until(lambda: groups.are_held(clock), "the step before a checkpoint")  # noqa: B023
+            until(lambda: begun(cluster, job) == {due}, "the beginning of the checkpoint")  # noqa: B023
+            groups.let_go(clock)
+        until(lambda: groups.are_held(4), "the clock of the checkpoint")
+        groups.let_go(4)
+        until(lambda: groups.are_held(6), "all to stand at clock 6")
+        until(lambda: last(store, job) == 2, "the checkpoint")
+        cluster.start_again(1)
+        groups.let_go(6)
+        found = groups.ended()
+    assert all(same(*each) for each in zip(found, expected, strict=True))
+    assert [log_of(tmp_path / "job", each) for each in groups.each] == [
+        log_of(tmp_path / "undisturbed", each) for each in groups.each
+    ]

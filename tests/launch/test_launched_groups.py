@@ -1,0 +1,227 @@
+"""`ps-worker run --group N`: workers that are groups of processes, started as wholes, and started again as wholes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import ps_worker.cli
+from ps_launch.groups import by_cause
+from tests.tools.launching import Start, run, script
+
+GROUPS = ("--server", "127.0.0.1:1", "--mode", "sync", "--workers", "2", "--group", "2")
+
+# -- what a member is told -------------------------------------------------------------------------------------------
+
+NAMES = ("PS_RANK", "PS_WORLD_SIZE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PS_LOCAL_RANK")
+
+
+def test_a_member_is_told_its_place_in_the_group_and_the_groups_in_the_job(tmp_path: Path) -> None:
+    names = (*NAMES, "PS_GROUP_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    told = script(tmp_path, f"say(*(os.environ[name] for name in {names}))")
+    # What is left of another launcher means nothing.
+    stale = {"RANK": "9", "WORLD_SIZE": "10", "MASTER_ADDR": "old", "MASTER_PORT": "1", "PS_RANK": "7"}
+    done = run(*GROUPS, "--world-size", "5", "--first-rank", "3", told, **stale)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert [line.rpartition(" ")[0] for line in lines] == [
+        "[3.0] 3 5 0 2 0 4 0 2 127.0.0.1",
+        "[3.1] 3 5 1 2 1 4 1 2 127.0.0.1",
+        "[4.0] 4 5 0 2 2 4 2 2 127.0.0.1",
+        "[4.1] 4 5 1 2 3 4 3 2 127.0.0.1",
+    ]
+    ports = [line.rpartition(" ")[2] for line in lines]
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+    assert "1" not in ports
+    assert "starting 2 groups of 2 processes" in done.stderr
+
+
+def test_a_group_of_one_process_has_torchs_variables_too(tmp_path: Path) -> None:
+    told = script(tmp_path, "say(os.environ['RANK'], os.environ['WORLD_SIZE'], int(os.environ['MASTER_PORT']) > 0)")
+    done = run("--mode", "single", "--group", "1", told)
+    assert (done.returncode, done.stdout) == (0, "0 1 True\n")
+
+
+def test_without_a_group_there_is_nothing_of_torchs(tmp_path: Path) -> None:
+    told = script(tmp_path, "say(*(name for name in ('RANK', 'MASTER_PORT', 'PS_GROUP_SIZE') if name in os.environ))")
+    done = run("--mode", "single", told, PS_GROUP_SIZE="2", RANK="1")
+    assert (done.returncode, done.stdout) == (0, "\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--mode", "ddp"], "mode ddp has workers of one process: leave --group out, and count them by --workers"),
+        (["--elastic"], "an elastic job has workers of one process: leave --elastic or --group out"),
+        (["--group", "257"], "--group is up to 256 processes a worker, got 257"),
+        (["--group", "0"], "--group: expected a whole number from 1 to 2147483647, got '0'"),
+    ],
+)
+def test_what_does_not_fit_to_groups(
+    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ps-worker", "run", "--server=h:1", "--group=2", *flags, __file__])
+    with pytest.raises(SystemExit) as ended:
+        ps_worker.cli.main()
+    assert said in f"{ended.value.code}{capsys.readouterr().err}"
+
+
+# -- the end of a member ---------------------------------------------------------------------------------------------
+
+DIES = """
+import pathlib, signal
+group, member, count = (int(os.environ[name]) for name in ("PS_RANK", "RANK", "PS_RESTART_COUNT"))
+here = pathlib.Path(__file__).parent
+mark = lambda name: (here / name).touch()
+pathlib.Path(os.environ["PS_STARTED_FILE"]).touch()  # all have joined
+say("begins", count, os.environ["MASTER_PORT"])
+mark(f"{group}-{member}-{count}")
+if group == 1 and count == 0:
+    if member == 1:
+        await_file(here / "deaf")
+        raise RuntimeError("no such sample")
+    signal.signal(signal.SIGTERM, lambda *_: mark("asked"))
+    mark("deaf")
+    while True:  # as in a collective: only SIGKILL ends it
+        time.sleep(0.05)
+for other in (0, 1):
+    await_file(here / f"1-{other}-{AGAIN}")
+say("ends", count)
+"""
+
+
+def test_the_group_of_a_member_that_fails_ends_and_starts_again_and_no_other_does(tmp_path: Path) -> None:
+    done = run(*GROUPS, "--max-restarts", "2", script(tmp_path, DIES.replace("{AGAIN}", "1")))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"^\[(\d\.\d)\] (begins|ends) (\d)(?: (\d+))?$", done.stdout, re.MULTILINE)
+    lives = sorted((who, what, count) for who, what, count, _ in found)
+    assert lives == [
+        *(("0.0", "begins", "0"), ("0.0", "ends", "0"), ("0.1", "begins", "0"), ("0.1", "ends", "0")),
+        *(("1.0", "begins", "0"), ("1.0", "begins", "1"), ("1.0", "ends", "1")),
+        *(("1.1", "begins", "0"), ("1.1", "begins", "1"), ("1.1", "ends", "1")),
+    ]
+    ports = {(who, count): port for who, what, count, port in found if what == "begins"}
+    assert ports["1.0", "1"] == ports["1.1", "1"] != ports["1.0", "0"], "the old one may be in use still"
+    assert (tmp_path / "asked").exists(), "a member that can is to end by itself"
+    assert (
+        "ps-worker: member 1 of group 1 failed with code 1 (RuntimeError: no such sample); its group ends, and is "
+        "started again in 0.5 s (restart 1 of 2)\n" in done.stderr
+    )
+    assert done.stderr.count("member 0 of group 1") == 0, "its end is that of the group"
+
+
+def test_of_members_that_ended_at_one_time_the_one_that_was_killed_is_the_cause() -> None:
+    assert by_cause([(0, 1), (1, -9), (2, 0), (3, -15)]) == [(1, -9), (3, -15), (0, 1), (2, 0)]
+
+
+def test_a_group_that_is_not_started_again_leaves_the_others_alone(tmp_path: Path) -> None:
+    text = DIES.replace("{AGAIN}", "0").replace("    while True", "    while not (here / 'asked').exists()")
+    logs = ("--log-dir", str(tmp_path / "logs"), "--show-ranks", "0")
+    done = run(*GROUPS, *logs, script(tmp_path, text))
+    assert done.returncode == 1
+    assert re.sub(r"\d{4,}", "PORT", done.stdout) == "[0.0] begins 0 PORT\n[0.0] ends 0\n"
+    assert (
+        "ps-worker: member 1 of group 1 failed with code 1 (RuntimeError: no such sample); its group ends; the launch "
+        "goes on with 1 of 2 groups\n" in done.stderr
+    )
+    log = tmp_path / "logs" / "worker-1.1.log"
+    last = f"1 of 2 groups failed: member 1 of group 1 failed with code 1 (RuntimeError: no such sample); see {log}\n"
+    assert done.stderr.endswith(last)
+    assert "[1.1] RuntimeError: no such sample\n" in done.stderr
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
+        *("worker-0.0.log", "worker-0.1.log", "worker-1.0.log", "worker-1.1.log")
+    }
+    assert "ends 0" in (tmp_path / "logs" / "worker-0.1.log").read_text()
+
+
+# -- with FSDP2, on servers ------------------------------------------------------------------------------------------
+
+TRAINS = """
+import os, pathlib, signal, sys, time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ps_torch
+
+here = pathlib.Path(__file__).parent
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+for layer in model[0], model[2]:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+session = ps_torch.connect()
+model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), group=mesh)
+member, again = dist.get_rank(), os.environ["PS_RESTART_COUNT"] != "0"
+if again:
+    (here / f"back-{member}").touch()
+    print("back at clock", session.clock, flush=True)
+while session.clock < 12:
+    if session.rank == 1 and member == 1 and session.clock == 4 and not again:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while session.rank == 0 and session.clock == 8 and not all((here / f"back-{each}").exists() for each in (0, 1)):
+        time.sleep(0.01)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * session.clock + 10 * session.rank + member))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+weights = [parameter.full_tensor().double().sum().item() for parameter in model.parameters()]
+print("ends with", *weights, flush=True)
+session.close()
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_that_lost_a_member_comes_back_as_a_whole_and_the_other_goes_on(tmp_path: Path) -> None:
+    """The launcher reports its end: no lease is over before that of this test."""
+    path = tmp_path / "train.py"
+    path.write_text(TRAINS)
+    servers = ("--shards", "1", "--server-options", "--lease 600")
+    done = run(*servers, "--mode", "sync", "--workers", "2", "--group", "2", "--max-restarts", "1", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"member 1 of group 1 was ended by SIGKILL.*; its group ends, and is started again", done.stderr)
+    assert sorted(re.findall(r"^\[(\d\.\d)\] back at clock 8$", done.stdout, re.MULTILINE)) == ["1.0", "1.1"]
+    ends = dict(re.findall(r"^\[(\d\.\d)\] ends with (.*)$", done.stdout, re.MULTILINE))
+    assert ends.keys() == {"0.0", "0.1", "1.0", "1.1"}
+    assert len(set(ends.values())) == 1
+    assert "2 groups have joined, training begins" in done.stderr
+
+
+def test_a_script_that_gives_prepare_no_group_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch, ps_torch\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "session = ps_torch.connect()\n"
+        "session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+    )
+    done = run("--server", "127.0.0.1:1", "--mode", "sync", "--group", "2", str(path))
+    assert done.returncode == 1
+    assert (
+        "worker 0: the launcher has started 2 processes as this worker (--group 2), and prepare got no group: give it "
+        "prepare(..., group=mesh), the mesh of all of them" in done.stderr
+    )
+
+
+def test_lines_of_json_name_the_member(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import ps_torch, logging\nps_torch.connect()\nlogging.getLogger('ps_worker').warning('here')\n")
+    done = run(*GROUPS, "--log-format", "json", str(path))
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    found = [(line["rank"], line["member"]) for line in lines if line["message"] == "here"]
+    assert sorted(found) == [(0, 0), (0, 1), (1, 0), (1, 1)], done.stderr
+
+
+def test_the_launcher_is_stopped_with_all_members(start: Start, tmp_path: Path) -> None:
+    command = start("-m", "ps_worker", "run", *GROUPS, script(tmp_path, "say('here')\ntime.sleep(600)"))
+    command.says("here", count=4)
+    assert command.end(15) == 128 + 15
