@@ -18,7 +18,7 @@ and with a connection each. They and the relays stand for other hosts: they run 
 would be idle. How many editions each has had is in the results.
 
 **changed bytes**: what an update of a GPT by AdamW changes of its bfloat16 weights, packed as shards do, divided by
-all of them. The GPT is small. It has taken --trained steps on real text at 3e-4 before, and --changes-warm-up with a
+all of them. The GPT is small, and has taken --trained steps on real text at 3e-4 before, and --changes-warm-up with a
 new AdamW at the rate. `ms` is what one core takes to make and to apply the change. This is a calculation, without a
 cluster.
 
@@ -94,9 +94,9 @@ def flags(parser: argparse.ArgumentParser) -> None:
     number("--relayed-mb", type=float, default=2.0, help="of an edition behind relays (%(default)s)")
     number("--nice", type=int, default=19, help="of relays and their readers (%(default)s)")
     number("--learning-rates", default="1e-6,1e-5,1e-4", help="of changed bytes (%(default)s)")
-    number("--changes-layers", type=int, default=2, help="of the GPT whose bytes are counted (%(default)s)")
+    number("--changes-layers", type=int, default=4, help="of the GPT whose bytes are counted (%(default)s)")
     number("--changes-width", type=int, default=256, help="of this GPT (%(default)s)")
-    number("--trained", type=int, default=200, help="its steps before anything (%(default)s)")
+    number("--trained", type=int, default=300, help="its steps before anything (%(default)s)")
     number("--changes-warm-up", type=int, default=20, help="its steps at the rate before (%(default)s)")
     number("--updates", type=int, default=5, help="of it that are counted (%(default)s)")
     number("--seconds", type=float, default=10.0, help="of requests, and of 304 answers (%(default)s)")

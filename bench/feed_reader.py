@@ -21,7 +21,7 @@ from torch import nn
 from bench.machine import memory
 from bench.talk import own_output
 from ps_feed.subscription import Subscription
-from ps_worker.subscription import WeightFeed
+from ps_worker.followed_model import WeightFeed
 
 WAIT_SECONDS = 120.0
 REQUEST_SECONDS = 0.002  # that a request computes, at least
@@ -75,16 +75,15 @@ class Reader:
 
     def until(self, version: int) -> dict[str, Any]:
         """Puts each edition into the model; returns which were in it when, by this machine's clock."""
-        self.each=[]
         loaded, current = [], self._feed.version
         received = self._subscription.received
         before = received.nbytes, received.elements
         while current < version:
             self._feed.wait_for(current + 1, WAIT_SECONDS)
             with self._feed.reading(self._model) as current:
-                loaded.append([current, time.perf_counter()]); self.each.append((current, received.nbytes/1e6))
+                loaded.append([current, time.perf_counter()])
         sent, elements = received.nbytes - before[0], received.elements - before[1]
-        return {"loaded": loaded, "received": sent, "elements": elements, "each": self.each}
+        return {"loaded": loaded, "received": sent, "elements": elements}
 
     def answer(self, seconds: float) -> dict[str, Any]:
         """Answers requests in a loop. Returns their times, and those of them that have seen two versions."""
@@ -153,7 +152,7 @@ class ManyReaders:
 def main() -> None:
     """Follows orders until there are no more."""
     say = own_output()
-    imports = 0; import logging; logging.basicConfig(level=10)
+    imports = 0
     followed = Followed(**json.loads(sys.stdin.readline()))
     reader: Any = Reader(followed) if followed.servers else ManyReaders(followed)
     say({"ready": True})
