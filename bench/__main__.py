@@ -31,6 +31,7 @@ NAMES = (
     "restore",
     "recovery",
     "launches",
+    "feed",
     "chaos",
 )
 PRIVATE = (

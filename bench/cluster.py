@@ -177,9 +177,13 @@ class Group:
 
     def run(self, seconds: float = START_SECONDS, /, **order: Any) -> list[dict[str, Any]]:
         """Gives all the same order at the same time; their answers, by rank. `seconds` is how long they may take."""
+        self.tell(**order)
+        return self.answers(seconds)
+
+    def tell(self, **order: Any) -> None:
+        """Gives all the same order; `answers` waits for what comes of it."""
         for process in self._running:
             tell(process, json.dumps(order))
-        return self.answers(seconds)
 
     def __enter__(self) -> Group:
         return self

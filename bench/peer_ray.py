@@ -34,14 +34,22 @@ COPIES = 4  # of the model in Ray's shared memory, beside two of each worker
 SPACE = "peers"
 
 
+def ray_here(folder: Path) -> Host:
+    """Returns where a process of a Ray runs, which has a token of its own.
+
+    folder: with a short path, because Ray's sockets are in it
+    """
+    token = folder / "token"
+    token.touch(0o600)
+    token.write_text(os.urandom(32).hex())
+    return Host(variables=("RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={token}", "RAY_USAGE_STATS_ENABLED=0"))
+
+
 @contextlib.contextmanager
 def ray_servers(count: int, work: Work) -> Iterator[tuple[str, Host]]:
     """A Ray with an actor for each part of a model; yields its address, and where a process runs that may enter it."""
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # a short path: Ray's sockets are in it
-        token = Path(folder) / "token"
-        token.touch(0o600)
-        token.write_text(os.urandom(32).hex())
-        host = Host(variables=("RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={token}", "RAY_USAGE_STATS_ENABLED=0"))
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        host = ray_here(Path(folder))
         head = host.start("bench.serving", "peer_ray")
         try:
             tell(head, json.dumps({"count": count, "folder": folder, "work": asdict(work)}))

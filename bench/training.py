@@ -1,7 +1,8 @@
 """One worker of a benchmark: an ordinary training script that takes steps when it is told to.
 
 The first line of its input is its Task; each line after it is an order, {"steps": N} or {"seconds": S}, answered with
-the times at which its steps ended. With {"leave": true} it leaves the job afterwards, so that no worker waits for it.
+the times at which its steps ended, from `began` on, a time by the machine's own clock. With {"leave": true} it leaves
+the job afterwards, so that no worker waits for it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from bench.computing import compute
 from bench.machine import memory, traffic
 from bench.talk import own_output
 
+WEIGHT_SCALE = 0.02  # the deviation of weights with which GPT-2 begins
+
 
 @dataclass(frozen=True)
 class Task:
     """What one worker trains, and how.
 
-    model:   "gpt", of `layers` and `width`; "vectors", of `parameters` elements and next to no computing; "small"
+    model:   "gpt", of `layers` and `width`; "vectors", of `parameters` elements and next to no computing; "counted", as
+             vectors, but each element is the number of updates; "small"
     vector:  elements of a parameter of "vectors", at most
+    lr:      of AdamW for "vectors", whose weights are then as small as a language model's; None: SGD
     mode:    as ps_worker.connect takes it; in "single" the workers know nothing of each other
     warmup:  steps before the first order
     pauses:  seconds that each step takes longer, one after the other and again from the start
@@ -51,6 +56,7 @@ class Task:
     width: int = 512
     parameters: int = 0
     vector: int = 2**20
+    lr: float | None = None
     bucket_bytes: int | None = None
     warmup: int = 4
     pauses: tuple[float, ...] = ()
@@ -75,6 +81,14 @@ class Vectors(nn.Module):
         return x.mean() * total
 
 
+class Counted(Vectors):
+    """The negative sum of all elements is the loss: with a learning rate of 1 each update adds 1 to each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, features) to one number."""
+        return -torch.stack([vector.sum() for vector in self.vectors]).sum()
+
+
 Built = tuple[nn.Module, torch.optim.Optimizer, Dataset[Any], Callable[[Tensor, Tensor], Tensor]]
 
 
@@ -88,8 +102,14 @@ def build(task: Task) -> Built:
         return gpt, adamw(gpt.parameters()), Windows(library_text(), task.block), _cross_entropy
     numbers = TensorDataset(torch.randn(4096, 64), torch.randint(10, (4096,)))
     if task.model == "vectors":
+        if task.lr is not None:
+            vectors = Vectors(torch.randn(task.parameters).mul_(WEIGHT_SCALE), task.vector)
+            return vectors, torch.optim.AdamW(vectors.parameters(), task.lr, fused=True), numbers, lambda loss, _: loss
         vectors = Vectors(torch.randn(task.parameters), task.vector)
         return vectors, torch.optim.SGD(vectors.parameters(), lr=1e-4, fused=True), numbers, lambda loss, _: loss
+    if task.model == "counted":
+        counted = Counted(torch.zeros(task.parameters), task.vector)
+        return counted, torch.optim.SGD(counted.parameters(), lr=1.0, fused=True), numbers, lambda loss, _: loss
     small = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     return small, torch.optim.SGD(small.parameters(), lr=1e-3, fused=True), numbers, F.cross_entropy
 
@@ -164,11 +184,13 @@ def main() -> None:
         for line in sys.stdin:
             order = json.loads(line)
             before = traffic()
+            began = time.perf_counter()
             ends, loss = _take_steps(training, order)
             moved = [now - then for now, then in zip(traffic(), before, strict=True)]
             if order.get("leave"):
                 session.close()
-            say({"ends": ends, "loss": loss, "traffic": moved, "memory": {"imports": imports, **memory()}})
+            sizes = {"imports": imports, **memory()}
+            say({"began": began, "ends": ends, "loss": loss, "traffic": moved, "memory": sizes})
 
 
 def _take_steps(training: Iterator[float], order: dict[str, Any]) -> tuple[list[float], float]:

@@ -353,7 +353,8 @@ class Editions:
     def tick(self, now: float) -> None:
         """Drops editions, and the changes between them, that no reader has used for KEPT_SECONDS.
 
-        The newest edition stays as long as a reader that asks for changes follows the job.
+        The newest edition stays as long as a reader that asks for changes follows the job. The edition before it stays
+        while the newest is being read: what is sent of that may be what changed since.
         """
         if not self._kept and not self._pieces:
             return
@@ -362,11 +363,10 @@ class Editions:
                 self._followed = now
             is_followed = now - self._followed <= KEPT_SECONDS
             self._keeps_newest &= is_followed
-            newest = next((each for each in reversed(self._kept) if each.is_whole), None)
+            whole = [each for each in self._kept if each.is_whole] if self._keeps_newest else []
+            bases = whole[-2:] if whole and whole[-1].is_read else whole[-1:]
             self._kept = [
-                each
-                for each in self._kept
-                if each.is_read or (self._keeps_newest and each is newest) or now - each.used < KEPT_SECONDS
+                each for each in self._kept if each.is_read or each in bases or now - each.used < KEPT_SECONDS
             ]
             if not is_followed:
                 self._pieces.clear()

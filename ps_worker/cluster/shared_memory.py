@@ -62,7 +62,7 @@ def check_transport(spec: JobSpec, transport: str) -> None:
     """Raises Unsupported if a job cannot use shared memory and the transport is "shm".
 
     A job whose wire formats have blocks cannot: blocks round, shared memory does not, and a job's result must not
-    depend on the transport. Nor can workers that are groups.
+    depend on the transport.
     """
     wires = [wire for wire in (spec.gradient_wire, spec.weight_wire) if wire in BLOCK_WIRES]
     if transport == "shm" and wires:

@@ -276,6 +276,30 @@ def test_the_newest_edition_stays_for_changes_as_long_as_somebody_follows() -> N
     assert editions.nbytes == 0
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_edition_before_stays_for_changes_as_long_as_a_reader_receives_them(mode: str) -> None:
+    feeding = Feeding(mode).begin()
+    feeding.pull(0).edition()
+    for _ in range(5):  # in which the job makes no update
+        feeding.pull(0, base=0).buckets()
+        feeding.pass_time(KEPT_SECONDS - 1)
+    feeding.describe(follows=True)
+    feeding.pass_time(2)
+    feeding.step()
+    reader = feeding.pull(1, base=0)
+    reader.take()
+    bases = []
+    while reader.queued:
+        bucket = reader.take().bucket
+        assert bucket is not None
+        bases.append(bucket.base)
+        feeding.pass_time(1)
+    reader.close()
+    assert bases == [0] * BUCKETS
+    feeding.pass_time(1)
+    assert feeding.shard.jobs()["job"].editions.nbytes < 2.5 * CELLS * 4, "the edition before is not kept any more"
+
+
 def test_readers_of_one_version_share_its_copies() -> None:
     feeding = Feeding().begin()
     both = [feeding.pull(1), feeding.pull(1)]

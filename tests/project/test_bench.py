@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench import feed
 from bench.__main__ import NAMES, command_line, modules
+from bench.feed_beside import why_no_link, why_no_ray
 from bench.peer_part import Part, owned
 from bench.peer_work import Batches, Rounds, Work, check_weights, save_expected
 from bench.peers import reason
@@ -39,8 +42,11 @@ SMALLEST = {
     "restore": "--mib 1 --bucket-kib 64 --rounds 1",
     "recovery": "--mib 1 --seconds 1 --every 0.5 --rounds 1",
     "launches": "--count 3 --transport tcp",
+    "feed": "--mb 1 --turns 1 --editions 2 --copies 1 --pairs 1 --turn-seconds 0.5 --layers 1 --width 64 --batch 1"
+    " --changes-layers 1 --changes-width 64 --trained 5 --changes-warm-up 2 --updates 1 --readers 4 --relays 2"
+    " --relayed-mb 0.1 --seconds 1 --pause-ms 50 --shards 1 --nice 0",
 }
-QUICK = ("scale", "rows", "lowcomm", "crowd", "restore", "launches")  # which is made of rounds
+QUICK = ("scale", "rows", "lowcomm", "crowd", "restore", "launches", "feed")  # which is made of rounds
 
 
 def run(name: str, flags: str, directory: Path, *more: str) -> list[dict[str, Any]]:
@@ -65,6 +71,37 @@ def test_a_benchmark_runs_and_says_what_it_found(name: str, tmp_path: Path, monk
             line
         )
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+    if name in SHAPES:
+        SHAPES[name](found)
+
+
+def check_feed(found: list[Result]) -> None:
+    """Each part of `bench feed` has its systems, each beside its peer."""
+    systems = {(line["scenario"], line["system"]): line for line in found}
+    scenarios = dict.fromkeys(scenario for scenario, _ in systems)
+    host, training, changed, link, unchanged, requests, memory = scenarios
+    for peer in ("plain sockets", "safetensors in a folder", "broadcast over gloo"):
+        assert systems[host, peer]["ratios"]["ours"] > 0
+    assert systems[host, "ours"]["editions"] == 2
+    assert systems[host, "Ray's object store"]["not_measured" if not has_ray() else "ms"]
+    assert set(systems[training, "1 reader"]["ratios"]) == {"without"}
+    assert systems[training, "4 readers, 2 relays"]["least_editions"] >= 1
+    parts = [line["ratios"]["bfloat16 bytes"] for line in found if line["scenario"] == changed]
+    assert 0 < parts[0] < parts[1] < parts[2] < 1
+    copied = systems[link, "safetensors, copied"]
+    assert copied["not_measured"] if why_no_link() else copied["ratios"]["ours"] > 0
+    assert systems[unchanged, "ours"]["answers_per_core"] > 0
+    assert systems[requests, "ours"]["editions"] > 1
+    assert systems[requests, "ours"]["torn"] == 0
+    assert set(systems[memory, "changes"]["ratios"]) == {"two copies"}
+
+
+def has_ray() -> bool:
+    """Whether the benchmark of feeds finds Ray."""
+    return not why_no_ray()
+
+
+SHAPES = {"feed": check_feed}
 
 
 # -- that a wrong result is found, and what cannot be measured is said -----------------------------------------------
@@ -163,6 +200,11 @@ def test_a_peer_that_is_not_there_says_how_it_could_be(monkeypatch: pytest.Monke
     assert "2 GPUs" in reason("DataParallel", Work("round", 1, device="cuda"))
     for name in ("ours", "gloo"):
         assert reason(name, Work("round", 2)) == ""
+
+
+def test_a_part_of_the_feeds_benchmark_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(SystemExit, match=r"expected --parts of host, training, .*, got 'speed'"):
+        feed.run(Namespace(parts="host,speed"))
 
 
 def test_a_result_names_no_place_on_the_machine_that_made_it() -> None:

@@ -1,0 +1,208 @@
+"""How long it takes from an update to the weights in a reader's model, on one host, and over a link of another."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from bench.cluster import HERE, Group, Host, free_port, servers, trainers
+from bench.feed_peer import Peer
+from bench.feed_reader import Followed
+from bench.peer_ray import ray_here
+from bench.results import Result, median_ms, result
+from bench.training import Task
+from tests.tools.network import Network, ip
+
+SECONDS = 300.0  # for an answer
+ELEMENT_BYTES = 2  # of bfloat16
+WARMUP = 3
+LEARNING_RATE = 1e-6  # on the link: that of fine-tuning
+PEERS = {
+    "sockets": "plain sockets",
+    "folder": "safetensors in a folder",
+    "copied": "safetensors, copied",
+    "gloo": "broadcast over gloo",
+    "ray": "Ray's object store",
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a system did.
+
+    seconds: from each update until a model had it
+    part:    bytes that came, for each byte of weights; None: as many
+    """
+
+    seconds: list[float]
+    part: float | None = None
+
+
+def same_host(arguments: argparse.Namespace) -> list[Result]:
+    """Measures: a feed and its peers, on this machine; the systems take turns."""
+    task = _task(arguments)
+    reason = why_no_ray()
+    kinds = "sockets", "folder", "gloo", *(() if reason else ("ray",))
+    with tempfile.TemporaryDirectory(prefix="feed-") as folder:
+        found = _measure(arguments, task, [HERE, HERE], kinds, folder, arguments.editions)
+    lines = _lines(arguments, "one host", found)
+    return [*lines, _line(arguments, "one host", PEERS["ray"], None, not_measured=reason)] if reason else lines
+
+
+def slow_link(arguments: argparse.Namespace) -> list[Result]:
+    """Measures: a feed of changes and a file that is copied, between two hosts with a link of so many Mbit/s."""
+    scenario = f"a link of {arguments.link_mbit:g} Mbit/s"
+    task = replace(_task(arguments), lr=LEARNING_RATE)
+    reason = why_no_link()
+    if reason:
+        return [_line(arguments, scenario, each, None, not_measured=reason) for each in ("ours", PEERS["copied"])]
+    with linked(arguments.link_mbit) as hosts, tempfile.TemporaryDirectory() as folder:
+        found = _measure(arguments, task, hosts, ("copied",), folder, arguments.copies)
+    return _lines(arguments, scenario, found, learning_rate=LEARNING_RATE)
+
+
+def _task(arguments: argparse.Namespace) -> Task:
+    elements = int(arguments.mb * 1e6) // ELEMENT_BYTES
+    pauses = (arguments.pause_ms / 1e3,)
+    return Task("vectors", "sync", parameters=elements, batch=2, warmup=WARMUP, pauses=pauses)
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    task: Task,
+    hosts: Sequence[Host],
+    kinds: Sequence[str],
+    folder: str,
+    count: int,
+) -> dict[str, Seen]:
+    """What each system does; they take turns. hosts: the trainer's, with the servers, and the reader's"""
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(servers([hosts[0]] * arguments.shards))
+        training = stack.enter_context(trainers(hosts[:1], replace(task, server=cluster.address)))
+        followed = Followed([cluster.address], model=task.parameters, vector=task.vector)
+        reader = stack.enter_context(Group(hosts[1:], "bench.feed_reader", [asdict(followed)]))
+        peers = {kind: stack.enter_context(_peer(kind, task, hosts, folder)) for kind in kinds}
+        for group in (reader, *peers.values()):
+            group.answers(SECONDS)
+        reader.run(SECONDS, open=True)
+        found: dict[str, list[Seen]] = {kind: [] for kind in ("ours", *kinds)}
+        version = WARMUP
+        for _ in range(arguments.turns):
+            found["ours"].append(followed_steps(training, reader, version, arguments.editions))
+            version += arguments.editions
+            for kind, group in peers.items():
+                found[kind].append(_published(group, count))
+    return {kind: _together(seen[1:] or seen) for kind, seen in found.items()}
+
+
+def _together(seen: Sequence[Seen]) -> Seen:
+    parts = [each.part for each in seen if each.part is not None]
+    return Seen([seconds for each in seen for seconds in each.seconds], statistics.median(parts) if parts else None)
+
+
+@contextlib.contextmanager
+def _peer(kind: str, task: Task, hosts: Sequence[Host], folder: str) -> Iterator[Group]:
+    told = asdict(Peer(kind, replace(task, mode="single"), free_port(), folder))
+    if kind == "ray":
+        group = Group([ray_here(Path(folder))], "bench.feed_ray", [told])
+    else:
+        group = Group(hosts, "bench.feed_peer", [told, told])
+    with group:
+        yield group
+
+
+def followed_steps(training: Group, reader: Group, version: int, count: int) -> Seen:
+    """Has a trainer at a version take steps, and a reader follow it to the last. Versions that no reader saw, because
+    the next one came first, are left out."""
+    reader.tell(until=version + count)
+    [stepped] = training.run(SECONDS, steps=count)
+    [answer] = reader.answers(SECONDS)
+    ends = {version + number: stepped["began"] + end for number, end in enumerate(stepped["ends"], 1)}
+    seconds = [loaded - ends[each] for each, loaded in answer["loaded"] if each in ends]
+    return Seen(seconds, answer["received"] / max(1, answer["elements"]))
+
+
+def _published(group: Group, count: int) -> Seen:
+    """Has a trainer publish so many versions. Raises SystemExit unless the loader has what the trainer has."""
+    answers = group.run(SECONDS, count=count)
+    trained, loaded = answers[0].get("ends", answers)  # of Ray, one process answers for both
+    if trained["checksum"] != loaded["checksum"]:
+        raise SystemExit("wrong result: a peer's loader has other weights than its trainer")
+    return Seen([after - before for before, after in zip(trained["times"], loaded["times"], strict=True)])
+
+
+def _lines(arguments: argparse.Namespace, scenario: str, found: Mapping[str, Seen], **more: Any) -> list[Result]:
+    ours = statistics.median(found["ours"].seconds)
+    lines = []
+    for kind, seen in found.items():
+        took = statistics.median(seen.seconds)
+        ratios = {"ours": took / ours}
+        if "sockets" in found:
+            ratios["sockets"] = took / statistics.median(found["sockets"].seconds)
+        lines.append(_line(arguments, scenario, PEERS.get(kind, kind), seen, ratios=ratios, **more))
+    return lines
+
+
+def _line(arguments: argparse.Namespace, scenario: str, system: str, seen: Seen | None, **more: Any) -> Result:
+    if seen is not None:
+        more["worst_ms"] = round(1e3 * max(seen.seconds), 2)
+        more["editions"] = len(seen.seconds)
+        if seen.part is not None:
+            more["received_part"] = round(seen.part, 4)
+    return result(
+        "feed",
+        system,
+        wire="bfloat16",
+        workers=1,
+        shards=arguments.shards if system == "ours" else 0,
+        size=2 * int(arguments.mb * 1e6),
+        ms=None if seen is None else median_ms(seen.seconds),
+        scenario=scenario,
+        **more,
+    )
+
+
+def why_no_ray() -> str:
+    """Returns why Ray cannot be measured, and how it could be; empty: it can."""
+    try:
+        metadata.version("ray")
+    except metadata.PackageNotFoundError:
+        return "Ray is not installed: pip install --group peers"
+    return ""
+
+
+# -- the link --------------------------------------------------------------------------------------------------------
+
+
+def why_no_link() -> str:
+    """Returns why two hosts with a link cannot be made here; empty: they can."""
+    if os.geteuid() != 0:
+        return "a link needs network namespaces, and these need root"
+    missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
+    if missing:
+        return f"a link needs `{missing[0]}`, of iproute2"
+    try:
+        with linked(1000.0):
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"a link cannot be made here: {error.stderr.decode().strip()}"
+
+
+@contextlib.contextmanager
+def linked(mbit: float) -> Iterator[list[Host]]:
+    """Two hosts of this machine's own, each a network namespace whose interface sends so many Mbit/s."""
+    with Network(2) as network:
+        for number in range(2):
+            shaped = f"tc qdisc add dev eth0 root tbf rate {mbit:g}mbit burst 256kb latency 100ms"
+            ip(f"netns exec {network.name(number)} {shaped}")
+        yield [Host(network.address(number), ("ip", "netns", "exec", network.name(number))) for number in range(2)]
