@@ -129,7 +129,7 @@ def test_two_groups_of_two_end_as_one_process_and_alike_to_the_bit(
     ("when", "said", "clock"),
     [
         ("before", "its last gradient is pushed from there", 9),
-        # On a busy machine the step may be pushed again, as skips that count for nothing, and the clock is 9.
+        # Beside other load the clock was 9 once, which is not explained yet.
         pytest.param("after", "its last gradient counts", 8, marks=pytest.mark.repeat),
     ],
 )
