@@ -159,6 +159,7 @@ def test_a_step_counts_once_on_a_narrow_wire(nursery: Nursery, shared: Cluster, 
     assert mean_loss(found[0]) < mean_loss(one_process(replace(options, steps=0))) / 5
 
 
+@pytest.mark.repeat  # beside other load the place was lost a step later: not explained yet
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_the_way_to_shards_changes_nothing(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, transport: str
