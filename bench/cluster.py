@@ -181,7 +181,7 @@ class Group:
         return self.answers(seconds)
 
     def tell(self, **order: Any) -> None:
-        """Gives all the same order; `answers` waits for what comes of it."""
+        """Sends one order to all processes. `answers` waits for their answers."""
         for process in self._running:
             tell(process, json.dumps(order))
 

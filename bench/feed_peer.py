@@ -1,4 +1,4 @@
-"""Peers of a feed: how else a trained model's weights come to a process that reads them, with what is installed.
+"""Other ways to bring a trained model's weights to a process that reads them: the peers of a feed.
 
 A trainer and a loader, each a process. The trainer takes steps as `bench.training` does, with a local optimizer, and
 publishes its weights in bfloat16 after each. The loader has a model of that type and puts each version into it. The
@@ -47,10 +47,10 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Peer:
-    """What both processes are told.
+    """The settings of a trainer and its loader.
 
     kind:   see above
-    task:   what is trained; its pauses are those between two steps
+    task:   the model and its training; task.pauses are the seconds between two steps
     port:   where the trainer listens for its loader
     folder: for files, of each process' host
     """

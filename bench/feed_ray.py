@@ -1,7 +1,7 @@
 """Ray's object store as a way for weights, beside those of feed_peer.py.
 
 The trainer's process starts a Ray of its own, puts the weights of each version there, and an actor, which has the
-model, reads them without a copy. The process is told the same as those of feed_peer.py, and answers for both ends.
+model, reads them without a copy. The process reads the same Peer and orders as those of feed_peer.py, and answers for both ends.
 """
 
 from __future__ import annotations

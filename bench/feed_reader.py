@@ -1,4 +1,4 @@
-"""A reader of a benchmark of feeds: a process that follows a job, and does as it is told.
+"""A process of `bench feed` that follows a job: it reads its orders from stdin, a line of JSON each.
 
 The first line of its input says what it follows: see Followed. Each line after it is an order, answered when it is
 done: {"open": true} begins to follow and waits for an edition, {"until": V} puts each edition into the model as it
