@@ -61,16 +61,20 @@ class Peer:
     folder: str
 
 
-class Way(ABC):
+class Publisher(ABC):
+    """The trainer's end of a way for weights."""
+
+    @abstractmethod
+    def publish(self, state: State, number: int) -> None:
+        """Called by the trainer: has the loader get these weights."""
+
+
+class Way(Publisher):
     """One way for weights, as the trainer and the loader take it."""
 
     def __init__(self, peer: Peer, model: nn.Module) -> None:
         """model: the loader's, or the trainer's"""
         self.peer, self.model = peer, model
-
-    @abstractmethod
-    def publish(self, state: State, number: int) -> None:
-        """Called by the trainer: has the loader get these weights."""
 
     @abstractmethod
     def load(self, number: int) -> State:
@@ -198,7 +202,7 @@ def receive(connection: socket.socket, into: memoryview) -> None:
 # -- the processes ---------------------------------------------------------------------------------------------------
 
 
-def trainer(task: Task, way: Way) -> Iterator[tuple[float, State]]:
+def trainer(task: Task, way: Publisher) -> Iterator[tuple[float, State]]:
     """Trains; yields when each step ended, and the weights that were published after it."""
     built, optimizer, data, loss_of = build(task)
     number = 0
@@ -233,6 +237,16 @@ def checksum(state: State) -> int:
     return found
 
 
+def followed(running: Iterator[tuple[float, State]], count: int) -> dict[str, Any]:
+    """Takes `count` steps; returns when each ended, and the checksum of the weights after the last."""
+    times: list[float] = []
+    state: State = {}
+    for _ in range(count):
+        ended, state = next(running)
+        times.append(ended)
+    return {"times": times, "checksum": checksum(state)}
+
+
 def main() -> None:
     """Follows orders until there are no more."""
     say = own_output()
@@ -244,12 +258,7 @@ def main() -> None:
     running = trainer(peer.task, way) if is_trainer else loader(way)
     say({"ready": True})
     for line in sys.stdin:
-        times: list[float] = []
-        state: State = {}
-        for _ in range(json.loads(line)["count"]):
-            ended, state = next(running)
-            times.append(ended)
-        say({"times": times, "checksum": checksum(state)})
+        say(followed(running, json.loads(line)["count"]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Ray's object store as a way for weights, beside those of feed_peer.py.
 
 The trainer's process starts a Ray of its own, puts the weights of each version there, and an actor, which has the
-model, reads them without a copy. The process reads the same Peer and orders as those of feed_peer.py, and answers for both ends.
+model, reads them without a copy. The process reads the same Peer and orders as those of feed_peer.py, and answers for
+both ends.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.feed_peer import Peer, State, Way, checksum, trainer
+from bench.feed_peer import Peer, Publisher, State, checksum, followed, trainer
 from bench.feed_reader import Twin
 from bench.results import MIB, THREADS
 from bench.talk import own_output
@@ -45,13 +46,12 @@ class Loader:
         return checksum(dict(self._model.state_dict()))
 
 
-class ObjectStore(Way):
+class ObjectStore(Publisher):
     """Weights that are put into the store."""
 
-    def __init__(self, peer: Peer, model: Twin) -> None:
+    def __init__(self, peer: Peer) -> None:
         import ray
 
-        super().__init__(peer, model)
         task = peer.task
         ray.init(
             num_cpus=1,
@@ -70,9 +70,6 @@ class ObjectStore(Way):
         put = ray.put({name: each.view(torch.int16).numpy() for name, each in state.items()})
         self._loaded.append(self._loader.load.remote([put]))
 
-    def load(self, number: int) -> State:
-        raise NotImplementedError("the actor loads")
-
     def loaded(self) -> dict[str, Any]:
         """Waits for the actor; returns its answer."""
         import ray
@@ -88,16 +85,11 @@ def main() -> None:
     say = own_output()
     told: dict[str, Any] = json.loads(sys.stdin.readline())
     peer = Peer(**{**told, "task": Task(**told["task"])})
-    way = ObjectStore(peer, Twin(0, 1))
+    way = ObjectStore(peer)
     running = trainer(peer.task, way)
     say({"ready": True})
     for line in sys.stdin:
-        times: list[float] = []
-        state: State = {}
-        for _ in range(json.loads(line)["count"]):
-            ended, state = next(running)
-            times.append(ended)
-        say({"ends": [{"times": times, "checksum": checksum(state)}, way.loaded()]})
+        say({"ends": [followed(running, json.loads(line)["count"]), way.loaded()]})
     ray.shutdown()
 
 
