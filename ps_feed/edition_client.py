@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +15,7 @@ from ps_protocol.framing import split_message
 from ps_protocol.messages.editions import (
     EditionBucket,
     EditionCall,
+    EditionPart,
     WeightsAsked,
     WeightsHere,
     read_edition_part,
@@ -33,6 +34,26 @@ T = TypeVar("T")
 
 CALL_SECONDS = 10.0
 _SERVICE = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
+
+
+def receive(
+    parts: Iterable[EditionPart],
+    take: Callable[[EditionBucket, int], None],
+    alive: Callable[[int, float | None], None],
+) -> bool:
+    """Hands out the parts of an edition as they come. Returns whether all buckets came that its begin has announced.
+
+    take, alive: see ShardReader.pull
+    """
+    left, timeline = None, 0
+    for part in parts:
+        alive(part.now, part.age)
+        if part.begin is not None:
+            left, timeline = part.begin.buckets, part.begin.timeline
+        elif part.bucket is not None:
+            left = 0 if left is None else left - 1
+            take(part.bucket, timeline)
+    return left == 0
 
 
 class KnownShards(NamedTuple):
@@ -99,21 +120,13 @@ class ShardReader:
             if self._is_cancelled:
                 raise self._cancelled()
             self._call = self._pull(write_edition_call(call))
-        left, timeline = None, 0
         try:
-            for data in self._call:
-                part = read_edition_part(*split_message(data))
-                alive(part.now, part.age)
-                if part.begin is not None:
-                    left, timeline = part.begin.buckets, part.begin.timeline
-                elif part.bucket is not None:
-                    left = 0 if left is None else left - 1
-                    take(part.bucket, timeline)
+            is_whole = receive((read_edition_part(*split_message(data)) for data in self._call), take, alive)
         except grpc.RpcError as error:
             raise self.peer.error(error) from None
         finally:
             self._call.cancel()
-        if left != 0:
+        if not is_whole:
             raise TryLater(f"{self.peer}: the edition ended too early")
 
     def _cancelled(self) -> TryLater:

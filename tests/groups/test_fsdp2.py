@@ -281,6 +281,13 @@ def begun(cluster: Cluster, job: str) -> set[int | None]:
     return {capture.clock if capture is not None else None for capture in captures}
 
 
+def let_go_once_begun(groups: Groups, cluster: Cluster, job: str, clock: int, due: int) -> None:
+    """Lets groups go that stand at a clock, once the shards have begun the checkpoint that is due at another one."""
+    until(lambda: groups.are_held(clock), "the step before a checkpoint")
+    until(lambda: begun(cluster, job) == {due}, "the beginning of the checkpoint")
+    groups.let_go(clock)
+
+
 def last(store: CheckpointStore, job: str) -> int:
     names = store.names(job)
     return store.manifest(job, names[-1]).clock if names else 0
@@ -297,9 +304,7 @@ def test_groups_that_lost_a_shard_end_as_undisturbed_and_checkpoints_have_whole_
     store = CheckpointStore(kept)
     with Groups(nursery, cluster.address, job, tmp_path / "job", Options(noisy=True, holds=[0, 2, 3, 5])) as groups:
         for clock, due in ((0, 1), (2, 3)):
-            until(lambda: groups.are_held(clock), "the step before a checkpoint")  # noqa: B023
-            until(lambda: begun(cluster, job) == {due}, "the beginning of the checkpoint")  # noqa: B023
-            groups.let_go(clock)
+            let_go_once_begun(groups, cluster, job, clock, due)
         until(lambda: groups.are_held(3), "the clock of the checkpoint")
         groups.let_go(3)
         until(lambda: groups.are_held(5), "all to stand at clock 5")

@@ -15,7 +15,7 @@ from torch import nn
 
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.state.inner import InnerStates
-from tests.groups.test_fsdp2 import LEASE, Groups, Tensors, begun, distance, last, log_of, one_process, same
+from tests.groups.test_fsdp2 import LEASE, Groups, Tensors, distance, last, let_go_once_begun, log_of, one_process, same
 from tests.scripts.train_in_group import ROWS, Options, batch, loss, make_model, make_optimizer
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
@@ -178,9 +178,7 @@ def test_groups_that_lost_a_shard_end_as_undisturbed(
     held = replace(options, holds=[0, 3, 4, 6])
     with Groups(nursery, cluster.address, job, tmp_path / "job", held) as groups:
         for clock, due in ((0, 1), (3, 2)):  # at 3 all have sent their state of the first checkpoint
-            until(lambda: groups.are_held(clock), "the step before a checkpoint")  # noqa: B023
-            until(lambda: begun(cluster, job) == {due}, "the beginning of the checkpoint")  # noqa: B023
-            groups.let_go(clock)
+            let_go_once_begun(groups, cluster, job, clock, due)
         until(lambda: groups.are_held(4), "the clock of the checkpoint")
         groups.let_go(4)
         until(lambda: groups.are_held(6), "all to stand at clock 6")

@@ -17,10 +17,10 @@ from torch import nn
 import ps_feed.edition_client
 import ps_feed.subscription
 from ps_feed.edition import EditionArrays
-from ps_feed.edition_client import CALL_SECONDS, KnownShards
+from ps_feed.edition_client import CALL_SECONDS, KnownShards, receive
 from ps_feed.subscription import Subscription
 from ps_protocol.errors import PSError, TryLater
-from ps_protocol.messages.editions import EditionBucket, EditionCall, EditionPart, WeightsAsked, WeightsHere
+from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsAsked, WeightsHere
 from ps_protocol.tensors import bytes_of
 from ps_runtime.credentials import Access
 from ps_runtime.daemon_pool import DaemonPool
@@ -68,7 +68,6 @@ class SimulatedShardReader:
         """Receives buckets, as the real one does."""
         if self._is_cancelled:
             raise TryLater("the call was cancelled")
-        left, timeline = None, 0
         stream = self._network.stream(
             self._address,
             "pull_edition",
@@ -77,15 +76,8 @@ class SimulatedShardReader:
             begun=lambda begun: setattr(self, "_call", begun),
         )
         with contextlib.closing(stream) as parts:  # type: ignore[type-var]
-            for part in parts:
-                assert isinstance(part, EditionPart)
-                alive(part.now, part.age)
-                if part.begin is not None:
-                    left, timeline = part.begin.buckets, part.begin.timeline
-                elif part.bucket is not None:
-                    left = 0 if left is None else left - 1
-                    take(part.bucket, timeline)
-        if left != 0:
+            is_whole = receive(parts, take, alive)
+        if not is_whole:
             raise TryLater("the edition ended too early")
 
     def allow(self) -> None:
