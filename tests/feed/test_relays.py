@@ -126,8 +126,11 @@ def test_readers_with_different_needs_share_a_relay(shared: Cluster, job: str, t
         assert rare.version == 0
         trainer.steps(1)
         assert rare.wait_for(1).version == 4
-        with pytest.raises(InvalidRequest, match="has no parameter nonsense"):
-            ps.subscribe(near.address, job, parameters=["nonsense"]).wait_for()
+        with (
+            ps.subscribe(near.address, job, parameters=["nonsense"]) as wrong,
+            pytest.raises(InvalidRequest, match="has no parameter nonsense"),
+        ):
+            wrong.wait_for()
 
 
 def test_a_relay_that_starts_with_nothing_says_so_until_it_has_a_whole_edition(make_cluster: Any) -> None:

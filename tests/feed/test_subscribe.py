@@ -128,8 +128,11 @@ def test_readers_with_different_needs_follow_one_job(shared: Cluster, job: str, 
         assert rounded["first.weight"].dtype == torch.bfloat16
         assert torch.equal(rounded["first.weight"], trainer.past[6]["first.weight"].bfloat16())
         assert rounded["frozen.weight"].dtype == torch.float32, "what is not trained is sent once, as it is"
-        with pytest.raises(InvalidRequest, match=r"has no parameter nonsense; it has \d+, such as "):
-            ps.subscribe(shared.address, job, parameters=["nonsense"]).wait_for()
+        with (
+            ps.subscribe(shared.address, job, parameters=["nonsense"]) as wrong,
+            pytest.raises(InvalidRequest, match=r"has no parameter nonsense; it has \d+, such as "),
+        ):
+            wrong.wait_for()
 
 
 @pytest.mark.parametrize("wire", cases(["bfloat16"], ["float32"]))
