@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
-from ps_protocol.errors import TryLater
+from ps_protocol.errors import TryLater, Unsupported
 from ps_protocol.framing import split_message
 from ps_protocol.messages.editions import (
     EditionBucket,
@@ -33,6 +33,7 @@ from ps_runtime.retry import Peer
 T = TypeVar("T")
 
 CALL_SECONDS = 10.0
+MOST_SHARDS = 1024  # of a cluster that is followed
 _SERVICE = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
 
 
@@ -156,6 +157,8 @@ class EachShard:
 
     def __init__(self, server: str, access: Access) -> None:
         found = cluster(server, access)
+        if found.shards > MOST_SHARDS:  # each takes a connection and a thread, whoever says so
+            raise Unsupported(f"{server} says that it has {found.shards} shards: expected {MOST_SHARDS} at most")
         missing = [index for index in range(found.shards) if index not in found.addresses]
         if missing or not found.shards:
             raise TryLater(f"shard {missing[0] if missing else 0} of {found.shards} is not known at {server} yet")

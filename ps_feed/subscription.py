@@ -61,6 +61,8 @@ POLL_SECONDS = 0.05  # between two looks at how far a job is, in modes in which 
 LOOK_SECONDS = 1.0  # between two looks where no edition is due yet: so shards know that somebody follows the job
 EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter exits
 CHANGES_BELOW = 2e8  # bytes a second of whole editions, below which changes are asked for
+MEASURED_SECONDS = 60.0  # after which a network that was slow is measured again, by an edition that is asked for whole
+MEASURED_SHARE = 50  # times what such an edition took, if that is longer: so measuring takes 2 % of the time at most
 _FINAL = (Forbidden, InvalidRequest, Unauthenticated, Unsupported)  # errors that waiting does not cure
 _RANDOM = random.Random()
 
@@ -145,6 +147,7 @@ class Subscription:
         self._series = "", -1  # the run and the timeline that shards were on last
         self._changes = changes
         self._is_slow = False  # the network, as the last whole edition has shown
+        self._measured_until = 0.0  # when that is to be looked at again
         self._is_damaged = False  # the last edition was: all is asked for whole
         self.received = Received()
         self._due = 0.0  # when the next edition may come, if a period is set
@@ -485,7 +488,8 @@ class Subscription:
         assert contents is not None
         arriving, room = Arriving(contents, before), self._room
         room.check(arriving)
-        wants_changes = self._is_slow if self._changes is None else self._changes
+        is_slow = self._is_slow and time.monotonic() < self._measured_until
+        wants_changes = is_slow if self._changes is None else self._changes
         base = before if wants_changes and not self._is_damaged else None
         came: list[tuple[float, int]] = []
         heard = dict.fromkeys(range(len(here)), time.monotonic())  # when each shard was heard of last
@@ -529,6 +533,7 @@ class Subscription:
         seconds, size = came[-1][0] - came[0][0] if came else 0.0, sum(size for _, size in came[1:])
         if arriving.whole == arriving.nbytes:  # how long a change takes says little of the network
             self._is_slow = size < CHANGES_BELOW * seconds if len(came) > 1 else True
+            self._measured_until = time.monotonic() + max(MEASURED_SECONDS, MEASURED_SHARE * seconds)
         self._is_damaged = False
         self.received.editions += 1
         self.received.nbytes += arriving.nbytes

@@ -221,7 +221,7 @@ class TakenEdition:
             if left:
                 self._missing[index] = left
             calls = [over for pieces, over in self._readers.values() if copied.keys() & pieces and self.has(pieces)]
-            if calls and self.completed is None:
+            if calls and (self.completed is None or self.completed[0] is None):  # the first may want frozen ones alone
                 trained = [each.version for each in self._copied.values() if each.is_trained]
                 self.completed = min(trained, default=None), now
         for over in calls:

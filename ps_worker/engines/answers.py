@@ -33,8 +33,15 @@ class TellsVersion:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._named: int | None = None
-        self.version: int | None = None
+        self._named: int | None = None  # by the last request to /update_weights
+        self._loaded: int | None = None
+        self._under_way = 0  # requests that give the engine weights
+        self._given = 0  # how many of these have come to something, so that two at once are seen
+
+    @property
+    def version(self) -> int | None:
+        """The version of the engine's weights; None: they are of no version, or are being replaced."""
+        return None if self._under_way else self._loaded
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Handles a request."""
@@ -50,7 +57,7 @@ class TellsVersion:
 
     async def _watch(self, scope: MutableMapping[str, Any], receive: Receive, send: Send, is_update: bool) -> None:
         """Lets a request that gives the engine weights through, and notes what became of it."""
-        body, status = bytearray(), 500
+        body, status, given, is_over = bytearray(), 500, self._given, False
 
         async def seen() -> Message:
             message = await receive()
@@ -60,18 +67,34 @@ class TellsVersion:
         async def told(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                over()  # before the caller sees the answer, and sends its next request
             await send(message)
 
-        named, version = self._named, self.version
-        self.version = None  # the weights are being replaced: they are of no version
+        def over() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                self._under_way -= 1
+                self._note(_version(body) if is_update else self._named, status, is_update, given)
+
+        self._under_way += 1
         try:
             await self._app(scope, seen, told)
+        except BaseException:
+            status = 500
+            raise
         finally:
-            self._named = _version(body) if is_update and status < 400 else None
-            if not is_update and status < 400:
-                self.version = named
-            if status in _NOT_DONE:
-                self._named, self.version = named, version
+            over()
+
+    def _note(self, version: int | None, status: int, is_update: bool, given: int) -> None:
+        """Notes what became of a request. given: how many had come to something when it began"""
+        if status in _NOT_DONE:
+            return
+        is_sure = status < 400 and given == self._given  # else nobody knows which of two came to the engine last
+        self._given += 1
+        self._named = version if is_sure and is_update else None
+        self._loaded = version if is_sure and not is_update else None
 
 
 def _version(body: bytes | bytearray) -> int | None:

@@ -16,16 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import shutil
 import threading
 import urllib.error
 import urllib.request
-import zlib
 from pathlib import Path
 from typing import Any
 
 from ps_protocol.errors import InvalidRequest, PSError, Unreachable
-from ps_worker.edition_tensors import Edition
+from ps_worker.engines.folders import label, saved, tidy
 from ps_worker.followed_model import WeightFeed, subscribe
 
 log = logging.getLogger("ps_worker")
@@ -63,14 +61,14 @@ class DiskFollower:
         engine answers, and InvalidRequest with the words of an engine that refuses them.
         """
         edition = self.feed.wait_for(timeout=timeout)
-        version = _label(edition)
+        version = label(edition)
         if self._ask("/model_info").get("weight_version") == version:
             return False
-        place = self._saved(edition, version)
-        self._ask("/update_weights_from_disk", {"model_path": str(place), "weight_version": version})
-        for old in sorted(place.parent.iterdir(), key=lambda each: each.stat().st_mtime)[:-2]:
-            if old != place:
-                shutil.rmtree(old, ignore_errors=True)
+        place = saved(edition, self.folder, self._base, self._most)
+        try:
+            self._ask("/update_weights_from_disk", {"model_path": str(place), "weight_version": version})
+        finally:
+            tidy(place)  # also where an engine takes none: the folder may lie in memory
         return True
 
     def follow(self, ended: threading.Event, look: float = 1.0) -> None:
@@ -90,19 +88,6 @@ class DiskFollower:
                     return
             ended.wait(look)
 
-    def _saved(self, edition: Edition, version: str) -> Path:
-        contents = edition.arrays.contents
-        place = self.folder / contents.spec.name / contents.wire / version
-        beside = place.with_name(f"{version}.unfinished")
-        if not place.exists():
-            shutil.rmtree(beside, ignore_errors=True)
-            edition.save(beside, self._most)
-            for file in self._base.iterdir() if self._base is not None else ():
-                if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt") and ".index." not in file.name:
-                    shutil.copy2(file, beside / file.name)
-            beside.rename(place)
-        return place
-
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
         if self._api_key:
@@ -116,17 +101,6 @@ class DiskFollower:
             raise InvalidRequest(f"{self.engine}{path}: {error.code} {said}") from None
         except (OSError, ValueError, TypeError) as error:
             raise Unreachable(f"{self.engine}{path}: {error}") from None
-
-
-def _label(edition: Edition) -> str:
-    """Returns what tells an edition's weights from those of any other, also when this process is started again: another
-    run of the job, and a rollback, have others at the same version."""
-    arrays = edition.arrays
-    text = f"{edition.version}-{edition.run}-{arrays.timeline}"
-    if not arrays.contents.spec.consistency.has_one_version:  # each bucket has its own
-        each = sorted((index, version, arrays.timelines.get(index)) for index, version in arrays.versions.items())
-        text += f"-{zlib.crc32(repr(each).encode()):08x}"
-    return text
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import queue
 import sys
 import threading
@@ -363,6 +364,33 @@ def test_sglang_loads_each_newest_version_and_says_it(
         engine.stop()
 
 
+def test_a_follower_of_an_sglang_that_takes_nothing_keeps_two_versions_and_nothing_unfinished(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
+) -> None:
+    """The folder may lie in memory."""
+    engine, place = Engine(), tmp_path / "versions" / job / "float32"
+    engine.refuses = "there is no room on the device"
+    (place / "0-of-one-that-died.unfinished").mkdir(parents=True)
+    (place / "1-of-one-at-work.unfinished").mkdir()
+    os.utime(place / "0-of-one-that-died.unfinished", (1, 1))
+    try:
+        with ps.subscribe(shared.address, job) as feed:
+            follower = DiskFollower(feed, engine.address, tmp_path / "versions", base)
+            for _ in range(4):
+                with pytest.raises(InvalidRequest, match="no room"):
+                    follower.update()
+                feed.wait_for(trainer.step())
+            found = sorted(each.name.partition("-")[0] for each in place.iterdir() if each.suffix != ".unfinished")
+            assert found == ["2", "3"]
+            assert [each.name for each in place.glob("*.unfinished")] == ["1-of-one-at-work.unfinished"]
+            follower = DiskFollower(feed, engine.address, tmp_path / "versions", tmp_path / "missing")
+            with pytest.raises(FileNotFoundError):
+                follower.update()
+            assert [each.name for each in place.glob("*.unfinished")] == ["1-of-one-at-work.unfinished"]
+    finally:
+        engine.stop()
+
+
 def test_an_sglang_has_a_label_for_each_run_and_timeline_whoever_follows(
     shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
 ) -> None:
@@ -497,3 +525,86 @@ def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
     failing.clear()
     update({"update_info": {}})
     assert ask(app, "/v1/completions", {})[0] == 503, "weights of no version"
+
+
+def test_two_requests_at_once_that_give_an_engine_weights_leave_no_wrong_version() -> None:
+    """Which of two came to the engine last is known to nobody; a third one puts it right."""
+
+    async def main() -> None:
+        answers: dict[str, asyncio.Future[int]] = {}
+
+        async def engine(scope: Any, receive: Any, send: Any) -> None:
+            await receive()
+            status = await answers[scope["name"]] if scope["name"] in answers else 200
+            await send({"type": "http.response.start", "status": status})
+            await send({"type": "http.response.body", "body": b""})
+
+        app = TellsVersion(engine)
+
+        async def post(path: str, name: str = "", version: int = 0) -> None:
+            body = json.dumps({"update_info": {"version": version}}).encode()
+
+            async def receive() -> Any:
+                return {"type": "http.request", "body": body}
+
+            async def send(message: Any) -> None: ...
+
+            await app({"type": "http", "path": path, "method": "POST", "name": name}, receive, send)
+
+        async def begun(name: str, path: str, version: int = 0) -> asyncio.Task[None]:
+            answers[name] = asyncio.get_running_loop().create_future()
+            task = asyncio.create_task(post(path, name, version))
+            await asyncio.sleep(0)
+            return task
+
+        async def answer(name: str, task: asyncio.Task[None], status: int) -> None:
+            answers[name].set_result(status)
+            await task
+
+        async def give(version: int) -> None:
+            await post("/update_weights", version=version)
+            await post("/finish_weight_update")
+
+        await give(7)
+        refused = await begun("refused", "/update_weights", 8)
+        assert app.version is None
+        await give(9)
+        assert app.version is None, "one is under way"
+        await answer("refused", refused, 401)
+        assert app.version == 9, "what was refused does not bring back the version of before"
+        one, other = await begun("one", "/update_weights", 10), await begun("other", "/update_weights", 11)
+        await answer("other", other, 200)
+        await answer("one", one, 200)
+        await post("/finish_weight_update")
+        assert app.version is None, "it may have either"
+        await give(12)
+        assert app.version == 12
+
+    asyncio.run(main())
+
+
+def test_an_update_counts_when_it_is_answered() -> None:
+    """The application may go on after its answer, and the next request comes meanwhile."""
+
+    async def main() -> None:
+        seen: list[Any] = []
+
+        async def engine(scope: Any, receive: Any, send: Any) -> None:
+            await receive()
+            await send({"type": "http.response.start", "status": 200})
+            await send({"type": "http.response.body", "body": b""})
+            if scope["path"] == "/update_weights":
+                await app({"type": "http", "path": "/finish_weight_update", "method": "POST"}, receive, sent)
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b'{"update_info": {"version": 3}}'}
+
+        async def sent(message: Any) -> None:
+            seen.append(message)
+
+        app = TellsVersion(engine)
+        await app({"type": "http", "path": "/update_weights", "method": "POST"}, receive, sent)
+        assert app.version == 3
+        assert len(seen) == 4
+
+    asyncio.run(main())

@@ -705,6 +705,18 @@ def test_what_never_changes_is_no_newest_edition() -> None:
     assert (feeding.seen.version, feeding.seen.age) == (1, 1.0)
 
 
+def test_an_edition_of_which_the_first_reader_wants_what_never_changes_is_the_newest_once_another_has_it() -> None:
+    feeding = Feeding(spec=vector_job("job", "sync", 48, 1, frozen=16))
+    for index in range(BUCKETS):
+        feeding.push(float(index), PushKind.INITIAL_VALUE, range(index, index + 1))
+    first, other = feeding.pull(1, buckets=(3,)), feeding.pull(1)
+    feeding.clock = 1
+    feeding.push(-1.0, buckets=range(3))
+    first.edition()
+    other.edition()
+    assert feeding.seen.version == 1
+
+
 def test_a_reader_for_whose_copies_there_is_no_memory_is_refused_and_the_others_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

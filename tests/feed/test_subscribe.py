@@ -19,9 +19,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ps_torch as ps
+from ps_feed.edition_client import EachShard, KnownShards
 from ps_protocol.changes import encode_change
-from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable
+from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable, Unsupported
 from ps_protocol.messages.editions import WeightsAsked
+from ps_runtime.credentials import PLAINTEXT
 from ps_server.shard.shard import Shard
 from ps_server.shard.weight_feeds import SIGN_SECONDS
 from tests.tools.cases import cases
@@ -159,6 +161,39 @@ def test_changes_give_the_same_bits_in_fewer_bytes(
     assert received.nbytes < received.elements
     assert others.nbytes == others.elements
     assert received.damaged == others.damaged == 0
+
+
+def test_a_network_that_was_slow_is_measured_again(
+    shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ps_feed.subscription.CHANGES_BELOW", float("inf"))
+    with ps.subscribe(shared.address, job) as feed:
+        received = feed._subscription.received
+
+        def saved(step: int) -> int:
+            """Bytes that did not come of an edition because only what changed did."""
+            before = received.elements - received.nbytes
+            assert trainer.has(feed.wait_for(step).state_dict(), step)
+            return received.elements - received.nbytes - before
+
+        feed.wait_for()
+        assert saved(trainer.step()) > 0
+        monkeypatch.setattr("ps_feed.subscription.CHANGES_BELOW", 0.0)
+        assert saved(trainer.step()) > 0, "it was slow a moment ago"
+        feed._subscription._measured_until = 0.0
+        assert saved(trainer.step()) == 0, "an edition that is asked for whole"
+        assert saved(trainer.step()) == 0, "it is fast now"
+        monkeypatch.setattr("ps_feed.subscription.CHANGES_BELOW", float("inf"))
+        assert saved(trainer.step()) == 0
+        assert saved(trainer.step()) > 0, "and slow again"
+
+
+def test_a_server_that_says_it_has_more_shards_than_can_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would take a connection and a thread."""
+    known = KnownShards({0: "127.0.0.1:1"}, 2**32 - 1, frozenset({"job"}))
+    monkeypatch.setattr("ps_feed.edition_client.cluster", lambda server, access: known)
+    with pytest.raises(Unsupported, match="says that it has 4294967295 shards: expected 1024 at most"):
+        EachShard("stranger:1", PLAINTEXT)
 
 
 def test_a_damaged_edition_is_dropped_and_asked_for_whole(

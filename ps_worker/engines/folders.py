@@ -1,0 +1,64 @@
+"""Directories by which an engine is given weights: JOB/WIRE/VERSION, one for each version, and none that is half there."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import zlib
+from pathlib import Path
+
+from ps_worker.edition_tensors import Edition
+
+LEFT_SECONDS = 3600.0  # after which an unfinished directory is of a process that has died
+_UNFINISHED = ".unfinished"
+_WEIGHTS = (".safetensors", ".bin", ".pt")
+
+
+def label(edition: Edition) -> str:
+    """Returns what tells an edition's weights from those of any other, also when this process is started again: another
+    run of the job, and a rollback, have others at the same version."""
+    arrays = edition.arrays
+    text = f"{edition.version}-{edition.run}-{arrays.timeline}"
+    if not arrays.contents.spec.consistency.has_one_version:  # each bucket has its own
+        each = sorted((index, version, arrays.timelines.get(index)) for index, version in arrays.versions.items())
+        text += f"-{zlib.crc32(repr(each).encode()):08x}"
+    return text
+
+
+def saved(edition: Edition, folder: Path, base: Path | None, max_shard_bytes: int) -> Path:
+    """Returns the directory of an edition, which is written where it is not there.
+
+    base: a checkpoint, whose files that are no weights are put beside the weights
+    """
+    contents, version = edition.arrays.contents, label(edition)
+    place = folder / contents.spec.name / contents.wire / version
+    beside = place.with_name(f"{version}{_UNFINISHED}")
+    if not place.exists():
+        shutil.rmtree(beside, ignore_errors=True)
+        try:
+            edition.save(beside, max_shard_bytes)
+            for file in base.iterdir() if base is not None else ():
+                if file.is_file() and file.suffix not in _WEIGHTS and ".index." not in file.name:
+                    shutil.copy2(file, beside / file.name)
+            beside.rename(place)
+        except BaseException:  # the next attempt may be at another version
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
+    return place
+
+
+def tidy(place: Path) -> None:
+    """Removes all versions beside this but the newest other one, and what processes that died have left unfinished."""
+    whole: list[tuple[float, Path]] = []
+    for each in place.parent.iterdir():
+        try:
+            written = each.stat().st_mtime
+        except FileNotFoundError:  # another follower has been faster
+            continue
+        if each.suffix != _UNFINISHED:
+            whole.append((written, each))
+        elif time.time() - written > LEFT_SECONDS:
+            shutil.rmtree(each, ignore_errors=True)
+    for _, old in sorted(whole)[:-2]:
+        if old != place:
+            shutil.rmtree(old, ignore_errors=True)
