@@ -165,7 +165,7 @@ def lose_place(session: Session, when: str, all_have_pushed: Callable[[], None])
             participation.members._join_again(connection.place)
         made = push_pull(*given, **more)
         if when == "after":
-            wait(made[0])
+            wait([*made[0], *made[1]])  # drafts are committed by the pulls
             all_have_pushed()
             participation.members._join_again(connection.place)
             connection.settle = cut_off  # the weights may be there: they would end the step
@@ -213,7 +213,7 @@ def say_pushed(session: Session, said: Path) -> None:
     def saying(*given: Any, **more: Any) -> Any:
         connection.push_pull = push_pull
         made = push_pull(*given, **more)
-        wait(made[0])
+        wait([*made[0], *made[1]])  # drafts are committed by the pulls
         said.touch()
         return made
 
