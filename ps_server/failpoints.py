@@ -4,7 +4,7 @@
                                                     @SHARD, only in the process that is this shard
     PS_FAILPOINTS=NAME[@SHARD]=delay:SECONDS,...    waits so long each time that it is passed, as if that took longer
 
-Only the commands `ps-server shard` and `ps-server coordinator` look at the variable, once, when they start. A process
+Only the commands `ps-server shard`, `coordinator` and `relay` look at the variable, once, when they start. A process
 that `ps-server up` starts in place of one that died has the delays alone. Where it is not set, a place costs one look
 at two empty dictionaries.
 """
@@ -44,6 +44,8 @@ POINTS: Mapping[str, str] = {
     "worker-half-added": "coordinator: a shard counts a worker that joins; others may not yet",
     "coordinator-file-half-written": "coordinator: half of its own file is written, under its temporary name",
     "coordinator-file-unnamed": "coordinator: its own file is on disk, under its temporary name",
+    "edition-half-sent": "shard: a bucket of an edition is about to be sent to a reader; with =2, another one was",
+    "edition-half-relayed": "relay: likewise",
     "drain-begun": "coordinator: told to stop, before it makes last checkpoints",
 }
 
@@ -91,7 +93,7 @@ def check() -> None:
 
 
 def arm(shard: int | None) -> None:
-    """Arms the failpoints that PS_FAILPOINTS names, in the process of this shard; None: of the coordinator alone."""
+    """Arms the failpoints that PS_FAILPOINTS names, in the process of this shard; None: of none."""
     for entry in parse(os.environ.get(VARIABLE, "")):
         if entry.shard not in (None, shard):
             continue

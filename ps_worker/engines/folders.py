@@ -1,4 +1,4 @@
-"""Directories by which an engine is given weights: JOB/WIRE/VERSION, one for each version, and none that is half there."""
+"""Directories by which an engine is given weights: JOB/WIRE/VERSION, one for each version, each whole or not there."""
 
 from __future__ import annotations
 

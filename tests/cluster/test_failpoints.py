@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import ps_server.cli
+import ps_torch as ps
 from ps_protocol.errors import NotFound, PSError
 from ps_server import failpoints
 from ps_server.failpoints import POINTS
@@ -224,6 +225,25 @@ def test_a_server_that_dies_while_it_removes_an_old_checkpoint_leaves_none_that_
     assert not (servers.checkpoints / "default" / "000001").exists(), "what was left is removed with the next"
 
 
+def test_a_shard_that_dies_while_it_sends_an_edition_costs_its_reader_a_rollback(
+    start: Start, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    servers, run = start("sync", "edition-half-sent@1=2")
+    feeds: list[ps.WeightFeed] = []
+
+    def follow(rank: int, clock: int) -> None:
+        if rank == 0 and not feeds and CheckpointStore(servers.checkpoints).names("default"):
+            feeds.append(ps.subscribe(servers.address, "default"))
+
+    run.stepped = follow
+    ended = to_the_end(servers, run, "edition-half-sent@1=2", ["shard 1"])
+    with feeds[0] as feed:
+        until(lambda: feed.ended, "the job's last weights")
+        last = feed.wait_for().state_dict()
+    assert same(ended.weights, undisturbed)
+    assert same({name: last[name] for name in undisturbed}, undisturbed)
+
+
 def test_a_coordinator_that_dies_while_it_stops_leaves_the_last_checkpoint_there_was(
     start: Start, undisturbed: dict[str, torch.Tensor]
 ) -> None:
@@ -328,7 +348,7 @@ def test_the_docs_name_every_point() -> None:
 
 
 def test_every_point_is_simulated_or_has_a_test_here() -> None:
-    text = Path(__file__).read_text()
+    text = Path(__file__).read_text() + (ROOT / "tests" / "feed" / "test_relay_process.py").read_text()
     assert [name for name in POINTS if name not in (*AT_SHARDS, *AT_THE_COORDINATOR) and name not in text] == []
 
 

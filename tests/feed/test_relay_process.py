@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import ps_torch as ps
+from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster, until
 from tests.tools.followed_trainer import FollowedTrainer
 from tests.tools.launching import Command, Commands, resident
@@ -58,6 +59,24 @@ def test_a_relay_that_is_killed_costs_its_readers_a_reconnect(shared: Cluster, j
     second[0].process.send_signal(signal.SIGTERM)
     assert second[0].process.wait(30) == 0
     assert "Traceback" not in second[0].err
+
+
+def test_a_relay_that_dies_while_it_sends_an_edition_costs_its_readers_a_reconnect(
+    shared: Cluster, job: str, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_ports(1)
+    monkeypatch.setenv("PS_FAILPOINTS", "edition-half-relayed")
+    first = start(commands, shared.address)
+    monkeypatch.delenv("PS_FAILPOINTS")
+    both = f"{first[1]},127.0.0.1:{port}"
+    with shared.connect("sync", job=job) as session, ps.subscribe(both, job) as feed:
+        trainer = FollowedTrainer(session)
+        last = trainer.steps(2)
+        assert first[0].process.wait(30) == -signal.SIGKILL
+        assert feed.version == -1, "half of an edition is none"
+        start(commands, shared.address, "--port", str(port))
+        assert trainer.has(feed.wait_for(last).state_dict(), last)
+        assert (feed.restores, feed.trouble) == (0, None)
 
 
 def test_a_relay_says_in_one_line_what_is_wrong_with_its_settings(commands: Commands) -> None:
