@@ -146,8 +146,7 @@ class Subscription:
         self._trouble: PSError | None = None
         self._series = "", -1  # the run and the timeline that shards were on last
         self._changes = changes
-        self._is_slow = False  # the network, as the last whole edition has shown
-        self._measured_until = 0.0  # when that is to be looked at again
+        self._is_slow, self._measured_until = False, 0.0  # the network, as a whole edition has shown; it holds so long
         self._is_damaged = False  # the last edition was: all is asked for whole
         self.received = Received()
         self._due = 0.0  # when the next edition may come, if a period is set

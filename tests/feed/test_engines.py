@@ -532,9 +532,11 @@ def test_two_requests_at_once_that_give_an_engine_weights_leave_no_wrong_version
 
     async def main() -> None:
         answers: dict[str, asyncio.Future[int]] = {}
+        arrived = asyncio.Event()
 
         async def engine(scope: Any, receive: Any, send: Any) -> None:
             await receive()
+            arrived.set()
             status = await answers[scope["name"]] if scope["name"] in answers else 200
             await send({"type": "http.response.start", "status": status})
             await send({"type": "http.response.body", "body": b""})
@@ -553,8 +555,9 @@ def test_two_requests_at_once_that_give_an_engine_weights_leave_no_wrong_version
 
         async def begun(name: str, path: str, version: int = 0) -> asyncio.Task[None]:
             answers[name] = asyncio.get_running_loop().create_future()
+            arrived.clear()
             task = asyncio.create_task(post(path, name, version))
-            await asyncio.sleep(0)
+            await arrived.wait()
             return task
 
         async def answer(name: str, task: asyncio.Task[None], status: int) -> None:
