@@ -110,6 +110,8 @@ def make_empty() -> nn.Sequential:
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "SGD":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if name == "plain SGD":
+        return torch.optim.SGD(model.parameters(), lr=0.05)
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
