@@ -193,6 +193,17 @@ def test_whose_assignments_count_all_members_decide_alike(
         assert distance(found[0], one_process(options)) <= 1e-6
 
 
+def test_members_that_make_unlike_calls_are_told_of_both_and_may_go_on(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    options = Options(groups=1, mode="async", part_ways=True)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        groups.ended()
+    said = "member 0 of this worker's group is in session.global_weights, and member 1 in session.barrier"
+    assert all(said in (tmp_path / f"refused-0-{member}").read_text() for member in (0, 1))
+    assert all((tmp_path / f"met-0-{member}").exists() for member in (0, 1))
+
+
 def where_member_1_leaves_a_step_out(options: Options) -> Tensors:
     """What one process ends with that steps only the rows of member 0 in the step of which member 1 pushes nothing."""
     model = make_model()
