@@ -5,11 +5,17 @@ place from it. They talk over a gloo group of their own, in the threads that tra
 
 A step counts on all members or on none of them. No process may go on into a collective that its neighbour, which has
 lost the place or refuses the step, never enters. So they compare before the step is pushed, and when it is through.
+
+All members make the same calls of a session. All that they do together begins with one and the same collective, in
+which each says in which call it is. So a call that one member makes alone fails on all of them, with the names of both
+calls; without that, gloo would wait for ever in two unlike collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,6 +30,10 @@ T = TypeVar("T")
 
 # What a member says of its part in something that all do together. The highest counts.
 THROUGH, LOST, FAILED = range(3)
+
+_NUMBERS = 4  # that members compare at once, at most
+_NAME_BYTES = 64  # of a call
+_SIZE_BYTES = 8  # of a length
 
 # How long a member waits for the others. The first one may be at the coordinator for long, behind another worker's
 # evaluation. The connection to one that is dead breaks at once.
@@ -53,18 +63,55 @@ class Group:
         self._gloo: Any = dist.new_group(list(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
         dist.destroy_process_group(here)
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
+        self._call = ""
 
-    def gather(self, own: bytes) -> list[bytes]:
-        """Returns what each member gives, by member."""
-        size = torch.tensor([len(own)], device="cpu")  # a script may have set another default
-        sizes = [torch.zeros_like(size) for _ in range(self.size)]
-        dist.all_gather(sizes, size, group=self._gloo)
-        most = max(int(each) for each in sizes)
-        padded = torch.zeros(most, dtype=torch.uint8, device="cpu")
+    @contextmanager
+    def during(self, call: str) -> Iterator[None]:
+        """A `with` block in which this member is in a call of the script, by its name. A call within it is a part."""
+        before, self._call = self._call, self._call or call
+        try:
+            yield
+        finally:
+            self._call = before
+
+    def _meet(self, *numbers: int) -> list[int]:
+        """Returns of each number the highest of any member.
+
+        Raises InvalidRequest, on all members, if they are in different calls of the script.
+        """
+        call = zlib.crc32(self._call.encode())
+        own = [call, -call, *numbers, *[0] * (_NUMBERS - len(numbers))]
+        numbers_of_all = torch.tensor(own, dtype=torch.int64, device="cpu")  # a script may have set another default
+        dist.all_reduce(numbers_of_all, op=dist.ReduceOp.MAX, group=self._gloo)
+        highest, lowest, *found = numbers_of_all.tolist()
+        if highest != -lowest:
+            self._raise_unlike()
+        return found[: len(numbers)]
+
+    def _raise_unlike(self) -> None:
+        """Raises InvalidRequest, on all members, with the calls that they are in."""
+        told = self._gather(self._call.encode()[:_NAME_BYTES], _NAME_BYTES)
+        calls = [each.rstrip(b"\0").decode(errors="replace") or "another call" for each in told]
+        member = next(index for index, each in enumerate(calls) if each != calls[0])
+        raise InvalidRequest(
+            "the members of a group make the same calls of a session, in one order: member 0 of this worker's group is "
+            f"in {calls[0]}, and member {member} in {calls[member]}"
+        )
+
+    def _gather(self, own: bytes, size: int) -> list[bytes]:
+        """Returns so many bytes of each member, by member. own: those of this one, or fewer"""
+        padded = torch.zeros(size, dtype=torch.uint8, device="cpu")
         padded[: len(own)] = _tensor(own)
         parts = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self._gloo)
-        return [part[: int(each)].numpy().tobytes() for part, each in zip(parts, sizes, strict=True)]
+        return [part.numpy().tobytes() for part in parts]
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """Returns what each member gives, by member."""
+        [most] = self._meet(len(own))
+        size = len(own).to_bytes(_SIZE_BYTES, "little")
+        parts = self._gather(size + own, _SIZE_BYTES + most)
+        return [part[_SIZE_BYTES:][: int.from_bytes(part[:_SIZE_BYTES], "little")] for part in parts]
 
     def from_first(self, make: Callable[[], bytes]) -> bytes:
         """Returns what the first member makes, on all members. Raises its error on all of them.
@@ -89,9 +136,8 @@ class Group:
 
     def _broadcast(self, made: bytes) -> bytes:
         """Returns what the first member has made. Each member needs memory for that alone."""
-        size = torch.tensor([len(made)], device="cpu")
-        dist.broadcast(size, self._first, group=self._gloo)
-        content = _tensor(made) if self.member == 0 else torch.zeros(int(size), dtype=torch.uint8, device="cpu")
+        [size] = self._meet(len(made))
+        content = _tensor(made) if self.member == 0 else torch.zeros(size, dtype=torch.uint8, device="cpu")
         dist.broadcast(content, self._first, group=self._gloo)
         return made if self.member == 0 else content.numpy().tobytes()
 
@@ -134,9 +180,7 @@ class Group:
         worst = THROUGH
         if error is not None:
             worst = LOST if isinstance(error, PlaceLost) else FAILED
-        numbers = torch.tensor([worst, *own], dtype=torch.int64, device="cpu")
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._gloo)
-        own_worst, (worst, *highest) = worst, numbers.tolist()
+        own_worst, (worst, *highest) = worst, self._meet(worst, *own)
         if worst == FAILED:
             told = self.gather(_error_bytes(error) if error is not None and own_worst == FAILED else b"")
             if error is not None and own_worst == FAILED:

@@ -145,6 +145,10 @@ class GroupRounds:
 
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
         """Returns the values of all processes that take part, by rank and, in a group, by member."""
+        with self._group.during(f"session.{what}"):
+            return self._exchanged(value, what)
+
+    def _exchanged(self, value: bytes, what: str) -> dict[int, bytes]:
         own = group_state(self._group.gather(value))
         while True:
             told = self._group.from_first(lambda: _DONE + self._given(own, what))

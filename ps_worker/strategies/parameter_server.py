@@ -124,7 +124,8 @@ class ServerStrategy:
     def refresh(self) -> None:
         """Pulls the weights with every update that is staged into the model; see JobTraining.refresh."""
         if self._training is not None:
-            self._training.refresh()
+            with self._training.participation.during("session.global_weights"):
+                self._training.refresh()
 
     def global_values(self) -> Mapping[int, torch.Tensor]:
         """Returns the weights with which the round began, by the id of the parameter; empty in modes other

@@ -54,7 +54,8 @@ class StepsTogether:
             self._end(index)
             self.push()
 
-        return self._in_place(step)
+        with self.group.during("optimizer.step"):
+            return self._in_place(step)
 
     def run(self, exchange: Callable[[], None]) -> bool | None:
         """Runs an exchange with the shards that is no step."""

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import ps_torch
-from ps_torch import LimitExceeded, NonFiniteGradient, PSError, Session
+from ps_torch import InvalidRequest, LimitExceeded, NonFiniteGradient, PSError, Session
 from tests.scripts.train_with_state import Noisy, hold
 from tests.tools.cluster import until
 
@@ -62,6 +62,7 @@ class Options:
     leaves:     the clocks at which it leaves its weights
     meets:      the clock at which it meets all others in a barrier
     refreshes:  the clock at which it fetches the weights
+    part_ways:  after its steps member 0 fetches the weights, and the others meet in a barrier
     unpushed:   the clock after which member 1 of group 0 fails before it has pushed anything
     """
 
@@ -92,6 +93,7 @@ class Options:
     leaves: list[int] = field(default_factory=list)
     meets: int = -1
     refreshes: int = -1
+    part_ways: bool = False
 
 
 def make_model(noisy: bool = False) -> nn.Sequential:
@@ -110,6 +112,8 @@ def make_empty() -> nn.Sequential:
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "SGD":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if name == "plain SGD":
+        return torch.optim.SGD(model.parameters(), lr=0.05)
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
@@ -254,6 +258,8 @@ class Member:
                 self.model, self.optimizer = session.prepare(self.model, self.optimizer, **more)
                 (self.directory / f"begun-{self.group}-{self.member}").touch()
                 self.steps(session)
+                if self.options.part_ways:
+                    self.part_ways(session)
             (self.directory / f"met-{self.group}-{self.member}").write_text(
                 json.dumps(
                     [
@@ -328,6 +334,13 @@ class Member:
             self.optimizer.zero_grad()
             if step + 1 in options.leaves:
                 self.leave_weights(str(step + 1))
+
+    def part_ways(self, session: Session) -> None:
+        """Makes another call than the other members."""
+        try:
+            session.barrier() if self.member else session.global_weights()
+        except InvalidRequest as error:
+            (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
 
     def scale(self, session: Session) -> None:
         """Sets all weights, as each group does; member 1 of the last one has heard of the end of all others."""
