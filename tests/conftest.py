@@ -90,6 +90,14 @@ def _no_session_left() -> Iterator[None]:
     until(lambda: threads() <= before, "the end of all sessions of this test")
 
 
+@pytest.fixture(autouse=True)
+def _no_process_group_left() -> Iterator[None]:
+    """Ends torch's default process group with the test: a session in mode ddp leaves it for the next session."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Cluster]:
     """Two shards that tests share, each with a job of its own (see `job`); stopped after the last.
@@ -146,10 +154,7 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a launcher sets for a group of one, which ends with the test."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launcher sets for a group of one."""
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -282,6 +282,19 @@ class FlatModel:
             self.base.arrived()
         self.weights.landed()
 
+    def step_failed(self, counted: Iterable[BucketSpec] | None) -> None:
+        """Keeps what has come of a step that has failed.
+
+        counted: the buckets that were pushed, if all calls of this process are through, and another member of its group
+                 has failed: they count, and all weights have landed. None: weights may land later, which are not the
+                 script's changes
+        """
+        if counted is None:
+            self.weights.pull_failed()
+        else:
+            self.end_pull()
+            self.count(counted)
+
     def _write(self, bucket: BucketSpec, values: torch.Tensor, shared: bool, add: bool = False) -> None:
         """add: the values are added to the weights"""
         weights = self._buffers.weights(bucket)

@@ -94,7 +94,8 @@ class Weights:
         versions = {index: version for index, (version, _) in zip(trained, before, strict=True)}
         changed = {index for index in suspects if self._is_changed(index, versions[index])}
         for index in suspects:
-            self._take_in(index)
+            if index in changed or index not in self._apart:  # else what has landed of a failed pull would be lost
+                self._take_in(index)
         self.mark()
         return changed
 
@@ -113,6 +114,13 @@ class Weights:
         for index in self._apart:
             values(self._buffers.trained[index]).copy_(self._buffers.weight_views[index])
         self._touches.landed(self._buffers.trained)
+
+    def pull_failed(self) -> None:
+        """Notes that weights of a failed pull may land in the buffers at any time. Parameters with memory of their own
+        are compared with what they are now, to find what the script changes.
+        """
+        for index in self._apart:
+            self._touches.touched(index, self._buffers.trained[index], None)
 
     def _take_in(self, index: int, even_shared: bool = False) -> None:
         """Copies a parameter's values into the buffers, and moves it there if it can lie there."""

@@ -11,8 +11,7 @@ lost       A worker loses its place by a pause, a partition, or a rollback of th
            have not had of it is pushed again from there (unfinished.py). Where a rollback has undone steps of this
            worker, its own state is rolled back too, and the batch's other steps are left out.
 between    Leased data, values over all workers (value_rounds.py), optimizer state that the script reads or sets.
-
-What one step is, a step of gradients or a round of local steps, is a StepKind (step_kind.py).
+kind       What one step is, a step of gradients or a round of local steps: a StepKind (step_kind.py).
 """
 
 from __future__ import annotations
@@ -313,11 +312,14 @@ class JobTraining:
         group it is over once it is through for all members."""
         unfinished, clock = self.unfinished, self.participation.connection.clock
         assert unfinished is not None
+        through: list[_Calls] = []  # of this process: the step may fail for another member of the group
         try:
-            calls, is_wanted = self.participation.together_or(self._pushed)
+            calls, is_wanted = self.participation.together_or(lambda: self._pushed(through))
         except Exception as error:
             if self._together is not None:
                 self._together.push_failed(error, unfinished, clock + 1)
+            if not isinstance(error, PlaceLost) and self.model.spec.local is None:
+                self.model.step_failed(self.sent.buckets if through and self.sent is not None else None)
             raise
         self._finish(calls, is_wanted)
         if self._steps.tables.are_some:
@@ -325,9 +327,9 @@ class JobTraining:
         if self.data.accounts:
             self.data.pushed()
 
-    def _pushed(self) -> tuple[_Calls, bool]:
-        """Pushes the step at hand, and pulls; returns its calls, once all are over, and when it began to wait; and
-        whether a checkpoint wants this worker's state after it."""
+    def _pushed(self, through: list[_Calls]) -> tuple[_Calls, bool]:
+        """Pushes the step at hand, and pulls. Once all is over it returns the calls, which it adds to `through`, with
+        when it began to wait; and whether a checkpoint wants this worker's state after the step."""
         unfinished, connection = self.unfinished, self.participation.connection
         assert unfinished is not None
         step, begun = unfinished.step, unfinished.begun
@@ -354,7 +356,8 @@ class JobTraining:
         began = self._metrics.timer.now()
         with named(WAIT):
             self.participation.settle()
-        return (pushed, pulls, began), any(pull.result().checkpoint for pull in pulls)
+        through.append((pushed, pulls, began))
+        return through[0], any(pull.result().checkpoint for pull in pulls)
 
     def _finish(self, calls: _Calls, is_wanted: bool) -> None:
         """Counts a step's pushes and pulls, which are over. is_wanted: a checkpoint wants this worker's state, too"""
@@ -378,10 +381,10 @@ class JobTraining:
         sent, self.sent = self.sent, None
         if sent is not None and not counts:
             sent.lost(self.model)
+        elif sent is not None:
+            self.model.count(sent.buckets)
         self._drop_unfinished()
         self.assignments.step_is_over()
-        if counts and sent is not None:
-            self.model.count(sent.buckets)
 
     # -- lost --------------------------------------------------------------------------------------------------------
 
@@ -395,13 +398,12 @@ class JobTraining:
         while self.unfinished is not None:
             try:
                 self._push()
+                counts = True
             except PlaceLost:
                 counts = self._take_place()
             except BaseException as error:
                 self._broke_off(error)
                 raise
-            else:
-                counts = True
         return counts
 
     def _take_place(self) -> bool:
@@ -461,9 +463,8 @@ class JobTraining:
         """Whether a job that was rolled back has all steps of this worker up to the one at hand: its own state stays as
         it is. done: the clock of the last of them"""
         unfinished = self.unfinished
-        if self.data.accounts or (unfinished is not None and unfinished.is_early):
-            return False
-        if unfinished is None and self.sent is not None:  # it was interrupted: it may be the last one
+        was_interrupted = unfinished is None and self.sent is not None  # it may be the last one
+        if self.data.accounts or was_interrupted or (unfinished is not None and unfinished.is_early):
             return False
         if unfinished is not None:
             done = unfinished.done
@@ -595,6 +596,5 @@ class JobTraining:
         if self.participation.group is not None:
             raise Unsupported("a worker that is a group of processes trains the parameters that it began with")
         self.stages.check_steps(index)
-        parameters = self._added.add(index, group)
+        self.checkpoint.trains(self._added.add(index, group))
         self.assignments.note_between_passes(self.clock + 1)
-        self.checkpoint.trains(parameters)

@@ -24,7 +24,7 @@ LEASE = 120.0
 
 # Each sample has a cell of the model, which a step with that sample raises.
 SCRIPT = """
-import json, pathlib, sys, torch, ps_worker
+import json, pathlib, sys, threading, torch, ps_worker
 
 directory, samples = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 session = ps_worker.connect()
@@ -84,6 +84,16 @@ def told(*arguments, **named):
 
 setattr(holder, name, told)
 """
+# Before its last steps the script waits: its lease is to end while there are some left, however fast it is.
+HELD_SCRIPT = SCRIPT.replace(
+    "        optimizer.zero_grad()\n",
+    """
+        begun = len(pathlib.Path(began.name).read_text().split())
+        while begun == samples - 5 and not (directory / "lease is over").exists():
+            threading.Event().wait(0.01)
+        optimizer.zero_grad()
+""",
+)
 
 
 @pytest.mark.parametrize("place", cases(["in its next place"], ["sent", "finished"]))
@@ -91,7 +101,7 @@ def test_a_worker_that_is_told_to_stop_amid_a_step_counts_it_once(
     make_cluster: Callable[..., Cluster], nursery: Nursery, tmp_path: Path, place: str
 ) -> None:
     samples, kept, script = 40, tmp_path / "checkpoints", tmp_path / "script.py"
-    script.write_text(TOLD + SCRIPT)
+    script.write_text(TOLD + HELD_SCRIPT)
     first = make_cluster(checkpoint_dir=kept, lease=LEASE)
     alone = {"PS_MODE": "async", "PS_RANK": "0", "PS_WORLD_SIZE": "1"}
     words, log = [tmp_path, samples, *PLACES[place]], tmp_path / "log"
@@ -99,6 +109,7 @@ def test_a_worker_that_is_told_to_stop_amid_a_step_counts_it_once(
     if place == "in its next place":
         until(lambda: len(began(tmp_path)[0]) > 5, "training")
         first.end_lease(0)
+    (tmp_path / "lease is over").touch()
     assert running.wait(WAIT_SECONDS) == 128 + signal.SIGTERM
     until(lambda: not first.coordinator.jobs(), "the job's end", WAIT_SECONDS)
     first.stop()

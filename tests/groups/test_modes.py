@@ -12,7 +12,7 @@ import torch
 
 from ps_server.core.limits import Limits
 from tests.groups.test_fsdp2 import LEASE, WAIT_SECONDS, Groups, Tensors, distance, one_process, same
-from tests.scripts.train_in_group import Options, batch, loss, make_model
+from tests.scripts.train_in_group import Options, batch, loss, make_model, make_optimizer
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
 
@@ -193,14 +193,32 @@ def test_whose_assignments_count_all_members_decide_alike(
         assert distance(found[0], one_process(options)) <= 1e-6
 
 
+def where_member_1_leaves_a_step_out(options: Options) -> Tensors:
+    """What one process ends with that steps only the rows of member 0 in the step of which member 1 pushes nothing."""
+    model = make_model()
+    optimizer = make_optimizer(options.optimizer, model)
+    for step in range(options.steps):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        loss(model, *batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == options.unpushed:
+            for parameter, rows in zip(model.parameters(), before, strict=True):
+                first = -(-len(rows) // 2)
+                parameter.data[first:] = rows[first:]
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_members_go_on_from_one_clock_where_the_push_of_one_fails(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
 ) -> None:
-    """It has sent nothing of its piece, and the other one all of its own."""
-    options = Options(groups=1, mode=mode, unpushed=3)
+    """It has sent nothing of its piece, and the other one all of its own. Both have the servers' weights after that,
+    and take none of them for changes of the script."""
+    options = Options(groups=1, mode=mode, unpushed=3, optimizer="plain SGD")
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         found = groups.ended()
+    assert distance(found[0], where_member_1_leaves_a_step_out(options)) <= 1e-6
     assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
     assert "no thread can be started" in (tmp_path / "refused-0-0").read_text()
     assert [int(each["clock"]) for each in found] == [options.steps] * 2

@@ -19,17 +19,23 @@ END_SECONDS = 120.0
 DIES_AT, SAMPLES, PASSES = 13, 48, 2
 
 # Says each sample that it trains, and the weights at the end. Arguments: the clock at which it stands still, for one
-# who kills it, and a file that worker 1 waits for before it connects.
+# who kills it, a file that worker 1 waits for before it connects, and the mode. In sync it stands later if there is no
+# checkpoint then: a busy coordinator has named a clock further ahead. Worker 0 says it, so that both stand at one step.
 SCRIPT = f"""
-import sys, threading
+import re, sys, threading
 from pathlib import Path
 import torch
 import ps_worker
 from ps_worker import launched
 
-stands_at, go = int(sys.argv[1]), Path(sys.argv[2])
+stands_at, go, mode = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 while launched.launched_rank() == "1" and not go.exists():
     threading.Event().wait(0.02)
+
+def has_checkpoint():
+    found = (manifest.read_text() for manifest in go.parent.glob("kept/*/*/manifest.json"))
+    return any(re.search(r'"clock": ?[1-9]', text) for text in found)
+
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
 data = torch.utils.data.TensorDataset(torch.arange(float({SAMPLES})).reshape(-1, 1))
@@ -39,7 +45,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 model, optimizer, loader = session.prepare(model, optimizer, loader)
 for epoch in range({PASSES}):
     for (x,) in loader:
-        if session.clock == stands_at:
+        if 0 <= stands_at <= session.clock and (mode != "sync" or session.broadcast(has_checkpoint())):
             sys.stdout.write(f"stands at {{stands_at}}\\n")
             threading.Event().wait()
         model(x / {SAMPLES}).square().mean().backward()
@@ -72,7 +78,7 @@ class At:
     def launch(self, address: str, mode: str, stands_at: int = -1) -> Command:
         """Starts a launch. stands_at: the clock at which its workers stand still"""
         where = ("--server", address, "--workers", "2", "--mode", mode, "--metrics-host", "127.0.0.1")
-        return self._start("-m", "ps_worker", "run", *where, str(self._script), str(stands_at), str(self.go))
+        return self._start("-m", "ps_worker", "run", *where, str(self._script), str(stands_at), str(self.go), mode)
 
     def has_checkpoint(self) -> bool:
         """Whether there is one of trained weights."""
@@ -101,7 +107,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def stands(at: At, launch: Command) -> None:
-    """Waits until both workers of a launch stand still."""
+    """Waits until both workers of a launch stand still, and there is a checkpoint."""
     launch.says(r"stands at", count=2)
     until(lambda: at.has_checkpoint(), "a checkpoint")
 

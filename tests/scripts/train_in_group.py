@@ -110,6 +110,8 @@ def make_empty() -> nn.Sequential:
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "SGD":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if name == "plain SGD":
+        return torch.optim.SGD(model.parameters(), lr=0.05)
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
@@ -165,7 +167,7 @@ def lose_place(session: Session, when: str, all_have_pushed: Callable[[], None])
             participation.members._join_again(connection.place)
         made = push_pull(*given, **more)
         if when == "after":
-            wait(made[0])
+            wait([*made[0], *made[1]])  # drafts are committed by the pulls
             all_have_pushed()
             participation.members._join_again(connection.place)
             connection.settle = cut_off  # the weights may be there: they would end the step
@@ -213,7 +215,7 @@ def say_pushed(session: Session, said: Path) -> None:
     def saying(*given: Any, **more: Any) -> Any:
         connection.push_pull = push_pull
         made = push_pull(*given, **more)
-        wait(made[0])
+        wait([*made[0], *made[1]])  # drafts are committed by the pulls
         said.touch()
         return made
 

@@ -125,6 +125,7 @@ class Cluster:
         row = run.row(number, rank)
         worker = Worker(self, run, rank, launch, life, row)
         self.network.connect(worker.host)
+        worker.host.on_death.append(run.worker_died)
         run.lives.append(life)
         run.writers.setdefault(row, []).append(life)
         run.everybody.append(worker)

@@ -167,6 +167,7 @@ class Run:
     may_end:  why the job may be lost; empty: it may not
     end_is_forgotten: the disk was full when the job ended, and the coordinator died: the next may go on with the job
     over:     its user knows that it is over
+    had_nobody: at some moment no worker that has joined was alive
     saved:    it has had a checkpoint: it goes back to one, whatever dies
     lossy:    by bucket, when its shard died first
     writers:  by their row in the weights, the lives that count there
@@ -186,6 +187,7 @@ class Run:
         self.comeback: Comeback | None = None
         self.target: int | None = None
         self.may_end, self.over, self.saved = "", False, False
+        self.had_nobody = False
         self.end_is_forgotten = False
         self.identity = ""
         self.placement: list[int] = []
@@ -195,6 +197,10 @@ class Run:
         self.marks = [Life(number, 0, [0], {0: 0})]
         self.initial = torch.zeros(job.shape.rows, 1 + job.shape.columns)
         self.initial[number, :2] = self.rules.unit
+
+    def worker_died(self) -> None:
+        """Notes that a worker's process is gone."""
+        self.had_nobody |= not any(worker.host.alive and worker.places for worker in self.everybody)
 
     @property
     def name(self) -> str:

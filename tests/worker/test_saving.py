@@ -44,10 +44,8 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def session(mode: str, shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+def session(mode: str, shared: Cluster, job: str, alone: None) -> Iterator[Session]:
     """A session in each mode; that of ddp is a group of one."""
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
     with ps_worker.connect(shared.address, mode, job) as found:
         yield found
 
