@@ -42,19 +42,27 @@ def server_options() -> ChannelOptions:
     ]
 
 
-def open_channel(address: str, access: Access = PLAINTEXT) -> grpc.Channel:
+def open_channel(address: str, access: Access = PLAINTEXT, reads_itself: bool = False) -> grpc.Channel:
     """Opens a gRPC channel with its own connection, so that control calls never queue behind buckets.
+
+    reads_itself: the thread that iterates over a stream of answers reads them. Otherwise gRPC has a thread for that,
+                  and both wake all the time while nothing comes: 15 times a second instead of 5 (measured)
 
     With certificate files, the channel is replaced when they change; calls under way end on the old one. With a token,
     every call carries it. Raises InvalidRequest if a token would leave this machine in plaintext.
     """
     if access.tls is None and access.token is None:
-        return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+        return grpc.insecure_channel(address, options=_options(reads_itself))
     if access.tls is None and not access.insecure and not is_loopback(address.rpartition(":")[0]):
         raise InvalidRequest(
             f"a token for {address} would travel in plaintext: give --tls-ca, or --insecure to allow it"
         )
-    return RenewedChannel(address, access)
+    return RenewedChannel(address, access, _options(reads_itself))
+
+
+def _options(reads_itself: bool) -> ChannelOptions:
+    own = [("SingleThreadedUnaryStream", 1)] if reads_itself else []
+    return [*_CLIENT_OPTIONS, *own]
 
 
 _CLIENT_OPTIONS: ChannelOptions = [
@@ -78,8 +86,8 @@ RETIRED_SECONDS = 120.0
 class RenewedChannel(grpc.Channel):  # type: ignore[misc]  # grpcio ships no types
     """A channel that reloads its certificates and attaches the current token to each call."""
 
-    def __init__(self, address: str, access: Access) -> None:
-        self._address = address
+    def __init__(self, address: str, access: Access, options: ChannelOptions) -> None:
+        self._address, self._options = address, options
         self._token = access.token
         self._watched = None if access.tls is None else ReloadingFiles(access.tls.paths(), access.tls.load)
         self._lock = threading.Lock()
@@ -107,8 +115,8 @@ class RenewedChannel(grpc.Channel):  # type: ignore[misc]  # grpcio ships no typ
 
     def _make(self) -> grpc.Channel:
         if self._watched is None:
-            return grpc.insecure_channel(self._address, options=_CLIENT_OPTIONS)
-        return grpc.secure_channel(self._address, channel_credentials(self._watched.get()), options=_CLIENT_OPTIONS)
+            return grpc.insecure_channel(self._address, options=self._options)
+        return grpc.secure_channel(self._address, channel_credentials(self._watched.get()), options=self._options)
 
     def close(self) -> None:
         with self._lock:

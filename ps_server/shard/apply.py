@@ -89,6 +89,12 @@ class Updates:
         if hosted.grace_of < rule.version and (seconds := rule.grace()) is not None:
             hosted.grace_of = rule.version
             self._graces[hosted] = Grace(job, rule.version, self._clock() + seconds)
+            self._threads.wake()
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Whether an update has a grace."""
+        return bool(self._graces)
 
     def end_graces(self, now: float) -> None:
         """Schedules the updates whose grace is over at the time `now`."""

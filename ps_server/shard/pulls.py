@@ -46,8 +46,13 @@ MESSAGE_BYTES = 4 * 2**20  # of rows, a feed's too
 class Pulls:
     """Every pull of one shard. Methods may be called from any thread; none waits for a worker."""
 
-    def __init__(self, metrics: ShardMetrics, clock: Callable[[], float], limit: float = math.inf) -> None:
-        """limit: buckets that one principal may have asked for and not got"""
+    def __init__(
+        self, metrics: ShardMetrics, clock: Callable[[], float], wake: Callable[[], None], limit: float = math.inf
+    ) -> None:
+        """wake: is called when `needs_ticks` has become true; limit: buckets that one principal may have asked for and
+        not got
+        """
+        self._wake = wake
         self._clock, self._began = clock, clock()
         self._under_way = PulledBuckets(limit)
         self._metrics = metrics
@@ -56,6 +61,11 @@ class Pulls:
     def now(self) -> float:
         """Returns the seconds since the shard has started: the clock of the times that timelines get."""
         return self._clock() - self._began
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Whether a worker has not been told yet that its pushes are staged."""
+        return bool(self._with_pushes)
 
     def tell_staged(self, now: float) -> None:
         """Tells workers that the pushes of their exchange are staged, if no answer has told them within
@@ -166,6 +176,7 @@ class Pulls:
                 units[index].waiters[pull.number] = Waiter(pull, admission, now, owed=owed.get(index, {}))
         if pull.with_pushes:
             self._with_pushes.append((job, pull))
+            self._wake()
 
         def forget() -> None:
             self._forget(job, pull, indices)

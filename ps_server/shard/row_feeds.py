@@ -178,11 +178,14 @@ class ShardFeed:
 class RowFeeds:
     """The feeds of rows of one shard. Methods may be called from any thread.
 
+    wake:  is called when `needs_ticks` has become true
     limit: the largest number of feeds of one job; one principal may have half of it
     """
 
-    def __init__(self, hosted: HostedJobs, clock: Callable[[], float], limit: float = math.inf) -> None:
-        self._hosted, self._clock, self._limit = hosted, clock, limit
+    def __init__(
+        self, hosted: HostedJobs, clock: Callable[[], float], wake: Callable[[], None], limit: float = math.inf
+    ) -> None:
+        self._hosted, self._clock, self._wake, self._limit = hosted, clock, wake, limit
         self._open: set[ShardFeed] = set()
         self._lock = threading.Lock()
 
@@ -202,6 +205,7 @@ class RowFeeds:
         job.add_feed(table.feeds, feed, self._limit)
         with self._lock:
             self._open.add(feed)
+        self._wake()
         try:  # it may have been closed meanwhile, with the feeds that it had then
             if self._hosted.get(call.job, "") is not job:
                 raise TryLater(f"job {job.name!r} is no longer what it was when the call came")
@@ -215,6 +219,11 @@ class RowFeeds:
         feed.forget()
         with self._lock:
             self._open.discard(feed)
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Whether any feed is open."""
+        return bool(self._open)
 
     def tick(self, now: float) -> None:
         """Begins the rounds that are due. For one thread."""

@@ -96,21 +96,24 @@ class Shard:
         self._metrics = metrics
         self._clock, self._began = clock, clock()
         self._threads = threads or OwnThreads()
-        self._pulls = Pulls(metrics, clock, pulled_limit)
+        wake = self._threads.wake
+        self._pulls = Pulls(metrics, clock, wake, pulled_limit)
         self._updates = Updates(self._threads, self._pulls, metrics, clock)
         self._pushes = Pushes(metrics, self._pulls, self._updates, shared_directory)
         limits = staged_limit, norm_limit
         tables = TablePlaces(index, table_limit, row_files)
         self._hosted = HostedJobs(index, limits, self.principals, self._threads, self._pulls, metrics, tables)
-        self.feeds = RowFeeds(self._hosted, clock, feed_limit)
-        self.weight_feeds = WeightFeeds(self._hosted, clock, feed_limit)
+        self.feeds = RowFeeds(self._hosted, clock, wake, feed_limit)
+        self.weight_feeds = WeightFeeds(self._hosted, clock, wake, feed_limit)
         self._notify_at = clock() + NOTICE_AFTER_SECONDS
         self._troubles = Troubles(log, "snapshot")
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)
 
-    def tick(self) -> None:
+    def tick(self) -> bool:
         """Does the periodic work: tells waiting pulls that their pushes are staged and which workers they wait for,
         ends graces, begins rounds of feeds, and drops editions that nobody reads.
+
+        Returns whether anything waits for the next tick; otherwise that may come later.
         """
         now = self._clock()
         self._pulls.tell_staged(now)
@@ -122,6 +125,7 @@ class Shard:
             self._notify_at = now + NOTICE_AFTER_SECONDS
             for job in self.jobs().values():
                 self._pulls.notify(job, now)
+        return any(each.needs_ticks for each in (self._pulls, self._updates, self.feeds, self.weight_feeds))
 
     def stop(self) -> None:
         """Completes the updates that can be made, and ends the threads. Waiting calls get TryLater."""

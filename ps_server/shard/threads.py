@@ -19,6 +19,8 @@ from ps_runtime.pools import Pool
 Task = Callable[[], None]
 
 READERS = 4  # restores at a time, each of another job
+IDLE_SECONDS = 1.0  # between two calls of a repeated task while nothing waits for it
+_IDLE_AFTER = 20  # calls for which nothing waited: a thread that waits for longer must be woken, and a round takes less
 
 
 class Threads(Protocol):
@@ -36,8 +38,14 @@ class Threads(Protocol):
     def read(self, task: Task) -> None:
         """Runs a task that reads from disk, beside all others if there is a thread for it."""
 
-    def repeat(self, seconds: float, task: Task) -> None:
-        """Runs a task every so many seconds, until the shard stops; without threads, the caller's clock does that."""
+    def repeat(self, seconds: float, task: Callable[[], bool]) -> None:
+        """Runs a task every so many seconds, until the shard stops; without threads, the caller's clock does that.
+
+        The task returns whether anything waits for it. While nothing does, it runs every IDLE_SECONDS.
+        """
+
+    def wake(self) -> None:
+        """Notes that something waits for a repeated task. Costs nothing while the task runs often anyway."""
 
     def stop(self) -> None:
         """Returns when everything has been run, and ends the threads."""
@@ -101,6 +109,8 @@ class OwnThreads(ApplyThreads):
         self._readers = Pool(READERS, "restore")
         self._stopping = threading.Event()
         self._repeating: list[threading.Thread] = []
+        self._wanted = threading.Event()
+        self._is_idle = False
 
     def write(self, task: Task) -> None:
         """Has the writing thread run a task. Raises TryLater after `stop`."""
@@ -110,20 +120,46 @@ class OwnThreads(ApplyThreads):
         """Has a reading thread run a task. Raises TryLater after `stop`."""
         _submit(self._readers, "restore", task)
 
-    def repeat(self, seconds: float, task: Task) -> None:
-        """Starts a thread that runs a task every so many seconds."""
+    def repeat(self, seconds: float, task: Callable[[], bool]) -> None:
+        """Starts a thread that runs a task every so many seconds, or every IDLE_SECONDS while nothing waits for it. For
+        one task.
+        """
+        unwanted = 0
+
+        def run_once() -> None:
+            nonlocal unwanted
+            unwanted += 1
+            if task():
+                unwanted = 0
 
         def run() -> None:
-            while not self._stopping.wait(seconds):
-                guarded("notices", task)
+            while not self._stopping.is_set():
+                if self._is_idle:
+                    self._wanted.wait(IDLE_SECONDS)
+                else:
+                    self._stopping.wait(seconds)
+                self._wanted.clear()
+                if self._stopping.is_set():
+                    return
+                # Set before the task looks: what begins to wait later finds it set, and wakes this thread.
+                self._is_idle = unwanted >= _IDLE_AFTER
+                guarded("notices", run_once)
+                self._is_idle = self._is_idle and unwanted > 0
 
         thread = threading.Thread(target=run, name="notices", daemon=True)
         start(thread)
         self._repeating.append(thread)
 
+    def wake(self) -> None:
+        """Notes that something waits for the repeated task."""
+        if self._is_idle:
+            self._is_idle = False
+            self._wanted.set()
+
     def stop(self) -> None:
         """Returns when everything has been run, and ends the threads."""
         self._stopping.set()
+        self._wanted.set()
         for thread in self._repeating:
             thread.join()
         super().stop()
@@ -158,7 +194,10 @@ class NoThreads:
         """Runs a task."""
         task()
 
-    def repeat(self, seconds: float, task: Task) -> None:
+    def repeat(self, seconds: float, task: Callable[[], bool]) -> None:
+        """Does nothing."""
+
+    def wake(self) -> None:
         """Does nothing."""
 
     def stop(self) -> None:

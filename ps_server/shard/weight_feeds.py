@@ -256,11 +256,14 @@ class EditionSender:
 class WeightFeeds:
     """The feeds of weights of one shard. Methods may be called from any thread.
 
+    wake:  is called when `needs_ticks` has become true
     limit: the largest number of feeds of one job, those of rows included; one principal may have half of it
     """
 
-    def __init__(self, hosted: HostedJobs, clock: Callable[[], float], limit: float = math.inf) -> None:
-        self._hosted, self._clock, self._limit = hosted, clock, limit
+    def __init__(
+        self, hosted: HostedJobs, clock: Callable[[], float], wake: Callable[[], None], limit: float = math.inf
+    ) -> None:
+        self._hosted, self._clock, self._wake, self._limit = hosted, clock, wake, limit
 
     def describe(self, asked: WeightsAsked) -> WeightsHere:
         """Returns what this shard has of a job's weights. Raises NotFound, RunEnded, TryLater, or InvalidRequest."""
@@ -294,6 +297,7 @@ class WeightFeeds:
         bases = {index: call.bases[index] for index in source.specs if index in call.bases}  # it may name any number
         feed = EditionSender(source, wanted, bases, outbox, caller, self._clock)
         source.add(feed, self._limit)
+        self._wake()
         try:
             # The job may have ended its feeds meanwhile, without this one.
             if isinstance(source, JobSource) and self._hosted.get(call.job, "") is not source.job:
@@ -308,6 +312,11 @@ class WeightFeeds:
         """Returns a job, or what is left of it. Raises NotFound, RunEnded, or TryLater."""
         last = self._hosted.last(name, run)
         return last if last is not None else JobSource(self._begun(name, run))
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Whether any reader waits for an edition."""
+        return any(job.readers for job in self._hosted.all().values())
 
     def tick(self, now: float) -> None:
         """Sends signs of life, and forgets editions that nobody reads. For one thread."""

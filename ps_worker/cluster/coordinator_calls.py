@@ -86,7 +86,7 @@ class CoordinatorClient:
         self._timeout, self._figures = timeout, figures
         self._attempt_seconds = min(CALL_SECONDS, timeout / 2)  # one answer that is slow is not the end
         self._peer = Peer("coordinator", address, access)
-        self._channel = open_channel(address, access)
+        self._channel = open_channel(address, access, reads_itself=True)  # a watch lasts as long as the job
         self._jobs = JobServiceStub(self._channel)
         self._members = MembershipServiceStub(self._channel)
         self._leases = DataLeaseServiceStub(self._channel)

@@ -164,7 +164,7 @@ def lease(folder: Path) -> None:
 
 
 def notices(_: Path) -> None:
-    at_start(lambda: OwnThreads.repeat(SimpleNamespace(), 1.0, lambda: None))  # type: ignore[arg-type]
+    at_start(lambda: OwnThreads.repeat(SimpleNamespace(), 1.0, lambda: False))  # type: ignore[arg-type]
 
 
 def pools_of_a_session(_: Path) -> None:

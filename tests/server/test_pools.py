@@ -102,7 +102,7 @@ def test_what_did_not_start_is_not_waited_for_at_the_end(monkeypatch: pytest.Mon
     with pytest.raises(TryLater, match="can't start new thread"):
         background.repeat("looks", 1.0, lambda: None)
     with pytest.raises(TryLater, match="can't start new thread"):
-        threads.repeat(1.0, lambda: None)
+        threads.repeat(1.0, lambda: False)
     background.stop()
     threads.stop()
 

@@ -1,0 +1,109 @@
+"""What waits for nothing in particular wakes seldom: the ticker of a shard, and a worker's watch of its job."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.pulls import STAGED_AFTER_SECONDS
+from ps_server.shard.shard import Shard
+from ps_server.shard.threads import IDLE_SECONDS, OwnThreads
+from tests.tools.cluster import Cluster, until
+from tests.tools.small_models import step
+from tests.tools.small_steps import batch, make_net, sgd
+
+SECONDS = 10.0
+COUNTED_SECONDS = 4.0
+
+
+def wake_ups(threads: list[int]) -> int:
+    """How often threads of this process have given up their core, by their numbers."""
+    count = 0
+    for number in threads:
+        lines = Path(f"/proc/self/task/{number}/status").read_text().splitlines()
+        count += sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
+    return count
+
+
+def woken_in(threads: list[int], seconds: float) -> float:
+    """Returns wake-ups a second of threads of this process."""
+    before, began = wake_ups(threads), time.monotonic()
+    threading.Event().wait(seconds)
+    return (wake_ups(threads) - before) / (time.monotonic() - began)
+
+
+def begun_since(before: set[threading.Thread], *names: str) -> list[int]:
+    new = [each for each in threading.enumerate() if each not in before and each.name.startswith(names)]
+    return [each.native_id for each in new if each.native_id is not None]
+
+
+def test_the_ticker_of_a_shard_without_work_wakes_seldom() -> None:
+    before = set(threading.enumerate())
+    threads = OwnThreads()
+    shard = Shard(ShardMetrics(CollectorRegistry()), threads)
+    (ticker,) = begun_since(before, "notices")
+    until(lambda: threads._is_idle, "the ticker is idle", SECONDS)
+    assert woken_in([ticker], COUNTED_SECONDS) < 0.4 / STAGED_AFTER_SECONDS
+    shard.stop()
+
+
+def test_a_repeated_task_runs_soon_after_something_waits_for_it() -> None:
+    waits, ran = threading.Event(), threading.Event()
+    threads = OwnThreads()
+
+    def task() -> bool:
+        if waits.is_set():
+            ran.set()
+        return waits.is_set()
+
+    threads.repeat(0.01, task)
+    for _ in range(3):
+        until(lambda: threads._is_idle, "the task is idle", SECONDS)
+        waits.set()
+        began = time.monotonic()
+        threads.wake()
+        assert ran.wait(SECONDS)
+        assert time.monotonic() - began < IDLE_SECONDS / 2
+        waits.clear()
+        ran.clear()
+    threads.stop()
+
+
+def test_a_repeated_task_that_something_waits_for_does_not_become_idle() -> None:
+    calls: list[float] = []
+    threads = OwnThreads()
+
+    def task() -> bool:
+        calls.append(time.monotonic())
+        return True
+
+    threads.repeat(0.001, task)
+    until(lambda: len(calls) > 50, "calls", SECONDS)
+    assert not threads._is_idle
+    threads.stop()
+
+
+def test_threads_end_at_once_while_their_task_is_idle() -> None:
+    threads = OwnThreads()
+    threads.repeat(0.001, lambda: False)
+    until(lambda: threads._is_idle, "the task is idle", SECONDS)
+    began = time.monotonic()
+    threads.stop()
+    assert time.monotonic() - began < IDLE_SECONDS / 2
+
+
+def test_a_worker_that_does_nothing_wakes_seldom_for_the_roster(shared: Cluster, job: str) -> None:
+    """gRPC looks for signals five times a second in a thread that reads; with a thread of its own it was 15 times."""
+    before = set(threading.enumerate())
+    with shared.connect("async", job=job) as session:
+        model = make_net()
+        model, optimizer = session.prepare(model, sgd(model))
+        step(model, optimizer, batch(0, 0))
+        watching = until(lambda: begun_since(before, "watch"), "the watch", SECONDS)
+        assert len(watching) == 1
+        spinning = [number for number in begun_since(before, "Thread-") if number not in watching]
+        assert woken_in([*watching, *spinning], COUNTED_SECONDS) < 10
