@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
@@ -170,10 +169,6 @@ class Participation:
         """Returns what a call returns, and whether something is so. In a group, once the calls of all members are
         through, and whether it is so for one of them: Group.any_through."""
         return make() if self.group is None else self.group.any_through(make)
-
-    def during(self, call: str) -> AbstractContextManager[None]:
-        """Returns a `with` block in which this process is in a call of the script: see Group.during."""
-        return nullcontext() if self.group is None else self.group.during(call)
 
     def _enter_or_lose(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """As `_enter`. Raises PlaceLost where an error comes of the loss of the place."""

@@ -124,7 +124,8 @@ class ServerStrategy:
     def refresh(self) -> None:
         """Pulls the weights with every update that is staged into the model; see JobTraining.refresh."""
         if self._training is not None:
-            with self._training.participation.during("session.global_weights"):
+            group = self._training.participation.group
+            with nullcontext() if group is None else group.during("session.global_weights"):
                 self._training.refresh()
 
     def global_values(self) -> Mapping[int, torch.Tensor]:
