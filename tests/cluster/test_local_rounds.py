@@ -123,11 +123,14 @@ def test_a_worker_that_loses_its_place_in_mid_round_goes_on_and_its_batches_come
     """Not all of them to itself: the others have leased some by then."""
     ended: list[dict[str, torch.Tensor]] = []
     lost: list[Use] = []
+    trains = [threading.Event(), threading.Event()]
 
     def work(index: int) -> list[Use]:
         with elastic(shared, job, transport=transport) as session:
 
             def each(taken: int, use: Use) -> bool:
+                trains[index].set()
+                trains[1 - index].wait()  # one that joins while the other is away would be given its rank
                 if index == 0 and taken >= 5 and session.clock % 3 == 2 and not lost:
                     lost.append(use)
                     before = incarnations(shared, job, session.rank)
