@@ -60,7 +60,7 @@ demo: .venv/examples.stamp ## train a small GPT on two shards and two workers, i
 test: .venv/dev.stamp .venv/library ## run the tests
 	@$(IN_VENV)/python -m pytest -q \
 	  -m 'not (docker or frameworks or ray or browser or kubernetes or release or remote or repeat or slurm or long)' \
-	  -n 3 --dist worksteal $(ARGS)
+	  -n 2 --dist worksteal $(ARGS)
 
 test-long: .venv/dev.stamp .venv/library ## run the tests that start many processes one after the other, or wait for leases
 	@$(IN_VENV)/python -m pytest -q -m 'long and not repeat' -n 2 --dist worksteal $(ARGS)
