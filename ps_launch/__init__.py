@@ -9,7 +9,7 @@ ready.py        The line by which a supervised server tells its parent where it 
 restarts.py     How often, and after which pause, a child that ended is started again
 local_cluster.py `ps-server up`: a cluster on this machine, one process a shard
 timelines.py    The timelines of the workers of one launch, as one file
-workers.py      `ps-worker run`: workers on this machine
+worker_launch.py `ps-worker run`: workers on this machine
 one_server.py   One server process for a parent of any kind: in threads, without signals
 own_servers.py  The servers that `ps-worker run` starts itself: `ps-server up` as its child
 """

@@ -20,7 +20,7 @@ from ps_worker.config import SETTINGS, rule_of
 from ps_worker.servers_of_launch import SERVER_SETTINGS, servers_plan, starts_servers
 
 if TYPE_CHECKING:
-    from ps_launch.workers import Launch
+    from ps_launch.worker_launch import Launch
 
 USAGE = "ps-worker run [options] SCRIPT [ARGUMENTS ...]\n       ps-worker run [options] -m MODULE [ARGUMENTS ...]"
 
@@ -106,7 +106,7 @@ def ask(arguments: argparse.Namespace) -> str:
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
     """Returns what the command line asks for. Raises InvalidRequest for what does not fit together."""
-    from ps_launch.workers import Launch
+    from ps_launch.worker_launch import Launch
     from ps_runtime.credentials import access_of
 
     with_servers = starts_servers(arguments)
@@ -176,7 +176,7 @@ def _check_group(arguments: argparse.Namespace, mode: str) -> None:
 
 def main() -> NoReturn:
     """Runs the command and exits with its code."""
-    from ps_launch.workers import launch
+    from ps_launch.worker_launch import launch
 
     arguments = parser().read()
     speaker, kind = Speaker("ps-worker"), getattr(arguments, "log_format", logs.TEXT)

@@ -34,7 +34,7 @@ from ps_worker.model.weights import with_values
 from ps_worker.prepared import Prepared
 from ps_worker.state.ending import is_cut_short
 from ps_worker.strategies.collectives import Collectives
-from ps_worker.tables.native_loops import loops_for
+from ps_worker.tables.table_library import loops_for
 from ps_worker.timeline.recording import RecordingRequest, Timeline
 from ps_worker.values import PrepareOptions
 

@@ -8,7 +8,7 @@ given_rows.py  Vectors that a script gives a table, from tensors, arrays and fil
 handle_gradient.py The gradient of a table's handle
 lookups.py     The rows that a step has looked up, and their gradients
 modules.py     Embedding and EmbeddingBag
-native_loops.py The library for tables in a worker's process
+table_library.py The library for tables in a worker's process: whether it is used
 table_optimizers.py Optimizers that only tables have
 row_copy.py    The rows of one shard as a reader has copied them from its feed
 own_rows.py    The rows of one module in this process, and their steps; a replica of them on each rank of DDP

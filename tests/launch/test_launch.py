@@ -290,7 +290,7 @@ def test_workers_go_on_when_nobody_reads_what_they_write(tmp_path: Path) -> None
 
 def test_a_launcher_whose_reader_stands_still_can_be_ended(tmp_path: Path) -> None:
     writes = script(tmp_path, f"open('{tmp_path}/begun', 'w').close()\nwhile True: say('x' * 100)")
-    hurried = "import ps_launch.workers as l; l.STOP_SECONDS = 2; import ps_worker.cli as c; c.main()"
+    hurried = "import ps_launch.worker_launch as l; l.STOP_SECONDS = 2; import ps_worker.cli as c; c.main()"
     command = [sys.executable, "-c", hurried, "run", "--server", "h:1", "--workers", "2", writes]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
         until((tmp_path / "begun").exists)

@@ -14,7 +14,7 @@ import pytest
 import ps_server.cli
 import ps_worker
 import ps_worker.cli
-from ps_launch.workers import Launch, worker_environment
+from ps_launch.worker_launch import Launch, worker_environment
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.modes import Consistency
 from ps_runtime.command_line import CommandLine

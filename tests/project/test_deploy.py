@@ -237,7 +237,7 @@ def test_certificates_are_made_for_every_holder(name: str, tmp_path: Path) -> No
 
 
 def test_nothing_is_killed_while_it_stops() -> None:
-    from ps_launch.workers import STOP_SECONDS
+    from ps_launch.worker_launch import STOP_SECONDS
     from ps_server.rpc.grpc_port import STOP_GRACE_SECONDS
 
     takers = dict.fromkeys(SERVERS, 5 * STOP_GRACE_SECONDS) | dict.fromkeys(WORKERS, STOP_SECONDS)

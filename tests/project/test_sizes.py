@@ -137,8 +137,6 @@ SHARED_FILE_NAMES = {
     "metrics",
     "server",  # a process, and its end of a data connection
     "editions",  # on a shard, and their messages
-    "workers",  # of a launch, and their messages
-    "native_loops",
     "huggingface",  # the Trainer, and the server that generates
 }
 
