@@ -13,6 +13,8 @@ calls; without that, gloo would wait for ever in two unlike collectives.
 
 from __future__ import annotations
 
+import logging
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +28,11 @@ import torch.distributed as dist
 from ps_protocol.errors import BY_REASON, InvalidRequest, PSError
 from ps_protocol.messages.workers import JoinResult, member_states
 
+log = logging.getLogger("ps_worker")
+
 T = TypeVar("T")
+
+NOTICE_SECONDS = 30.0  # after which a member says that it waits for the others
 
 # What a member says of its part in something that all do together. The highest counts.
 THROUGH, LOST, FAILED = range(3)
@@ -64,6 +70,8 @@ class Group:
         dist.destroy_process_group(here)
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
         self._call = ""
+        self._waits_since: float | None = None
+        self._has_said = False
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
@@ -82,11 +90,25 @@ class Group:
         call = zlib.crc32(self._call.encode())
         own = [call, -call, *numbers, *[0] * (_NUMBERS - len(numbers))]
         numbers_of_all = torch.tensor(own, dtype=torch.int64, device="cpu")  # a script may have set another default
+        self._has_said, self._waits_since = False, time.monotonic()
         dist.all_reduce(numbers_of_all, op=dist.ReduceOp.MAX, group=self._gloo)
+        self._waits_since = None
         highest, lowest, *found = numbers_of_all.tolist()
         if highest != -lowest:
             self._raise_unlike()
         return found[: len(numbers)]
+
+    def say_if_waiting(self) -> None:
+        """Logs, once, that this member has waited for the others for a while. For the heartbeat's thread: those that
+        say nothing are the ones that have not come.
+        """
+        since = self._waits_since
+        if since is not None and not self._has_said and time.monotonic() - since > NOTICE_SECONDS:
+            self._has_said = True
+            log.warning(
+                "member %d of this worker's group waits in %s for the other members: all of them make the same calls",
+                *(self.member, self._call or "a call"),
+            )
 
     def _raise_unlike(self) -> None:
         """Raises InvalidRequest, on all members, with the calls that they are in."""

@@ -59,6 +59,10 @@ class GroupMembership(OwnMembership):
             self._changed.notify_all()
         self._moved(None)
 
+    def _beat_once(self, timeout: float) -> None:
+        self._group.say_if_waiting()
+        super()._beat_once(timeout)
+
     def _is_for_good(self, error: BaseException) -> bool:
         """Whether an error ends this worker's part. The first member may have joined again, which fences the others'
         place, before they hear of it."""

@@ -204,6 +204,20 @@ def test_members_that_make_unlike_calls_are_told_of_both_and_may_go_on(
     assert all((tmp_path / f"met-0-{member}").exists() for member in (0, 1))
 
 
+def test_a_member_says_that_it_waits_for_the_others(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    options = Options(groups=1, mode="async", late=True)
+    said = "member 0 of this worker's group waits in session.global_weights for the other members"
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        until((tmp_path / f"held-{options.steps}-1").exists, "member 1 to be late")
+        until(lambda: said in groups.logs(), "the words of member 0")
+        assert "member 1" not in groups.logs()
+        groups.let_go(options.steps)
+        groups.ended()
+    assert groups.logs().count(said) == 1
+
+
 def where_member_1_leaves_a_step_out(options: Options) -> Tensors:
     """What one process ends with that steps only the rows of member 0 in the step of which member 1 pushes nothing."""
     model = make_model()

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import ps_torch
+import ps_worker.group
 from ps_torch import InvalidRequest, LimitExceeded, NonFiniteGradient, PSError, Session
 from tests.scripts.train_with_state import Noisy, hold
 from tests.tools.cluster import until
@@ -63,6 +64,7 @@ class Options:
     meets:      the clock at which it meets all others in a barrier
     refreshes:  the clock at which it fetches the weights
     part_ways:  after its steps member 0 fetches the weights, and the others meet in a barrier
+    late:       member 1 comes late to a call of all members, once it is let go
     unpushed:   the clock after which member 1 of group 0 fails before it has pushed anything
     """
 
@@ -94,6 +96,7 @@ class Options:
     meets: int = -1
     refreshes: int = -1
     part_ways: bool = False
+    late: bool = False
 
 
 def make_model(noisy: bool = False) -> nn.Sequential:
@@ -260,6 +263,11 @@ class Member:
                 self.steps(session)
                 if self.options.part_ways:
                     self.part_ways(session)
+                if self.options.late:
+                    ps_worker.group.NOTICE_SECONDS = 0.1
+                    if self.member:
+                        hold(self.directory, self.member, self.options.steps)
+                    session.global_weights()
             (self.directory / f"met-{self.group}-{self.member}").write_text(
                 json.dumps(
                     [
