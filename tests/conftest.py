@@ -14,16 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, settings
 
+import tests.tools.claims  # noqa: F401
 from ps_server.core.limits import DEFAULTS
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
 from tests.tools.launching import Commands
-
-# The same examples on every run, however slow the machine.
-settings.register_profile("claims", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("claims")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

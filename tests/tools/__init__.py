@@ -38,6 +38,7 @@ one_thread.py           Has torch compute in the calling thread alone, as server
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
 crowd.py                The view of a job of many workers, without these
 cases.py                The cases of a claim: a few in every run, the others among the long tests
+claims.py               How tests of claims over many examples run: with the same examples every time
 terminal.py             A terminal in place of standard error
 launching.py            Commands as processes, to their end or while they run; scripts as modules
 kubernetes.py           The files of deploy/kubernetes, as they stand and as kubectl renders them

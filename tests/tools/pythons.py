@@ -80,10 +80,11 @@ def try_one(version: str, python: Path) -> bool:
         subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--editable", "."], cwd=ROOT, check=True)
         (folder / "stamp").touch()
     packages = sorted(path.name for path in ROOT.glob("ps_*") if path.is_dir())
+    plugins = ["-p", "no:cacheprovider", "-p", "tests.tools.claims"]
     commands = (
         [inside, "-W", "error", "-m", "compileall", "-q", "-f", *packages, "examples", "bench", "tests"],
         [str(folder / "bin" / "ps-server"), "--help"],
-        [inside, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-m", "not (long or repeat)", *TESTS],
+        [inside, "-m", "pytest", "-q", "--noconftest", *plugins, "-m", "not (long or repeat)", *TESTS],
     )
     for command in commands:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
