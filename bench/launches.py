@@ -5,7 +5,8 @@ normal end of its interpreter: a launch of two workers costs a second of CPU, an
 imports. The launches share one cluster, each with a job of its own. The scripts close their session, leave it open, or
 call `sys.exit(3)`, in turn. Every other code is a violation, a signal as well; so is a process without a code after
 `--bound` seconds, whose stacks are then in the result. `ms` is the median of a launch, from its start to the last code;
-the peak is that of the shard that has come to take the most memory.
+the peak is that of the shard that has come to take the most memory. The page's results are of a machine that ran the
+project's tests at the same time.
 """
 
 from __future__ import annotations
