@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_a_torchrun_that_starts_one_group_does_not_speak_for_the_ranks_of_the_jo
         if in_group:
             fully_shard(model)
         with shared.connect("sync", job=job) as session:
-            given = {"group": dist.group.WORLD} if in_group else {}
+            given: dict[str, Any] = {"group": dist.group.WORLD} if in_group else {}
             session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
     finally:
         dist.destroy_process_group()
