@@ -6,13 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ps_server.core.limits import Limits
 from tests.groups.test_fsdp2 import LEASE, WAIT_SECONDS, Groups, Tensors, distance, one_process, same
-from tests.scripts.train_in_group import Options, batch, loss, make_model, make_optimizer
+from tests.scripts.train_in_group import Options, batch, given_gradient, loss, make_model, make_optimizer
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
 
@@ -247,6 +248,28 @@ def test_members_go_on_from_one_clock_where_the_push_of_one_fails(
     assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
     assert "no thread can be started" in (tmp_path / "refused-0-0").read_text()
     assert [int(each["clock"]) for each in found] == [options.steps] * 2
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_the_wire_rounds_off_counts_once_where_the_push_of_one_member_fails(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
+) -> None:
+    """Of the member whose calls were through, the step counts: what was rounded off of it goes with the next one. The
+    other member goes on with what it had rounded off before."""
+    more: dict[str, Any] = {"connected": {"transport": "tcp"}, "prepared": {"gradient_wire": "int8"}}
+    options = Options(groups=1, mode=mode, unpushed=3, optimizer="plain SGD", given=True, **more)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
+    assert all(same(each, found[0]) for each in found)
+    model = make_model()
+    [group] = make_optimizer(options.optimizer, model).param_groups
+    for index, whole in enumerate(model.parameters()):
+        for member, piece in enumerate(whole.data.tensor_split([-(-len(whole) // 2)])):
+            for step in range(options.steps):
+                if (member, step) != (1, options.unpushed):
+                    piece -= group["lr"] * given_gradient(step, options.steps, member, index, piece.shape)
+    assert distance(found[0], dict(model.state_dict())) <= 1e-6
 
 
 def test_members_go_on_from_one_clock_where_servers_refuse_the_push_of_one(

@@ -35,6 +35,7 @@ from tests.tools.cluster import until
 
 ROWS = 16
 LOST_STEP = 3
+GIVEN_ZEROS = 3
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Options:
     refreshes:  the clock at which it fetches the weights
     part_ways:  after its steps member 0 fetches the weights, and the others meet in a barrier
     late:       member 1 comes late to a call of all members, once it is let go
+    given:      its gradients are `given_gradient`s, whatever the weights are
     baseless:   the clock at which member 1 of group 0 has lost the base of its round
     unpushed:   the clock after which member 1 of group 0 fails before it has pushed anything
     """
@@ -99,6 +101,7 @@ class Options:
     part_ways: bool = False
     late: bool = False
     baseless: int = -1
+    given: bool = False
 
 
 def make_model(noisy: bool = False) -> nn.Sequential:
@@ -131,6 +134,14 @@ def batch(step: int, learns: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss(model: nn.Module, rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(model(rows), wanted)
+
+
+def given_gradient(step: int, steps: int, member: int, index: int, shape: torch.Size) -> torch.Tensor:
+    """A member's gradient of its piece of a parameter. Zeros in the last steps: they send what is left of a residual,
+    each to a part in 254 at most."""
+    if step >= steps - GIVEN_ZEROS:
+        return torch.zeros(shape)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + 100 * member + index))
 
 
 def clip_by_data(model: nn.Module, most: float) -> None:
@@ -322,6 +333,8 @@ class Member:
                     (loss(self.model, rows[first:][:size], wanted[first:][:size]) / options.micro).backward()
             if options.clip:
                 clip_by_data(self.model, options.clip)
+            if options.given:
+                self.give_gradients(step)
             loser = options.groups - 1, 0 if options.loses == "end" else 1
             if session is not None and step == LOST_STEP and (self.group, self.member) == loser:
                 lose_place(session, options.loses, self.others_have_pushed)
@@ -346,6 +359,11 @@ class Member:
             self.optimizer.zero_grad()
             if step + 1 in options.leaves:
                 self.leave_weights(str(step + 1))
+
+    def give_gradients(self, step: int) -> None:
+        for index, parameter in enumerate(self.model.parameters()):
+            own = parameter.grad.to_local()
+            own.copy_(given_gradient(step, self.options.steps, self.member, index, own.shape))
 
     def part_ways(self, session: Session) -> None:
         """Makes another call than the other members."""
