@@ -63,9 +63,8 @@ def piece_of(key: str, tensor: Any, ranks: Sequence[int]) -> ParameterSpec | Non
     is_cut = len(cuts) == 1 and type(cuts[0][1]).__name__ == "Shard"
     if not is_cut and len(ranks) > 1:
         raise Unsupported(
-            f"{key} is placed {tuple(tensor.placements)} over its mesh: a group trains parameters that are cut along "
-            "one dimension over all of its processes, as fully_shard does on a mesh of one dimension. Tensor "
-            "parallel, HSDP within a group, and FSDP over them are not supported yet"
+            f"{key} is placed {tuple(tensor.placements)} over its mesh of {tuple(sizes)}, and a group trains "
+            f"parameters that are cut along one dimension over all of its processes: {_way_out(tensor)}"
         )
     whole, shape = tuple(tensor.shape), tuple(tensor._local_tensor.shape)
     offsets = [0] * len(whole)
@@ -77,3 +76,20 @@ def piece_of(key: str, tensor: Any, ranks: Sequence[int]) -> ParameterSpec | Non
     if tensor._local_tensor.numel() == 0:
         return None
     return ParameterSpec(key, shape, DTYPE_NAMES[tensor.dtype], None, piece=PiecePlace(whole, tuple(offsets)))
+
+
+def _way_out(tensor: Any) -> str:
+    """Returns what to do in place of the way in which a DTensor is placed."""
+    dimensions = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    over = [(size, type(each).__name__) for size, each in dimensions if size > 1]
+    if [name for _, name in over] == ["Replicate", "Shard"]:
+        (replicas, _), (shards, _) = over
+        return (
+            f"for HSDP have each of its {replicas} replicas be a group, which calls fully_shard over a mesh of one "
+            f"dimension with its {shards} processes, as the servers combine the groups (ps-worker run --workers "
+            f"{replicas} --group {shards})"
+        )
+    return (
+        "in place of tensor parallel, alone or with FSDP, call fully_shard over a mesh of one dimension with all "
+        "processes of the group"
+    )

@@ -288,20 +288,27 @@ class LocalRounds:
         """Ends the current round with the steps made so far, if there are any: it counts as a whole; see
         JobTraining.come_back.
 
-        If the round used leased batches, these come again instead.
+        If the round used leased batches, these come again instead. In a group all members end it, or none: one that has
+        nothing to push would never come to the others' collective.
         """
         is_streamed = self._fragments is not None and self._round.is_streamed
         if self._fragments is not None:
             self._fragments.losing()
+        if not self._on_all(not is_streamed and self._ends_early):
+            return
         loop = self._loop
-        if is_streamed or loop.unfinished is not None or loop.sent is not None or loop.rolled_back:
-            return
-        if not self._round.made or not self._model.base.is_there or loop.data.accounts:
-            return
         with suppress(NonFiniteGradient):  # of which nothing is pushed: the round begins anew with the servers' weights
             self._agree()
             loop.unfinished = self.end(0)
             loop.unfinished.is_early = True
+
+    @property
+    def _ends_early(self) -> bool:
+        """Whether the steps of this process may be pushed as the whole of their round, now that the place is lost."""
+        loop = self._loop
+        if loop.unfinished is not None or loop.sent is not None or loop.rolled_back:
+            return False
+        return bool(self._round.made) and self._model.base.is_there and not loop.data.accounts
 
     def moved(self, is_kept: bool) -> None:
         """Begins a round with the weights of the new place. is_kept: the current round is pushed again from there"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,12 +153,21 @@ def test_where_a_piece_lies(
 
 
 @pytest.mark.parametrize(
-    ("placements", "shape"), [([Replicate()], (2,)), ([Replicate(), Shard(0)], (2, 2)), ([Shard(0), Shard(1)], (2, 2))]
+    ("placements", "shape", "said"),
+    [
+        ([Replicate()], (2,), "in place of tensor parallel"),
+        ([Shard(0), Shard(1)], (2, 2), "in place of tensor parallel"),
+        ([Shard(0), Replicate()], (2, 2), "in place of tensor parallel"),
+        ([Replicate(), Shard(0)], (2, 3), r"for HSDP have each of its 2 replicas .* \(.* --workers 2 --group 3\)"),
+        ([Replicate(), Shard(0), Replicate()], (3, 2, 1), r"for HSDP .* --workers 3 --group 2"),
+    ],
 )
-def test_a_parameter_that_is_placed_otherwise(placements: list[Placement], shape: tuple[int, ...]) -> None:
+def test_a_parameter_that_is_placed_otherwise(placements: list[Placement], shape: tuple[int, ...], said: str) -> None:
     mesh = Mesh(*shape)
-    with pytest.raises(Unsupported, match=r"w is placed .* cut along one dimension over all of its processes"):
+    with pytest.raises(Unsupported, match=r"w is placed .* along one dimension over all of its processes: ") as raised:
         piece_of("w", dtensor(mesh, placements, (8, 8), (4, 8)), range(mesh.mesh.numel()))
+    assert re.search(said, str(raised.value))
+    assert "fully_shard over a mesh of one dimension" in str(raised.value)
 
 
 def test_a_parameter_over_other_processes() -> None:

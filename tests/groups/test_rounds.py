@@ -51,10 +51,11 @@ class Island:
         self.optimizer.state.clear()
 
 
-def rounds_by_hand(options: Options, clocks: list[int], early: int = 0) -> list[Tensors]:
+def rounds_by_hand(options: Options, clocks: list[int], early: int = 0, anew: int = 0) -> list[Tensors]:
     """The weights of the first worker at these clocks, by plain torch: an outer step with the mean of differences.
 
     early: the clock at which a round ends that has not all its steps
+    anew:  the clock at which a round begins again, with its base
     """
     outer = {name: value for name, value in options.prepared["outer"].items() if name != "warm_up"}
     base, islands = make_model(), [Island(options, group) for group in range(options.groups)]
@@ -63,7 +64,11 @@ def rounds_by_hand(options: Options, clocks: list[int], early: int = 0) -> list[
     for step in range(options.steps):
         for island in islands:
             island.step(step)
-        if step == options.poison:
+        if step + 1 == anew:
+            for island in islands:
+                island.model.load_state_dict(base.state_dict())
+                island.made = 0
+        elif step == options.poison:
             islands[0].go_back(base)
             islands[0].made -= 1 if options.non_finite == "refuse" else STEPS
         elif islands[0].made == STEPS or step + 1 == early:
@@ -128,6 +133,22 @@ def test_a_group_that_loses_its_place_within_a_round_ends_it_there(
     assert groups.logs().count("lost its place") == 2
     assert all(same(each, found[0]) for each in found)
     assert distance(found[0], rounds_by_hand(options, [9], early=3)[0]) <= 1e-6
+
+
+def test_a_round_that_one_member_cannot_end_early_begins_anew_on_all(
+    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+) -> None:
+    """Without the base there is no difference to push. No member waits for one that has none."""
+    cluster = make_cluster(lease=LEASE)
+    options = local_options(NESTEROV, groups=1, steps=9, holds=[3], meets=3, baseless=3)
+    with Groups(nursery, cluster.address, job, tmp_path, options) as groups:
+        until(lambda: groups.are_held(3, (0,)), "all to stand within the second round")
+        cluster.end_lease(0, job)
+        groups.let_go(3)
+        found = groups.ended()
+    assert groups.logs().count("; it was in no step") == 2
+    assert all(same(each, found[0]) for each in found)
+    assert distance(found[0], rounds_by_hand(options, [9], anew=3)[0]) <= 1e-6
 
 
 @pytest.mark.parametrize("non_finite", ["refuse", "skip"])

@@ -6,11 +6,17 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import ps_worker.cli
 from ps_launch.groups import by_cause
+from ps_server.core.membership import Member, Membership
+from tests.tools.cluster import Cluster
 from tests.tools.launching import Start, run, script
 
 GROUPS = ("--server", "127.0.0.1:1", "--mode", "sync", "--workers", "2", "--group", "2")
@@ -68,6 +74,65 @@ def test_what_does_not_fit_to_groups(
     with pytest.raises(SystemExit) as ended:
         ps_worker.cli.main()
     assert said in f"{ended.value.code}{capsys.readouterr().err}"
+
+
+# -- what a member says of its launch --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launch_ranks(monkeypatch: pytest.MonkeyPatch) -> list[range]:
+    """The ranks that launches are about to start, as the coordinator hears of them with each worker that joins."""
+    heard: list[range] = []
+    join = Membership.join
+
+    def hear(self: Membership, member: Member, launch_ranks: range = range(0), is_back: bool = False) -> None:
+        if member.launch:  # shards are told of no launch
+            heard.append(launch_ranks)
+        join(self, member, launch_ranks, is_back)
+
+    monkeypatch.setattr(Membership, "join", hear)
+    return heard
+
+
+OF_TORCHRUN = {"TORCHELASTIC_RUN_ID": "group-0", "RANK": "0", "WORLD_SIZE": "1"}
+OF_OURS = {"PS_LAUNCHED": "1", "PS_LAUNCH_ID": "mine", "PS_LAUNCH_RANKS": "0-0"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "in_group", "ranks"),
+    [
+        (OF_TORCHRUN, False, range(1)),
+        (OF_TORCHRUN, True, range(0)),
+        (OF_TORCHRUN | {"PS_GROUP_SIZE": "1"}, True, range(0)),
+        (OF_OURS | {"PS_GROUP_SIZE": "1"}, True, range(1)),
+    ],
+    ids=["no group", "group", "group of a size", "ours"],
+)
+def test_a_torchrun_that_starts_one_group_does_not_speak_for_the_ranks_of_the_job(
+    shared: Cluster,
+    job: str,
+    tmp_path: Path,
+    launch_ranks: list[range],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    in_group: bool,
+    ranks: range,
+) -> None:
+    """Its WORLD_SIZE counts the members of the group. A job of as many groups would refuse it, for the other groups."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # what ours starts sets its own
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(2, 1)
+        if in_group:
+            fully_shard(model)
+        with shared.connect("sync", job=job) as session:
+            given: dict[str, Any] = {"group": dist.group.WORLD} if in_group else {}
+            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+    finally:
+        dist.destroy_process_group()
+    assert launch_ranks == [ranks]
 
 
 # -- the end of a member ---------------------------------------------------------------------------------------------

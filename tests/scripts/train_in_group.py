@@ -65,6 +65,7 @@ class Options:
     refreshes:  the clock at which it fetches the weights
     part_ways:  after its steps member 0 fetches the weights, and the others meet in a barrier
     late:       member 1 comes late to a call of all members, once it is let go
+    baseless:   the clock at which member 1 of group 0 has lost the base of its round
     unpushed:   the clock after which member 1 of group 0 fails before it has pushed anything
     """
 
@@ -97,6 +98,7 @@ class Options:
     refreshes: int = -1
     part_ways: bool = False
     late: bool = False
+    baseless: int = -1
 
 
 def make_model(noisy: bool = False) -> nn.Sequential:
@@ -306,6 +308,8 @@ class Member:
         size = ROWS // count // options.micro
         for step in range(options.steps):
             self.pause_at(step)
+            if session is not None and step == options.baseless and (self.group, self.member) == (0, 1):
+                session._strategy._training.model.base.is_there = False  # type: ignore[attr-defined]
             if session is not None and step == options.meets:
                 session.barrier()
             if session is not None and step == options.refreshes:
