@@ -290,9 +290,9 @@ class Subscription:
     def _run(self) -> None:
         pause = FIRST_PAUSE_SECONDS
         while not self._closing.is_set() and not self._ended:
-            before = self._edition
+            before = self.received.editions  # not the edition: `_follow` may run for days
             guarded("ps-feed", self._follow)
-            if self._edition is not before:
+            if self.received.editions != before:
                 pause = FIRST_PAUSE_SECONDS
             self._closing.wait(pause * _RANDOM.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -215,6 +217,21 @@ def test_a_damaged_edition_is_dropped_and_asked_for_whole(
     assert received.damaged == 1
     assert received.nbytes == received.elements
     assert "was damaged on the way: its checksum is another one" in caplog.text
+
+
+def test_after_a_trouble_no_edition_stays_in_memory_once_a_newer_one_is_there(
+    shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(base: Any, new: Any, itemsize: int) -> bytes | None:
+        return encode_change(base, bytes(len(new)), itemsize)
+
+    with ps.subscribe(shared.address, job, changes=True) as feed:
+        first = weakref.ref(feed.wait_for().arrays)
+        monkeypatch.setattr("ps_server.shard.shared_changes.encode_change", spoil)
+        trainer.step()
+        feed.wait_for(1)
+        assert feed._subscription.received.damaged == 1
+        until(lambda: gc.collect() >= 0 and first() is None, "the end of the edition before")
 
 
 def test_a_model_follows_training_and_does_not_change_while_it_is_read(
