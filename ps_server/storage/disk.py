@@ -61,8 +61,11 @@ class Disk:
             return []
 
     def is_empty(self, path: Path) -> bool:
-        """Whether a directory is empty."""
-        return not os.listdir(path)
+        """Whether a directory is empty, or was removed meanwhile."""
+        try:
+            return not os.listdir(path)
+        except FileNotFoundError:
+            return True
 
     def size(self, path: Path) -> int:
         """Returns the bytes of a file."""

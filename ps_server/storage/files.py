@@ -41,7 +41,7 @@ class Files(Protocol):
         """Returns the names of the directories in a directory, sorted; none where it is missing."""
 
     def is_empty(self, path: Path) -> bool:
-        """Whether no file is in a directory."""
+        """Whether no file is in a directory. None is in one that was removed meanwhile."""
 
     def size(self, path: Path) -> int:
         """Returns the bytes of a file."""

@@ -164,3 +164,17 @@ def test_a_checkpoint_whose_manifest_cannot_be_removed_stays_whole(tmp_path: Pat
     store.prune("job", 1)
     assert store.names("job") == ["000002"]
     assert not (tmp_path / "job" / "000001").exists()
+
+
+def test_a_checkpoint_that_another_thread_removes_is_not_unfinished(tmp_path: Path) -> None:
+    """A coordinator looks for those that a restore makes void, while the thread that makes them discards one."""
+
+    class Removing(Disk):
+        def is_empty(self, path: Path) -> bool:
+            store.discard("job", path.name)
+            return super().is_empty(path)
+
+    store = CheckpointStore(tmp_path, Removing())
+    assert store.begin("job", "000001")
+    (tmp_path / "job" / "000001" / "part").touch()
+    assert store.unfinished("job", "") == []

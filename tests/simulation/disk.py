@@ -120,8 +120,8 @@ class SimulatedDisk(Disk):
         return sorted(name for name, file in folder.items() if file is None)
 
     def is_empty(self, path: Path) -> bool:
-        """Whether nothing is in a directory."""
-        return not self.storage.folder(path)
+        """Whether nothing is in a directory, or it was removed."""
+        return not self.storage.folders.get(str(path))
 
     def size(self, path: Path) -> int:
         """Returns the bytes of a file."""
