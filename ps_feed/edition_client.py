@@ -157,7 +157,7 @@ class EachShard:
 
     def __init__(self, server: str, access: Access) -> None:
         found = cluster(server, access)
-        if found.shards > MOST_SHARDS:  # each takes a connection and a thread, whoever says so
+        if found.shards > MOST_SHARDS:  # the server may be a stranger's, and each shard costs a connection and a thread
             raise Unsupported(f"{server} says that it has {found.shards} shards: expected {MOST_SHARDS} at most")
         missing = [index for index in range(found.shards) if index not in found.addresses]
         if missing or not found.shards:

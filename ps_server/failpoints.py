@@ -45,7 +45,7 @@ POINTS: Mapping[str, str] = {
     "coordinator-file-half-written": "coordinator: half of its own file is written, under its temporary name",
     "coordinator-file-unnamed": "coordinator: its own file is on disk, under its temporary name",
     "edition-half-sent": "shard: a bucket of an edition is about to be sent to a reader; with =2, another one was",
-    "edition-half-relayed": "relay: likewise",
+    "edition-half-relayed": "relay: a bucket of an edition is about to be sent to a reader; with =2, another one was",
     "drain-begun": "coordinator: told to stop, before it makes last checkpoints",
 }
 
@@ -93,7 +93,7 @@ def check() -> None:
 
 
 def arm(shard: int | None) -> None:
-    """Arms the failpoints that PS_FAILPOINTS names, in the process of this shard; None: of none."""
+    """Arms the failpoints that PS_FAILPOINTS names, in the process of this shard; None: it is none."""
     for entry in parse(os.environ.get(VARIABLE, "")):
         if entry.shard not in (None, shard):
             continue

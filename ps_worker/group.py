@@ -91,8 +91,10 @@ class Group:
         own = [call, -call, *numbers, *[0] * (_NUMBERS - len(numbers))]
         numbers_of_all = torch.tensor(own, dtype=torch.int64, device="cpu")  # a script may have set another default
         self._has_said, self._waits_since = False, time.monotonic()
-        dist.all_reduce(numbers_of_all, op=dist.ReduceOp.MAX, group=self._gloo)
-        self._waits_since = None
+        try:
+            dist.all_reduce(numbers_of_all, op=dist.ReduceOp.MAX, group=self._gloo)
+        finally:
+            self._waits_since = None
         highest, lowest, *found = numbers_of_all.tolist()
         if highest != -lowest:
             self._raise_unlike()

@@ -91,7 +91,8 @@ class TellsVersion:
         """Notes what became of a request. given: how many had come to something when it began"""
         if status in _NOT_DONE:
             return
-        is_sure = status < 400 and given == self._given  # else nobody knows which of two came to the engine last
+        # Of two updates at once, no answer says which the engine loaded last.
+        is_sure = status < 400 and given == self._given
         self._given += 1
         self._named = version if is_sure and is_update else None
         self._loaded = version if is_sure and not is_update else None

@@ -528,7 +528,7 @@ def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
 
 
 def test_two_requests_at_once_that_give_an_engine_weights_leave_no_wrong_version() -> None:
-    """Which of two came to the engine last is known to nobody; a third one puts it right."""
+    """No answer says which of the two the engine loaded last. The next update, alone, sets the version again."""
 
     async def main() -> None:
         answers: dict[str, asyncio.Future[int]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ DAY = 24 * 3600.0
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Group]:
+def alone(tmp_path: Path) -> Group:
     """The group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield Group([0])
-    dist.destroy_process_group()
+    return Group([0])
 
 
 def test_members_wait_for_each_other_as_long_as_it_takes(alone: Group) -> None:

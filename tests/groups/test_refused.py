@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from tests.tools.cluster import Cluster
 
 
 @pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[Any]:
+def mesh(tmp_path: Path) -> Any:
     """The mesh of a process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    return init_device_mesh("cpu", (1,))
 
 
 def sharded(mesh: Any) -> nn.Module:

@@ -119,6 +119,16 @@ def test_a_round_in_which_one_member_loses_the_place_counts_once_as_a_whole(
     assert distance(found[0], rounds_by_hand(options, [options.steps])[0]) <= 1e-6
 
 
+def ended_after_a_lost_place(groups: Groups, cluster: Cluster, job: str) -> list[Tensors]:
+    """Takes the place of the only group at clock 3, within its second round. Returns what its members, alike, end with."""
+    until(lambda: groups.are_held(3, (0,)), "all to stand within the second round")
+    cluster.end_lease(0, job)
+    groups.let_go(3)
+    found = groups.ended()
+    assert all(same(each, found[0]) for each in found)
+    return found
+
+
 def test_a_group_that_loses_its_place_within_a_round_ends_it_there(
     nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
 ) -> None:
@@ -126,12 +136,8 @@ def test_a_group_that_loses_its_place_within_a_round_ends_it_there(
     cluster = make_cluster(lease=LEASE)
     options = local_options(NESTEROV, groups=1, steps=9, holds=[3], meets=3)
     with Groups(nursery, cluster.address, job, tmp_path, options) as groups:
-        until(lambda: groups.are_held(3, (0,)), "all to stand within the second round")
-        cluster.end_lease(0, job)
-        groups.let_go(3)
-        found = groups.ended()
+        found = ended_after_a_lost_place(groups, cluster, job)
     assert groups.logs().count("lost its place") == 2
-    assert all(same(each, found[0]) for each in found)
     assert distance(found[0], rounds_by_hand(options, [9], early=3)[0]) <= 1e-6
 
 
@@ -142,12 +148,8 @@ def test_a_round_that_one_member_cannot_end_early_begins_anew_on_all(
     cluster = make_cluster(lease=LEASE)
     options = local_options(NESTEROV, groups=1, steps=9, holds=[3], meets=3, baseless=3)
     with Groups(nursery, cluster.address, job, tmp_path, options) as groups:
-        until(lambda: groups.are_held(3, (0,)), "all to stand within the second round")
-        cluster.end_lease(0, job)
-        groups.let_go(3)
-        found = groups.ended()
+        found = ended_after_a_lost_place(groups, cluster, job)
     assert groups.logs().count("; it was in no step") == 2
-    assert all(same(each, found[0]) for each in found)
     assert distance(found[0], rounds_by_hand(options, [9], anew=3)[0]) <= 1e-6
 
 

@@ -86,7 +86,7 @@ def launch_ranks(monkeypatch: pytest.MonkeyPatch) -> list[range]:
     join = Membership.join
 
     def hear(self: Membership, member: Member, launch_ranks: range = range(0), is_back: bool = False) -> None:
-        if member.launch:  # shards are told of no launch
+        if member.launch:  # at the coordinator; on shards a member names no launch
             heard.append(launch_ranks)
         join(self, member, launch_ranks, is_back)
 
@@ -123,15 +123,12 @@ def test_a_torchrun_that_starts_one_group_does_not_speak_for_the_ranks_of_the_jo
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # what ours starts sets its own
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = torch.nn.Linear(2, 1)
-        if in_group:
-            fully_shard(model)
-        with shared.connect("sync", job=job) as session:
-            given: dict[str, Any] = {"group": dist.group.WORLD} if in_group else {}
-            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
-    finally:
-        dist.destroy_process_group()
+    model = torch.nn.Linear(2, 1)
+    if in_group:
+        fully_shard(model)
+    with shared.connect("sync", job=job) as session:
+        given: dict[str, Any] = {"group": dist.group.WORLD} if in_group else {}
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
     assert launch_ranks == [ranks]
 
 

@@ -137,8 +137,10 @@ def loss(model: nn.Module, rows: torch.Tensor, wanted: torch.Tensor) -> torch.Te
 
 
 def given_gradient(step: int, steps: int, member: int, index: int, shape: torch.Size) -> torch.Tensor:
-    """A member's gradient of its piece of a parameter. Zeros in the last steps: they send what is left of a residual,
-    each to a part in 254 at most."""
+    """Returns a member's gradient of its piece of a parameter.
+
+    The last GIVEN_ZEROS steps have zeros, so that the residual is sent: each leaves a part in 254 of it at most.
+    """
     if step >= steps - GIVEN_ZEROS:
         return torch.zeros(shape)
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + 100 * member + index))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -69,11 +69,9 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
 
 
 @pytest.fixture
-def group(alone: None) -> Iterator[None]:
+def group(alone: None) -> None:
     """A process group of this process alone."""
     dist.init_process_group("gloo", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group")
