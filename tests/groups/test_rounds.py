@@ -120,7 +120,7 @@ def test_a_round_in_which_one_member_loses_the_place_counts_once_as_a_whole(
 
 
 def ended_after_a_lost_place(groups: Groups, cluster: Cluster, job: str) -> list[Tensors]:
-    """Takes the place of the only group at clock 3, within its second round. Returns what its members, alike, end with."""
+    """Takes the only group's place at clock 3, within its second round. Returns what its members, alike, end with."""
     until(lambda: groups.are_held(3, (0,)), "all to stand within the second round")
     cluster.end_lease(0, job)
     groups.let_go(3)
