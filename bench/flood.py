@@ -1,11 +1,11 @@
 """What a worker's step takes beside principals of the same cluster that flood its server with calls.
 
-Each of them has a token for a job of its own and, from one connection, keeps 100 calls in flight: their requests are
-never whole (`half`), or the caller cancels each at once and begins the next (`cancelled`). The worker trains alone in
-its job. `ms` is the median of its steps, of which the first seconds of the flood are not counted; `worst_ms` is the
-longest of all, with those. The ratio is to the same worker's median before. Everything runs on one machine, the flood
-in a process of its own, which needs a core, too: `elsewhere` is the same flood of another server, so what that alone
-costs.
+Each of them has a token for a job of its own and, from one connection, keeps as many calls in flight as the server lets
+a connection have: their requests are never whole (`half`), or the caller cancels each at once and begins the next
+(`cancelled`). The worker trains alone in its job. `ms` is the median of its steps, of which the first seconds of the
+flood are not counted; `worst_ms` is the longest of all, with those. The ratio is to the same worker's median before.
+Everything runs on one machine, the flood in a process of its own, which needs a core, too: `elsewhere` is the same
+flood of another server, so what that alone costs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from bench.pictures import Bar, bars
 from bench.results import MIB, Result, median_ms, result, step_times
 from bench.talk import answer, end, own_output, tell
 from bench.training import Task
+from ps_server.rpc.call_limits import STREAMS_OF_A_CONNECTION
 from tests.tools.unfinished import Unfinished
 
 SHORT = {"principals": "8", "seconds": 4.0, "transport": "tcp,grpc"}
-CALLS = 100  # of each principal
 SIZE, KEPT_BACK = 1000, 500  # bytes of a request, and of those that never come
 SETTLING_SECONDS = 6.0  # in which each of those that flood has its turn
 ATTACKS = {
@@ -163,7 +163,7 @@ def main() -> None:
             stack.enter_context(
                 Unfinished(
                     *(order["address"], (ATTACKS[name],), SIZE, KEPT_BACK),
-                    calls=CALLS,
+                    calls=STREAMS_OF_A_CONNECTION,
                     token=_token(number),
                     cancels=ending == "cancelled",
                 )

@@ -37,7 +37,10 @@ _IDLE_SECONDS = 1.0  # between two looks while nothing is watched
 _RELEASE_SECONDS = 5.0  # after a request was broken off, until its memory goes back to the system
 
 FRAME_BYTES = 1 << 20  # of what clients send: with frames of gRPC's 16 KiB a round of 256 MiB takes a tenth longer
-STREAMS_OF_A_CONNECTION = 128  # a worker has a few at a time
+# A worker has at most ten at a time on a connection. gRPC hands out all calls on one thread, so a step waits behind
+# all that others have begun: beside eight principals that cancel calls at once, 11 to 22 ms with 24 to 48 of these,
+# 140 to 170 ms with 128 (`bench flood`).
+STREAMS_OF_A_CONNECTION = 48
 # Of a request on a data connection that waits for no place: each connection has one at a time, and 8,192 of these take
 # 32 MiB. Most exchanges are as small, and a worker waits for each.
 SMALL_BYTES = 4096
@@ -133,7 +136,8 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_send_message_length", limits.message_bytes),
         ("grpc.max_allowed_incoming_connections", limits.connections),
-        # More are queued by the client. Not fewer where max-calls is: a heartbeat would wait behind what is refused.
+        # A client queues what is more. Not fewer where --max-calls is lower: a heartbeat would wait behind those that
+        # are refused.
         ("grpc.max_concurrent_streams", STREAMS_OF_A_CONNECTION),
         # Calls that wait for a thread. gRPC drops some at random above 1,000, a worker's among them.
         ("grpc.server.max_pending_requests", limits.all_calls),

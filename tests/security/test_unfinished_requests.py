@@ -18,7 +18,7 @@ from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_server.rpc.call_limits import TOLD_AT_ONCE
+from ps_server.rpc.call_limits import STREAMS_OF_A_CONNECTION, TOLD_AT_ONCE
 from ps_server.rpc.health_client import is_serving
 from tests.tools.cluster import until
 from tests.tools.launching import Command, resident
@@ -37,7 +37,7 @@ HEARTBEAT, CHECK = "/ps_protocol.v1.MembershipService/Heartbeat", "/grpc.health.
 PUSH, REGISTER = "/ps_protocol.v1.DataService/Push", "/ps_protocol.v1.JobService/RegisterJob"
 EXCHANGE, GATHER = "/ps_protocol.v1.DataService/Exchange", "/ps_protocol.v1.RoundService/GatherValues"
 WATCHED_SECONDS, HELD_SECONDS = 3.0, 5.0
-CROWD, CROWDS = 120, 4  # unfinished calls on each connection: more than may wait
+CROWD, CROWDS = STREAMS_OF_A_CONNECTION, 10  # unfinished calls on each connection: more than may wait
 EXCHANGE_PATIENCE = 1.0  # seconds after which an exchange makes room for another; of values it is five
 OTHER = "the-worker-of-another-job"
 
@@ -134,11 +134,11 @@ def test_requests_of_many_hosts_that_never_arrive_keep_no_heartbeat_waiting(vict
 def test_exchanges_and_values_that_lack_their_end_keep_none_of_another_job_waiting(victim: Victim, path: str) -> None:
     """Of the kinds of which few are received at a time. What is asked is nonsense: it is read, and then refused."""
     with (
-        Unfinished(victim.address, (path,), 1000, 900, calls=100, token=OTHER) as attack,
+        Unfinished(victim.address, (path,), 1000, 900, calls=CROWD, token=OTHER) as attack,
         open_channel(victim.address, Access(token=lambda: "the-worker-of-the-job")) as channel,
     ):
         ask = channel.unary_stream(path) if path == EXCHANGE else channel.unary_unary(path)
-        until(lambda: victim.beat() and attack.begun >= 100, "the start of every call")
+        until(lambda: victim.beat() and attack.begun >= CROWD, "the start of every call")
         took = []
         for _ in range(9):
             begun = time.monotonic()
