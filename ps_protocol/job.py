@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.layout import ALIGNMENT_BYTES, DATA_TYPES, ParameterSpec
 from ps_protocol.local import OUTER_OPTIMIZER, Local
 from ps_protocol.modes import Consistency, check_quorum
-from ps_protocol.pieces import validate_pieces
+from ps_protocol.pieces import validate_pieces, whole_parameters
 from ps_protocol.tables import JobTable, validate_table
 
 MAX_BUCKET_BYTES = 16 * 2**20
@@ -314,3 +314,17 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
             if (name in ours) != (name in others):
                 return f"hyper-parameter {name!r} of group {index} is known to one of the two jobs only"
     return None
+
+
+def difference_of_uncut(registered: JobSpec, offered: JobSpec) -> str | None:
+    """Describes the first difference between two jobs, however groups of processes cut their parameters; None if they
+    train the same model in the same way.
+    """
+    are_cut = any(each.piece is not None for spec in (registered, offered) for each in spec.parameters)
+    return difference(_uncut(registered), _uncut(offered)) if are_cut else difference(registered, offered)
+
+
+def _uncut(spec: JobSpec) -> JobSpec:
+    """Returns a job with whole parameters by name, without those that have no element: no member has a piece of one."""
+    wholes = [parameter for parameter in whole_parameters(spec.parameters) if parameter.numel]
+    return replace(spec, parameters=tuple(sorted(wholes, key=lambda each: each.name)), group_size=1)

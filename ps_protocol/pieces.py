@@ -7,13 +7,41 @@ parameter of that name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.layout import ParameterSpec
 
 MAX_GROUP_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Where the elements of a piece lie in its whole parameter, both flattened: in stretches without a gap, alike and
+    equally far apart.
+
+    first:  where the first stretch begins
+    length: elements of a stretch
+    step:   from the beginning of one stretch to that of the next
+    count:  of the stretches
+    """
+
+    first: int
+    length: int
+    step: int
+    count: int
+
+
+def stretches_of(parameter: ParameterSpec) -> Stretches:
+    """Returns where a piece that is valid lies. A whole parameter is one stretch."""
+    piece, shape, numel = parameter.piece, parameter.shape, parameter.numel
+    cut = None if piece is None else next((d for d, n in enumerate(piece.whole_shape) if shape[d] != n), None)
+    if piece is None or cut is None:
+        return Stretches(0, numel, numel, 1)
+    whole, inner = piece.whole_shape, math.prod(shape[cut + 1 :])
+    return Stretches(piece.offsets[cut] * inner, shape[cut] * inner, whole[cut] * inner, math.prod(shape[:cut]))
 
 
 def validate_pieces(parameters: Sequence[ParameterSpec], group_size: int) -> None:

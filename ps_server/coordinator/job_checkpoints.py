@@ -246,7 +246,7 @@ class JobCheckpoints:
         """Notes that the job continues from a checkpoint: what is being made is void, the next one comes in time."""
         with self._changed:  # no attempt begins in between: it would be named by a clock of before
             self.abandon()
-            self._states.rolled_back(StatesOnDisk(self._job.checkpointing.store, manifest))
+            self._states.rolled_back(StatesOnDisk(self._job.checkpointing.store, manifest, self._spec))
             self._progress.last, self._progress.reached = manifest, manifest.clock
             self._progress.whole = self._whole(manifest)
             self._notify()
@@ -268,7 +268,7 @@ class JobCheckpoints:
                 self._progress.resumed(manifest)
                 self._progress.at = self._clock.now() - age
                 self._progress.whole = self._whole(manifest)
-                self._states.kept = StatesOnDisk(store, manifest)
+                self._states.kept = StatesOnDisk(store, manifest, self._spec)
                 return
 
     def _manifests(self, before: str | None = None) -> Iterator[Manifest]:

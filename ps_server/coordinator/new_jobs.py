@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ps_protocol.errors import LimitExceeded, PSError, RunEnded, TryLater
+from ps_protocol.errors import JobMismatch, LimitExceeded, PSError, RunEnded, TryLater
 from ps_protocol.job import JobSpec
 from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.coordinated_job import CoordinatedJob
@@ -122,7 +122,12 @@ class NewJobs:
         shards = self._cluster.shards.known()
         placed = place_job(spec, self._cluster.shards.count, self.runs.new())
         self.runs.making(spec.name, placed.run)
-        restored = recovery.restore(placed, list(shards.values()), last_incarnation=0, any_run=True)
+        try:
+            restored = recovery.restore(placed, list(shards.values()), last_incarnation=0, any_run=True)
+        except JobMismatch:  # one shard has found what cannot be cut anew, and others may have their parts already
+            with contextlib.suppress(PSError):
+                self._cluster.shards.call_all(lambda shard: shard.api.drop_job(spec.name, placed.run))
+            raise
         manifest = restored.manifest
         lease, absence = self._cluster.lease, self._cluster.timing.absence
         membership = Membership(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, TryLater, VersionMismatch
-from ps_protocol.job import JobSpec, difference
+from ps_protocol.job import JobSpec, difference, difference_of_uncut
 from ps_protocol.optimizers import with_defaults
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing
@@ -215,12 +215,15 @@ class Recovery:
             return None
         if not any_run and not job.owns(manifest.run, name):
             return None
-        differs = difference(with_defaults(job_spec_from_data(manifest.job)), job.spec)
+        before = with_defaults(job_spec_from_data(manifest.job))
+        differs = difference_of_uncut(before, job.spec)
         if differs is not None:
             raise JobMismatch(
                 f"job {job.spec.name!r} differs from its checkpoint {name}: {differs} (the registered one is the "
                 "checkpoint's). Without --restore, or under another name, the job begins anew"
             )
+        if difference(before, job.spec) is not None:
+            _check_other_cut(before, job.spec, manifest)
         return manifest
 
     def _count(self, more: RecoveryStatistics) -> None:
@@ -230,6 +233,21 @@ class Recovery:
     def _pass_over(self, job: str, name: str, error: CheckpointDamaged) -> None:
         self._count(RecoveryStatistics(damaged=1))
         self._troubles.met((job, name), PASSED_OVER, job, name, error, level=logging.ERROR)
+
+
+def _check_other_cut(before: JobSpec, spec: JobSpec, manifest: Manifest) -> None:
+    """Raises JobMismatch if a checkpoint whose parameters are cut otherwise cannot be cut anew: it is not in one place.
+
+    before: the job as the checkpoint has it
+    """
+    were, are = (f"groups of {n}" if n > 1 else "workers of one process" for n in (before.group_size, spec.group_size))
+    if any(part.disk for part in manifest.shards.values()):
+        raise JobMismatch(
+            f"job {spec.name!r}: its checkpoint {manifest.name} is of {were}, and this one has {are}: each shard then "
+            "reads what others have, and they keep it on disks of their own. Train with groups that cut the model as "
+            "before, or export the checkpoint"
+        )
+    log.info("job %s: checkpoint %s of %s is cut anew for %s", spec.name, manifest.name, were, are)
 
 
 def _own_files(job: PlacedJob, manifest: Manifest, shard: int) -> tuple[StoredPart, ...]:

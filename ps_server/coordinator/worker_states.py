@@ -7,8 +7,11 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 
+from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import LimitExceeded
+from ps_protocol.job import JobSpec, difference
 from ps_protocol.messages.workers import group_state, member_states
+from ps_protocol.optimizers import with_defaults
 from ps_server.coordinator.shared_room import Owner, SharedRoom
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.manifest import Manifest
@@ -20,27 +23,40 @@ States = Mapping[int, tuple[int, bytes]]
 class StatesOnDisk(Mapping[int, tuple[int, bytes]]):
     """The states in a checkpoint, by rank. A state is read when it is looked up; raises CheckpointDamaged if it is
     damaged.
+
+    spec: the job as it is cut now; None: as the checkpoint has it. No worker continues from the states of workers that
+          cut the job otherwise: there are none then, but for what belongs to the job (`first_of`)
     """
 
-    def __init__(self, store: CheckpointStore, manifest: Manifest) -> None:
+    def __init__(self, store: CheckpointStore, manifest: Manifest, spec: JobSpec | None = None) -> None:
         self._store, self._manifest = store, manifest
+        before = with_defaults(job_spec_from_data(manifest.job))
+        self._group_size = before.group_size
+        self._workers = manifest.workers if spec is None or difference(before, spec) is None else {}
 
     def __getitem__(self, rank: int) -> tuple[int, bytes]:
-        worker, manifest = self._manifest.workers[rank], self._manifest
-        return worker.clock, self._store.read_worker(manifest.job["name"], manifest.name, worker.part)
+        return self._workers[rank].clock, self._read(rank)
+
+    def _read(self, rank: int) -> bytes:
+        manifest = self._manifest
+        return self._store.read_worker(manifest.job["name"], manifest.name, manifest.workers[rank].part)
+
+    def first_of(self, rank: int) -> bytes:
+        """Returns the state of a worker; of a group that of its first member."""
+        return _first_of(self._read(rank), self._group_size)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._manifest.workers)
+        return iter(self._workers)
 
     def clocks(self) -> Mapping[int, int]:
-        """Returns the clock of each state, by rank. For a worker that had left before, it is the clock at which it
-        left.
+        """Returns the clock of each state that `first_of` has, by rank. For a worker that had left before, it is the
+        clock at which it left.
         """
         reached = self._manifest.clocks
         return {rank: min(part.clock, reached.get(rank, part.clock)) for rank, part in self._manifest.workers.items()}
 
     def __len__(self) -> int:
-        return len(self._manifest.workers)
+        return len(self._workers)
 
 
 class WorkerStates:
@@ -193,18 +209,16 @@ class WorkerStates:
 
         For a group it is the state of its first member. Raises CheckpointDamaged.
         """
-        found = self._newest(above)
-        return (found[0], member_states(found[1])[0]) if found is not None and self._group_size > 1 else found
-
-    def _newest(self, above: int) -> tuple[int, bytes] | None:
         kept = self.kept
         clocks = kept.clocks() if isinstance(kept, StatesOnDisk) else {rank: clock for rank, (clock, _) in kept.items()}
         with self._lock:
             left = max((state for state in self._left.values() if state is not None), default=(above, b""))
         rank = max(clocks, key=lambda rank: (clocks[rank], -rank), default=None)
         if rank is not None and clocks[rank] > left[0]:
-            return clocks[rank], kept[rank][1]
-        return left if left[0] > above else None
+            if isinstance(kept, StatesOnDisk):
+                return clocks[rank], kept.first_of(rank)
+            return clocks[rank], _first_of(kept[rank][1], self._group_size)
+        return (left[0], _first_of(left[1], self._group_size)) if left[0] > above else None
 
     def of(self, rank: int) -> tuple[int, bytes] | None:
         """Returns the clock and state from which a new worker of a rank continues; None if there is none. Raises
@@ -213,6 +227,10 @@ class WorkerStates:
         with self._lock:
             left = self._left.get(rank)
         return left if left is not None else self.kept.get(rank)
+
+
+def _first_of(state: bytes, group_size: int) -> bytes:
+    return member_states(state)[0] if group_size > 1 else state
 
 
 def _size(state: tuple[int, bytes] | None) -> int:

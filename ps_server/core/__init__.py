@@ -19,6 +19,7 @@ server_figures.py What processes measure of their own work, for people who watch
 limits.py        How much anyone may take: every limit of a server by name, with its default
 membership.py    The live workers of a job: leases, incarnations, ranks
 named_values.py  Hyper-parameters: which were found good, and whose an update is made with
+other_cut.py     Buckets of a job, put together from those of the same job whose parameters were cut otherwise
 partition.py     One job's buckets and tables on one shard: roster, rules and weights, changed by commands alone
 placement.py     How large a job's buckets are, and which shard holds which: by bytes, largest first
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other

@@ -13,6 +13,7 @@ native_loops.py The library for tables in a server process: whether it is used
 outbox.py     Where the answers to one call go
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread
 pushes.py     Pushes: each is checked, then staged, then its bucket is scheduled
+restored_files.py The files of a checkpoint that have what a shard is to restore, and what is read from them
 row_feeds.py  Feeds of rows: each reader is sent what changed in a table, round after round, from its cursor on
 segments.py   Mapping a worker's segment, without trusting what it says
 shard.py      A shard: the jobs that it has, and what is asked of it

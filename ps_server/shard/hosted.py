@@ -34,7 +34,7 @@ from ps_protocol.errors import (
     anew,
 )
 from ps_protocol.job import JobSpec, difference
-from ps_protocol.layout import BucketSpec, bucket_layout
+from ps_protocol.layout import bucket_layout
 from ps_runtime.background import note_error
 from ps_runtime.memory import free_bytes
 from ps_runtime.quantities import counted
@@ -43,14 +43,15 @@ from ps_server.core.budget import JobRoom, PrincipalBudget, room_for
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.partition import JobPartition, check_buckets
 from ps_server.core.placement import Place
-from ps_server.core.snapshot import RestoreProgress, RestoreRequest, TableSnapshot, VersionRange, joined
+from ps_server.core.snapshot import RestoreProgress, RestoreRequest, VersionRange
 from ps_server.failpoints import failpoint
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.last_weights import LastWeights, last_weights
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import Pulls
+from ps_server.shard.restored_files import RestoredFiles
 from ps_server.shard.threads import Threads
-from ps_server.storage.checkpoints import CheckpointStore, Wanted, wanted
+from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.row_files import RowFiles
 
 
@@ -302,10 +303,8 @@ class HostedJobs:
     def _read(self, store: CheckpointStore, restoring: Restoring) -> None:
         request = restoring.request
         spec, checkpoint = request.spec, request.checkpoint
-        layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
-        specs = [layout[index] for index in request.buckets]
-        files = wanted(request.own, specs) if request.own else self._files(store, request, specs)
-        restoring.begin(store.bytes_to_read(spec.name, files))
+        files = RestoredFiles(store, request, self._index)
+        restoring.begin(files.bytes)
         self._let_go(spec.name, restoring)
         job = self._make(spec, request.buckets, request.run, request.shards)
         job.timeline = request.last_incarnation
@@ -315,10 +314,7 @@ class HostedJobs:
             failpoint("restore-half-read")
 
         try:
-            weights = {index: bucket.unit.weights.flat for index, bucket in job.buckets.items()}
-            parts: dict[int, list[TableSnapshot]] = {index: [] for index in job.state.tables}
-            snapshots = store.read_files(spec.name, files, read, weights, parts)
-            tables = {index: joined(each, job.state.row_checker.place) for index, each in parts.items() if each}
+            snapshots, tables = files.read(job, read)
             try:
                 job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True, tables=tables))
             except InvalidRequest as error:
@@ -333,16 +329,6 @@ class HostedJobs:
             self._made.discard(job)
         self._troubles.over(spec.name)
         log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), request.checkpoint)
-
-    def _files(self, store: CheckpointStore, request: RestoreRequest, specs: list[BucketSpec]) -> list[Wanted]:
-        """Returns the files that have what a restore wants.
-
-        A table's rows are in the file of this shard, or, if there are more or fewer shards now, in those of all.
-        """
-        manifest = store.manifest(request.spec.name, request.checkpoint)
-        as_before = len(manifest.shards) == request.shards and self._index in manifest.shards
-        also = [] if not request.spec.tables else [self._index] if as_before else manifest.shards
-        return store.files(request.spec.name, manifest, specs, also)
 
     def _let_go(self, name: str, restoring: Restoring) -> None:
         """Gives the memory of a job back that is restored: two of it would not fit."""

@@ -11,7 +11,7 @@ disk.py         The backend for a file system
 objects.py      The backend for an object store, by fsspec
 lease.py        The lock of a directory in an object store: a lease that its holder renews
 export.py       Exports a checkpoint as plain PyTorch files
-whole_tensors.py  Whole tensors out of the pieces that members of a group hold
+changed_tensors.py  The tensors of a model that no optimizer steps, as training has changed them
 any_type.py     Files of tensors of any element type
 row_files.py    Rows of tables in files without a name
 table_files.py  The rows of one table as files for other programs: safetensors, npy, Parquet

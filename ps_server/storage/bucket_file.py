@@ -17,6 +17,7 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.stages import StageSpec
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.data_commits import Committed
+from ps_server.core.other_cut import OtherCut
 from ps_server.core.snapshot import BucketSnapshot, Snapshot, TableSnapshot
 from ps_server.core.validation import check_stage
 from ps_server.storage.manifest import WITHOUT_BASES
@@ -103,6 +104,30 @@ def read_snapshots(
         },
         {table: _table(table, described[str(table)], read) for table, read in tables.items()},
     )
+
+
+def read_into(reader: TensorReader, buckets: Sequence[BucketSpec], cut: OtherCut) -> None:
+    """Has buckets in a file taken by a job that is cut otherwise, tensor by tensor. Raises ValueError as
+    `read_snapshots` does, and what `cut` raises.
+    """
+    described, wanted = json.loads(reader.metadata["buckets"]), {bucket.index: bucket for bucket in buckets}
+    nothing = torch.empty(0)
+    heads = {index: _snapshot(bucket, described[str(index)], nothing, {}, None) for index, bucket in wanted.items()}
+
+    def place(entry: TensorEntry) -> torch.Tensor | None:
+        bucket = wanted.get(int(entry.name.split("/")[0]))
+        if bucket is None:
+            return None
+        _check_entry(entry, bucket)
+        return entry.empty()
+
+    for entry, tensor in reader.tensors(place):
+        index, *rest = entry.name.split("/")
+        bucket, head = wanted[int(index)], heads[int(index)]
+        if rest in ([_WEIGHTS], [_STAGED_WEIGHTS], [_SENT]):
+            cut.take_weights(bucket, head, tensor, sent=rest == [_SENT])
+        else:
+            cut.take_state(bucket, head, int(rest[0]), rest[1], tensor)
 
 
 def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:

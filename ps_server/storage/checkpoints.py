@@ -37,9 +37,10 @@ from ps_protocol.errors import (
 )
 from ps_protocol.framing import Buffer
 from ps_protocol.layout import BucketSpec
+from ps_server.core.other_cut import OtherCut
 from ps_server.core.snapshot import BucketSnapshot, Part, Snapshot, StoredPart, TableSnapshot, chained
 from ps_server.failpoints import failpoint
-from ps_server.storage.bucket_file import read_snapshots, snapshot_tensors
+from ps_server.storage.bucket_file import read_into, read_snapshots, snapshot_tensors
 from ps_server.storage.disk import MAX_READ_BYTES, check_readable, pieces
 from ps_server.storage.files import Files, files_of
 from ps_server.storage.manifest import Manifest, sealed, unsealed, written_by_newer
@@ -322,6 +323,7 @@ class CheckpointStore:
         told: Callable[[int], object] = lambda count: None,
         weights: Mapping[int, torch.Tensor] | None = None,
         rows: Rows | None = None,
+        cut: OtherCut | None = None,
     ) -> dict[int, BucketSnapshot]:
         """Returns snapshots of buckets, by index, from files that match their checksums. Raises CheckpointDamaged.
 
@@ -330,6 +332,8 @@ class CheckpointStore:
         told: called now and then with the number of bytes read; see `bytes_to_read`
         weights: by bucket, the memory for its weights; its content is undefined after an error
         rows: by table, receives its rows on each shard
+        cut: takes the buckets; those that it puts together are returned. Raises what `cut` refuses, of files that are
+             not damaged
         """
         rows = rows or {}
         snapshots: dict[int, BucketSnapshot] = {}
@@ -338,7 +342,9 @@ class CheckpointStore:
             path = self._path_of_part(job, file.stored)
             with _undamaged(path), self._disk.open(path) as opened:
                 reader = TensorReader(opened, file.stored.part.bytes, told)
-                read, tables = read_snapshots(reader, file.buckets, weights or {}, rows)
+                if cut is not None:
+                    read_into(reader, file.buckets, cut)
+                read, tables = read_snapshots(reader, file.buckets, weights or {}, rows) if cut is None else ({}, {})
             _check_sum(path, reader.sha256(), file.stored.part)
             snapshots |= read
             for table, snapshot in tables.items():
@@ -350,7 +356,10 @@ class CheckpointStore:
                 with _undamaged(path):
                     for table in [table for table, chain in chains.items() if chain]:
                         rows[table].append(chained(chains[table]))
-        return snapshots
+        if cut is None:
+            return snapshots
+        with _undamaged(self.path(job)):
+            return cut.snapshots()
 
     def bytes_to_read(self, job: str, files: Sequence[Wanted]) -> int:
         """Returns the size of files in bytes. Raises CheckpointDamaged if one is missing, or has another length."""

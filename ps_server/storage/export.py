@@ -21,21 +21,22 @@ import safetensors.torch
 import torch
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoints
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import FROZEN, BucketSpec, bucket_layout
-from ps_protocol.messages.workers import member_states
+from ps_protocol.layout import BucketSpec, bucket_layout
+from ps_protocol.pieces import whole_parameters
 from ps_protocol.stages import first_stage
 from ps_protocol.tables import TableSpec
 from ps_protocol.tensors import TORCH_DTYPES, whole_of
+from ps_server.core.other_cut import OtherCut
 from ps_server.core.placement import Place
 from ps_server.core.snapshot import BucketSnapshot, TableSnapshot, joined
 from ps_server.storage.any_type import load_any, save_any
+from ps_server.storage.changed_tensors import changed_tensors
 from ps_server.storage.checkpoints import PASSED_OVER, CheckpointStore, last_whole
 from ps_server.storage.files import check_directory
 from ps_server.storage.manifest import Manifest
 from ps_server.storage.table_files import Rows, check_format, write_rows
-from ps_server.storage.whole_tensors import in_whole_tensors, with_names_of_pieces
 from ps_tables.increments import in_order
 from ps_tables.saved import saved_rows
 
@@ -81,7 +82,6 @@ def export(
     spec, snapshots = _in_last_stage(found.spec, found.buckets, found.snapshots)
     model, optimizer, groups = _gather(spec, found.buckets, snapshots)
     model |= found.changed
-    spec, model, optimizer, groups = in_whole_tensors(spec, model, optimizer, groups)
     model = _as_modules_have_them(model, spec)
     for table in spec.tables:
         model |= _module_state(table.rows, tables[table.rows.name])
@@ -147,21 +147,28 @@ def _find(store: CheckpointStore, job: str, name: str | None, told: Callable[[st
 def _read(store: CheckpointStore, job: str, name: str) -> Found:
     """Returns the content of a checkpoint. Raises CheckpointDamaged if any file was changed."""
     manifest = store.manifest(job, name)
-    spec = with_names_of_pieces(job_spec_from_data(manifest.job))
+    before = job_spec_from_data(manifest.job)
+    spec = replace(before, parameters=whole_parameters(before.parameters), group_size=1)
     buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
+    cut = None if before == spec else OtherCut(before, spec, buckets, refuses=False)
     parts: dict[int, list[TableSnapshot]] = {len(buckets) + index: [] for index in range(len(spec.tables))}
-    files = store.files(job, manifest, buckets, manifest.shards if parts else ())
-    snapshots = store.read_files(job, files, rows=parts)
+    sources = buckets if cut is None else cut.sources()
+    files = store.files(job, manifest, sources, manifest.shards if parts else ())
+    snapshots = store.read_files(job, files, rows=parts, cut=cut)
     if not all(parts.values()):
         raise CheckpointDamaged(f"checkpoint {name} has no rows of a table")
     store.check_workers(job, manifest)
-    changed = _changed(store, job, manifest, spec)
+    changed = changed_tensors(store, job, manifest, before)
+    if cut is not None:
+        for index, tensor in changed.items():
+            cut.take_changed(index, tensor)
     tables = [joined(each, Place()) for each in parts.values()]
     spec = _with_seeds(spec, tables)
     rows: dict[str, Rows] = {
         table.rows.name: in_order(dict(each.tensors)) for table, each in zip(spec.tables, tables, strict=True)
     }
-    return Found(manifest, spec, buckets, snapshots, changed, rows)
+    named = {spec.parameters[index].name: tensor for index, tensor in changed.items()} if cut is None else {}
+    return Found(manifest, spec, buckets, snapshots, named, rows)
 
 
 def _in_last_stage(
@@ -208,29 +215,6 @@ def _with_seeds(spec: JobSpec, tables: list[TableSnapshot]) -> JobSpec:
     """Returns a job with the seeds of its tables: rank 0 may have brought other seeds than the registered ones."""
     each = zip(spec.tables, tables, strict=True)
     return replace(spec, tables=tuple(replace(table, rows=table.rows.seeded(found.seed)) for table, found in each))
-
-
-def _changed(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec) -> dict[str, torch.Tensor]:
-    """Returns the frozen tensors that training has changed, by name, from the worker of the lowest rank.
-
-    Raises CheckpointDamaged if they do not fit the job.
-    """
-    rank = min(manifest.workers, default=None)
-    if rank is None:
-        return {}
-    try:
-        content = store.read_worker(job, manifest.name, manifest.workers[rank].part)
-        frozen: dict[int, torch.Tensor] = {}
-        for state in reversed(member_states(content)) if spec.group_size > 1 else [content]:  # the first one's count
-            saved = safetensors.torch.load(state)
-            frozen |= {int(key.removeprefix(FROZEN)): saved[key] for key in saved if key.startswith(FROZEN)}
-        for index, tensor in frozen.items():
-            parameter = spec.parameters[index]
-            if tensor.shape != parameter.shape or tensor.dtype != TORCH_DTYPES[parameter.dtype]:
-                raise ValueError(f"{parameter.name}: found {tuple(tensor.shape)} {tensor.dtype}")
-    except (safetensors.SafetensorError, ValueError, IndexError, InvalidRequest) as error:
-        raise CheckpointDamaged(f"the state of worker {rank} in checkpoint {manifest.name}: {error}") from None
-    return {spec.parameters[index].name: tensor for index, tensor in frozen.items()}
 
 
 def _gather(

@@ -3,6 +3,7 @@
 base.py             The base of a round of local steps: the weights that it begins with
 buffers.py          The flat buffers that a model lies in: one tensor for the weights and one for the gradients
 elements.py         The tensors of a model as a job describes them, whatever their element types
+empty_shards.py     Optimizer state of parameters of which a member of a group holds no element
 flat.py             A model as flat buffers, so that pushing packs nothing and a pull lands in place
 gpu.py              Buckets of a model on a GPU, on their way to the host and back, without stopping the GPU
 gradients.py        The gradients as views into flat buffers: which are there, which were changed, which are not finite

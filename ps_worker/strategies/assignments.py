@@ -26,9 +26,11 @@ from ps_protocol.messages.workers import JoinResult
 from ps_protocol.tensors import tensor_from, whole_of
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.participation import Participation
+from ps_worker.group import Group
+from ps_worker.model.empty_shards import with_empty_shards
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
-from ps_worker.model.script_stages import Stage
+from ps_worker.model.script_stages import Stage, tensors_in
 from ps_worker.model.sharded import is_sharded, like, local
 from ps_worker.model.state_transfer import StateCollector, States, check_states, state_assignments
 from ps_worker.tables.server_rows import ServerTables
@@ -161,7 +163,18 @@ class Assignments:
         states = {index: state for index, state in (self._states or {}).items() if index in kept}
         self._spec, self._stage, self._states = stage.spec, stage.number, states or None
 
-    def loaded(self, parameters: Set[int]) -> States | None:
+    def state_of(
+        self, stage: Stage, optimizer: int, group: Group | None, fetch: Callable[[], States]
+    ) -> dict[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Returns the state of one optimizer as torch.optim keeps it: as the script has set it since the last step, or
+        as it is on the shards. fetch: returns the latter, of all optimizers
+        """
+        parameters = stage.parameters_of(optimizer)
+        states = self._loaded(parameters)
+        own = self._by_tensor(parameters, fetch() if states is None else states)
+        return with_empty_shards(group, tensors_in(stage.optimizers[optimizer]), own)
+
+    def _loaded(self, parameters: Set[int]) -> States | None:
         """Returns the state of these parameters if the script has set that of all of them since the last step;
         otherwise None.
         """
@@ -169,8 +182,7 @@ class Assignments:
             return None
         return {index: self._states[index] for index in parameters}
 
-    def by_tensor(self, parameters: Set[int], states: States) -> dict[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Returns the state of these parameters as torch.optim keeps it."""
+    def _by_tensor(self, parameters: Set[int], states: States) -> dict[torch.Tensor, Mapping[str, torch.Tensor]]:
         return {
             self._tensors[index]: {
                 name: _beside(self._tensors[index], name, value) for name, value in states[index].items()

@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -585,11 +586,10 @@ class JobTraining:
     def state(self, index: int) -> ParameterStates:
         """Returns the state of one optimizer: as the script has set it since the last step, or the shards'."""
         self.stages.check_steps(index)
-        parameters = self._steps.parameters_of(index)
-        states = self.assignments.loaded(parameters)
-        if states is None:
-            states = fetched_states(self.participation, self.in_place, self._steps.stage, self.model.layout)
-        return {**self.assignments.by_tensor(parameters, states), **self._added.state(index)}
+        at, stage = (self.participation, self.in_place), self._steps.stage
+        fetch = partial(fetched_states, *at, stage, self.model.layout)
+        own = self.assignments.state_of(stage, index, self.participation.group, fetch)
+        return {**own, **self._added.state(index)}
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
         """Trains more parameters with one optimizer, in a second job beside this one. Raises as `AddedGroups.add`."""

@@ -1,0 +1,49 @@
+"""Optimizer state of parameters of which a member of a group holds no element.
+
+The job has no piece of theirs, and so no state. torch keeps some for them as for others: tensors that are cut as the
+parameter is, and numbers. All members have to have it, or a collective of one, such as `full_tensor`, meets nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ps_worker.group import Group
+from ps_worker.model.optimizer import ParameterStates
+from ps_worker.model.sharded import is_sharded, like, local
+
+Described = Mapping[str, float | None]  # by the name of a state, its number; None: it is a tensor
+
+
+def with_empty_shards(
+    group: Group | None, parameters: Sequence[torch.Tensor], states: ParameterStates
+) -> dict[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Returns an optimizer's state with that of parameters of which this member has no element, as others have it. A
+    call of all members.
+
+    parameters: of the optimizer, the same on all members
+    """
+    found = dict(states)
+    if group is None:
+        return found
+    own = [_described(each, states[each]) if each in states else {} for each in parameters]
+    told: list[list[Described]] = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
+    for position, parameter in enumerate(parameters):
+        if parameter not in found and is_sharded(parameter) and not local(parameter).numel():
+            described = next((each[position] for each in told if each[position]), {})
+            if described:
+                found[parameter] = {name: _state(parameter, number) for name, number in described.items()}
+    return found
+
+
+def _described(parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Described:
+    if not is_sharded(parameter):
+        return {}
+    return {name: None if is_sharded(value) else float(value) for name, value in state.items()}
+
+
+def _state(parameter: torch.Tensor, number: float | None) -> torch.Tensor:
+    return like(parameter, torch.empty_like(local(parameter))) if number is None else torch.tensor(number)
