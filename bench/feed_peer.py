@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import sys
 import time
 import zlib
@@ -188,15 +189,25 @@ def connected(port: int) -> socket.socket:
 def _dialled(address: tuple[str, int]) -> socket.socket:
     while True:
         try:
-            return socket.create_connection(address)
+            connection = socket.create_connection(address)
         except ConnectionRefusedError:  # the trainer is still importing
             time.sleep(0.05)
+            continue
+        # To a port of this host at which nobody listens yet, a connection may get that port as its own: TCP then
+        # connects it to itself, and the trainer could not listen there.
+        if connection.getsockname() != connection.getpeername():
+            return connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # the port is free at once
+        connection.close()
 
 
 def receive(connection: socket.socket, into: memoryview) -> None:
-    """Receives until a buffer is full."""
+    """Receives until a buffer is full. Raises EOFError where the other end has closed the connection before."""
     while len(into):
-        into = into[connection.recv_into(into) :]
+        count = connection.recv_into(into)
+        if not count:
+            raise EOFError(f"the connection was closed {len(into)} bytes too early")
+        into = into[count:]
 
 
 # -- the processes ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -124,9 +124,13 @@ class ShardReader:
         try:
             is_whole = receive((read_edition_part(*split_message(data)) for data in self._call), take, alive)
         except grpc.RpcError as error:
-            raise self.peer.error(error) from None
+            # The error is the call itself, to which its own traceback refers, and that to what has come.
+            raise self.peer.error(error.with_traceback(None)) from None
         finally:
-            self._call.cancel()
+            with self._lock:
+                under_way, self._call = self._call, None  # it may be the error
+            under_way.cancel()
+            del under_way
         if not is_whole:
             raise TryLater(f"{self.peer}: the edition ended too early")
 
@@ -152,6 +156,12 @@ class ShardReader:
         self._channel.close()
 
 
+def _error_of(futures: Iterable[Future[T]]) -> BaseException:
+    """Returns the first error, by shard, of calls of which one has failed."""
+    error = next(filter(None, (each.exception() for each in futures if each.done())))
+    return TryLater("the connections are closed") if isinstance(error, Closed) else error
+
+
 class EachShard:
     """The shards of a cluster, as long as their number and addresses stay: one thread each."""
 
@@ -172,13 +182,18 @@ class EachShard:
             reader.allow()
         calls = [partial(call, reader) for reader in self.readers]
         futures = [pool.submit(each) for pool, each in zip(self._pools, calls, strict=True)]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        failed = [error for each in futures if each.done() and (error := each.exception()) is not None]
-        if failed:
-            self.cancel()
-            wait(futures)
-            raise TryLater("the connections are closed") if isinstance(failed[0], Closed) else failed[0]
-        return [future.result() for future in futures]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+            if any(each.done() and each.exception() is not None for each in futures):
+                self.cancel()
+                wait(futures)
+                raise _error_of(futures)
+            return [future.result() for future in futures]
+        finally:
+            # The traceback of an error refers to this frame. If the frame referred to the error, all that the calls
+            # have, such as a part of an edition, would stay until the garbage collector runs.
+            futures.clear()
+            calls.clear()
 
     def cancel(self) -> None:
         """Ends what is under way."""

@@ -148,10 +148,13 @@ def _add_relay(add: Callable[..., CommandLine]) -> None:
 def _add_certificates(add: Callable[..., CommandLine]) -> None:
     """Adds the command that makes certificates to try things out."""
     certs = add("dev-certs", "make a small CA and certificates, or renew those that end soon", words="[options] DIR")
-    files = "gets ca.pem and ca.key; server, worker, reader and admin .pem and .key; and roles"
+    files = "gets ca.pem and ca.key; server, worker, reader and admin .pem and .key; roles"
     certs.add_argument("directory", metavar="DIR", help=files)
     certs.add_argument("--host", action="append", default=[], metavar="NAME", help="a server's name; may be repeated")
-    certs.add_argument("--split", action="store_true", help="a folder for each server and role: no other's key in any")
+    certs.add_argument("--relay", action="append", default=[], metavar="NAME", help="a relay's name; may be repeated")
+    certs.add_argument(
+        "--split", action="store_true", help="a folder for each server, relay and role: no other's key in any"
+    )
     certs.add_argument("--days", type=count, default=365, help="for which they are valid [default 365]")
     certs.add_argument("--new-ca", action="store_true", help="make a new CA, and everything anew")
     certs.add_argument("--every", type=seconds, metavar="SECONDS", help="stay, and look again this often")
@@ -364,7 +367,7 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
     is_first = True
     while True:
         try:
-            made = write(directory, arguments.host, life, arguments.split, new_ca and is_first)
+            made = write(directory, arguments.host, life, arguments.split, new_ca and is_first, arguments.relay)
         except PSError as error:
             if is_first:
                 raise

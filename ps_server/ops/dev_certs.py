@@ -1,7 +1,7 @@
 """`ps-server dev-certs`: a small CA, and a certificate for each kind of caller, made and renewed, to try things out.
 
-Servers, workers, readers and admins have a certificate each, and `roles` says what each may do. Running it again makes
-what is missing and renews what ends soon, with the same CA, so that all processes go on trusting one another.
+Servers, relays, workers, readers and admins have a certificate each, and `roles` says what each may do. Running it
+again makes what is missing and renews what ends soon, with the same CA, so that all go on trusting one another.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ps_protocol.errors import InvalidRequest
 
-SERVER, WORKER, READER, ADMIN, AUTHORITY = "server", "worker", "reader", "admin", "ca"
-# In servers' and workers' certificates: what Prometheus may take for the server name of every process, at any address.
+SERVER, RELAY, WORKER, READER, ADMIN, AUTHORITY = "server", "relay", "worker", "reader", "admin", "ca"
+_SERVES = (SERVER, RELAY)  # they have callers, and so a file of roles
+# In the certificates of all that serve metrics: what Prometheus may take for the server name of each, anywhere.
 SCRAPE_NAME = "ps-torch"
 LIFE = datetime.timedelta(days=365)
 # The CA lives this many times as long as the certificates that it signs: they are renewed, and it stays.
@@ -38,41 +39,54 @@ _PRIVATE = 0o600
 class Holder:
     """A process that gets a certificate of its own.
 
-    file:   NAME of its NAME.pem and NAME.key, and its role; a server has the role `cluster`
+    file:   NAME of its NAME.pem and NAME.key
     name:   the common name in its certificate, by which `roles` knows it
+    role:   what it may do: a server calls other servers, and a relay reads from them
     folder: where its files are, under the directory; empty: in the directory itself
     hosts:  the names and addresses at which others reach it
     """
 
     file: str
     name: str
+    role: str
     folder: str = ""
     hosts: tuple[str, ...] = ()
 
     def role_line(self) -> str:
         """Returns the roles of a certificate as a line of the `roles` file."""
-        return f"cn:{self.name} {'cluster' if self.file == SERVER else self.file}"
+        return f"cn:{self.name} {self.role}"
 
 
-def holders(hosts: Sequence[str] = (), split: bool = False) -> list[Holder]:
-    """Returns who gets a certificate: servers, workers, readers and admins.
+def holders(hosts: Sequence[str] = (), split: bool = False, relays: Sequence[str] = ()) -> list[Holder]:
+    """Returns who gets a certificate: servers, relays if some are named, workers, readers and admins.
 
-    hosts: names and addresses of servers, besides localhost and this machine's own. split: a folder for each holder,
-    with no other's key in any; each of `hosts` is a server with a certificate of its own, in a folder of its name.
-    Raises InvalidRequest for a host that cannot name a certificate and a folder.
+    hosts: names and addresses of servers, besides localhost and this machine's own; relays: those of relays. split: a
+    folder for each holder, with no other's key in any; each of `hosts` and `relays` is a process with a certificate of
+    its own, in a folder of its name. Raises InvalidRequest for a name that no certificate or folder can have.
     """
+    local = (*_LOCAL, socket.gethostname())
     if not split:
-        servers = [Holder(SERVER, "ps-server", "", (*_LOCAL, socket.gethostname(), *hosts))]
-    elif not hosts:
-        servers = [Holder(SERVER, "ps-server", SERVER, (*_LOCAL, socket.gethostname()))]
+        servers = [Holder(SERVER, "ps-server", "cluster", "", (*local, *hosts))]
+        handing_on = [Holder(RELAY, "ps-relay", READER, "", (*local, *relays))] if relays else []
     else:
-        servers = [Holder(SERVER, f"ps-server.{host}", host, (*_LOCAL, host)) for host in hosts]
-    callers = [Holder(role, f"ps-{role}", role if split else "") for role in (WORKER, READER, ADMIN)]
-    for server in servers:
-        taken = server.folder in (AUTHORITY, WORKER, READER, ADMIN, ".", "..") or "/" in server.folder
-        if taken or len(server.name) > _LONGEST_NAME:
-            raise InvalidRequest(f"--host {server.folder}: with --split, that cannot name a certificate and its folder")
-    return [*servers, *callers]
+        named = [Holder(SERVER, f"ps-server.{host}", "cluster", host, (*_LOCAL, host)) for host in hosts]
+        servers = named or [Holder(SERVER, "ps-server", "cluster", SERVER, local)]
+        handing_on = [Holder(RELAY, f"ps-relay.{name}", READER, name, (*_LOCAL, name)) for name in relays]
+        _refuse_folders(servers, handing_on)
+    callers = [Holder(role, f"ps-{role}", role, role if split else "") for role in (WORKER, READER, ADMIN)]
+    return [*servers, *handing_on, *callers]
+
+
+def _refuse_folders(servers: Sequence[Holder], relays: Sequence[Holder]) -> None:
+    """Raises InvalidRequest where a name is no folder's, is another holder's, or is too long for a certificate."""
+    taken = {AUTHORITY, WORKER, READER, ADMIN, ".", ".."}
+    for flag, named in (("--host", servers), ("--relay", relays)):
+        for holder in named:
+            if holder.folder in taken or "/" in holder.folder or len(holder.name) > _LONGEST_NAME:
+                raise InvalidRequest(
+                    f"{flag} {holder.folder}: with --split, that cannot name a certificate and its folder"
+                )
+        taken |= {holder.folder for holder in named}
 
 
 def write(
@@ -81,15 +95,17 @@ def write(
     life: datetime.timedelta = LIFE,
     split: bool = False,
     new_ca: bool = False,
+    relays: Sequence[str] = (),
 ) -> list[str]:
     """Makes the certificates that are missing and those that end within a third of their life. Returns their files.
 
-    A holder's folder has ca.pem and its certificate and key; a server's also `roles`, which is never overwritten. The
-    CA's key, ca.key, is in the directory, with `split` in ca/: its holder can make certificates that all processes
-    trust. The CA is kept until it ends within a third of `life`, or `new_ca`, which makes everything anew. `hosts` and
-    `split`: see `holders`. Raises InvalidRequest if there are files, but no CA that could have made them.
+    A holder's folder has ca.pem and its certificate and key; a server's and a relay's also `roles`, which is never
+    overwritten. The CA's key, ca.key, is in the directory, with `split` in ca/: its holder can make certificates that
+    all processes trust. The CA is kept until it ends within a third of `life`, or `new_ca`, which makes everything
+    anew. `hosts`, `split` and `relays`: see `holders`. Raises InvalidRequest if there are files, but no CA that could
+    have made them.
     """
-    wanted = holders(hosts, split)
+    wanted = holders(hosts, split, relays)
     home = directory / AUTHORITY if split else directory
     try:
         authority = None if new_ca else _Authority.read(home)
@@ -99,7 +115,7 @@ def write(
             authority = _Authority.make(home, life * CA_LIVES)
             due = wanted
         else:
-            due = [holder for holder in wanted if _is_due(directory, holder, authority.certificate, hosts)]
+            due = [holder for holder in wanted if _is_due(directory, holder, authority.certificate, (*hosts, *relays))]
         if due and authority.key is None:
             names = ", ".join(_name(holder, f"{holder.file}.pem") for holder in due)
             raise InvalidRequest(f"{home / 'ca.key'} is not there to sign {names}: bring it back, or give --new-ca")
@@ -151,7 +167,7 @@ def _refuse_files_of_others(directory: Path, wanted: list[Holder]) -> None:
 
 
 def _is_due(directory: Path, holder: Holder, ca: x509.Certificate, hosts: Sequence[str]) -> bool:
-    """Returns whether a holder's certificate is missing, ends soon, is of another CA or lacks one of `hosts`."""
+    """Returns whether a certificate is missing, ends soon, is of another CA or lacks one of the names in `hosts`."""
     folder = directory / holder.folder
     certificate, key = _read_certificate(folder / f"{holder.file}.pem"), _read_key(folder / f"{holder.file}.key")
     if certificate is None or key is None or key.public_key() != certificate.public_key():
@@ -170,7 +186,7 @@ def _issue(directory: Path, holder: Holder, authority: _Authority, life: datetim
     folder = directory / holder.folder
     before = _read_certificate(folder / f"{holder.file}.pem")
     hosts = dict.fromkeys((holder.name, *holder.hosts, *(_hosts_of(before) if before is not None else ())))
-    if holder.file in (SERVER, WORKER):
+    if holder.file in (*_SERVES, WORKER):
         hosts[SCRAPE_NAME] = None
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = _certificate(holder.name, key, life, list(hosts), authority)
@@ -179,8 +195,8 @@ def _issue(directory: Path, holder: Holder, authority: _Authority, life: datetim
 
 
 def _add_roles(directory: Path, wanted: list[Holder], made: list[Holder]) -> None:
-    """Writes `roles` beside each server's certificate; adds new holders to one that is there, and changes no line."""
-    for folder in {directory / holder.folder for holder in wanted if holder.file == SERVER}:
+    """Writes `roles` beside the certificates of those that serve; adds holders to one that is there, and no more."""
+    for folder in {directory / holder.folder for holder in wanted if holder.file in _SERVES}:
         path = folder / "roles"
         if not path.exists():
             head = '# What each caller may do, for --tokens: lines "cn:NAME ROLE[:JOB]" and "ROLE[:JOB] TOKEN".'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import time
 import zlib
@@ -32,19 +33,28 @@ def saved(edition: Edition, folder: Path, base: Path | None, max_shard_bytes: in
     """
     contents, version = edition.arrays.contents, label(edition)
     place = folder / contents.spec.name / contents.wire / version
-    beside = place.with_name(f"{version}{_UNFINISHED}")
+    beside = place.with_name(
+        f"{version}.{secrets.token_hex(4)}{_UNFINISHED}"
+    )  # another follower may be writing it, too
     if not place.exists():
-        shutil.rmtree(beside, ignore_errors=True)
         try:
             edition.save(beside, max_shard_bytes)
             for file in base.iterdir() if base is not None else ():
                 if file.is_file() and file.suffix not in _WEIGHTS and ".index." not in file.name:
                     shutil.copy2(file, beside / file.name)
-            beside.rename(place)
-        except BaseException:  # the next attempt may be at another version
+            _move(beside, place)
+        finally:  # the next attempt may be at another version
             shutil.rmtree(beside, ignore_errors=True)
-            raise
     return place
+
+
+def _move(beside: Path, place: Path) -> None:
+    """Moves a directory to its place, unless another follower has put the same there meanwhile."""
+    try:
+        beside.rename(place)
+    except OSError:
+        if not place.exists():
+            raise
 
 
 def tidy(place: Path) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 import ps_torch as ps
@@ -33,6 +34,7 @@ from ps_protocol.errors import InvalidRequest, Unreachable
 from ps_torch.engines.answers import TellsVersion
 from ps_torch.engines.sglang import DiskFollower
 from ps_worker.edition_tensors import Edition
+from ps_worker.engines.folders import saved
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.launching import ROOT
 from tests.tools.remembering_trainer import RememberingTrainer
@@ -445,6 +447,31 @@ def test_followers_of_other_jobs_and_wire_formats_may_have_one_folder(
     finally:
         for engine in engines:
             engine.stop()
+
+
+def test_followers_of_one_job_may_write_one_version_at_the_same_time(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
+) -> None:
+    places: list[Path] = []
+
+    class Overtaken(Edition):
+        """While it is written, another follower writes the same from its begin to its end."""
+
+        def save(self, path: str | Path, max_shard_bytes: int | None = None) -> None:
+            super().save(path, max_shard_bytes)
+            places.append(saved(Edition(self.arrays, job), tmp_path, base, 300))
+
+    with ps.subscribe(shared.address, job) as feed:
+        edition = Overtaken(feed.wait_for().arrays, job)
+    places.append(saved(edition, tmp_path, base, 300))
+    assert places[0] == places[1]
+    assert [*places[0].parent.iterdir()] == [places[0]]
+    names = {each.name for each in base.iterdir() if each.suffix not in (".safetensors", ".bin", ".pt")}
+    assert names - {"model.safetensors.index.json"} <= {each.name for each in places[0].iterdir()}
+    found: dict[str, torch.Tensor] = {}
+    for file in places[0].glob("*.safetensors"):
+        found |= load_file(file)
+    assert trainer.has(found, 0)
 
 
 def test_an_sglang_that_was_started_again_is_given_the_newest_weights(

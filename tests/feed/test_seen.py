@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import weakref
@@ -12,9 +13,11 @@ import pytest
 
 import ps_torch as ps
 from ps_feed.edition import Arriving
-from ps_protocol.errors import LimitExceeded
-from ps_protocol.messages.editions import EditionBucket
+from ps_feed.edition_client import EachShard, ShardReader
+from ps_protocol.errors import LimitExceeded, PSError
+from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsAsked
 from ps_protocol.v1 import shard_pb2
+from ps_runtime.credentials import PLAINTEXT
 from ps_server.core.feed_figures import FeedFigures, of_all_wires
 from ps_server.ops import status
 from ps_server.rpc.feed_status import feed_figures, feed_message
@@ -138,3 +141,39 @@ def test_an_edition_that_could_not_be_received_keeps_no_memory(
         assert isinstance(feed.trouble, LimitExceeded)
         assert arrived
         assert [each() for each in arrived if each() is not None] == []
+
+
+class Part:
+    """Stands for what has come of an edition."""
+
+
+@pytest.mark.parametrize("is_refused", [False, True], ids=["here", "by the shard"])
+def test_what_a_call_to_the_shards_had_is_gone_with_its_error(
+    shared: Cluster, job: str, trainer: FollowedTrainer, is_refused: bool
+) -> None:
+    """A reader asks again and again, and parts of editions are large: none waits for the garbage collector."""
+    parts: list[weakref.ref[Part]] = []
+    shards = EachShard(shared.address, PLAINTEXT)
+    timeline = shards.readers[0].describe(WeightsAsked(job, "", False, "float32", False, ())).timeline
+    call = EditionCall(job, "", timeline, 0, "float32", (99,) if is_refused else (), {})
+
+    def pull(reader: ShardReader) -> None:
+        part = Part()
+        parts.append(weakref.ref(part))
+
+        def take(*_: object) -> None:
+            raise LimitExceeded(f"no room for {part}")
+
+        reader.pull(call, take, lambda *_: None)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with contextlib.suppress(PSError):
+                shards.all(pull)
+        assert len(parts) == 3 * len(shards.readers)
+        until(lambda: all(each() is None for each in parts), "the end of what came")  # gRPC's threads may have it yet
+    finally:
+        gc.enable()
+        shards.close()

@@ -16,7 +16,7 @@ import ps_server.cli
 import ps_worker.cli
 from ps_runtime.settings import unknown_variables
 from ps_server.ops.health_port import LIVE, READY
-from tests.tools.kubernetes import FILES, OVERLAYS, Template, base, one, read, templates
+from tests.tools.kubernetes import FILES, OVERLAYS, Template, base, one, read, relays, templates
 from tests.tools.launching import ROOT
 from tests.tools.prometheus_rule import TARGET, rule
 
@@ -24,9 +24,11 @@ DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 CERT_MANAGER = read(*sorted((FILES / "components" / "cert-manager").glob("[ac]*.yaml")))
 KUBEFLOW = read(FILES / "kubeflow" / "runtime.yaml", FILES / "kubeflow" / "train.yaml")
 JOBSET = read(FILES / "jobset" / "jobset.yaml")
-EVERY = [*templates(base()), *templates(KUBEFLOW)]
+EVERY = [*templates(base()), *templates(relays()), *templates(KUBEFLOW)]
 SERVERS = [each for each in EVERY if each.name in ("coordinator", "shards", "shard")]
+[RELAYS] = templates(relays())
 of_every = pytest.mark.parametrize("pods", EVERY, ids=lambda pods: f"{pods.kind}-{pods.name}")
+of_processes = pytest.mark.parametrize("pods", [*SERVERS, RELAYS], ids=lambda pods: f"{pods.kind}-{pods.name}")
 of_servers = pytest.mark.parametrize("pods", SERVERS, ids=lambda pods: f"{pods.kind}-{pods.name}")
 NUMBERS = {"PS_INDEX": "0"}
 
@@ -65,16 +67,18 @@ def test_the_commands_know_every_flag_and_variable_that_a_pod_gives_them(
     assert unknown_variables(given) is None
 
 
-@of_servers
+@of_processes
 def test_the_ports_of_a_server_are_those_that_its_pod_names(pods: Template, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = parsed(pods, monkeypatch)
     ports = {each["name"]: each["containerPort"] for each in pods.container["ports"]}
-    shard = {"data": arguments.data_port} if "shard" in pods.name else {}
+    more = {"data": arguments.data_port} if "shard" in pods.name else {}
+    if pods is RELAYS:
+        more = {"http": arguments.http_port}
     assert ports == {
         "grpc": arguments.port,
         "metrics": arguments.metrics_port,
         "health": arguments.health_port,
-        **shard,
+        **more,
     }
     assert all(ports.values())
     assert arguments.advertise.endswith(f":{arguments.port}")
@@ -91,7 +95,7 @@ def test_a_server_has_time_for_its_last_checkpoint(pods: Template, monkeypatch: 
 
 
 def test_every_caller_uses_the_address_that_the_coordinator_advertises(monkeypatch: pytest.MonkeyPatch) -> None:
-    for objects in (base(), KUBEFLOW):
+    for objects in ((*base(), *relays()), KUBEFLOW):
         found = {each.name: each for each in templates(objects)}
         coordinator = parsed(found.pop("coordinator"), monkeypatch).advertise
         for pods in found.values():
@@ -132,6 +136,8 @@ def test_certificates_are_for_the_names_that_are_advertised_and_the_roles_that_a
     assert one(CERT_MANAGER, "Certificate", "coordinator")["spec"]["dnsNames"][0] == host
     host = parsed(found["shards"], monkeypatch).advertise.rpartition(":")[0]
     assert one(CERT_MANAGER, "Certificate", "shards")["spec"]["dnsNames"][0] == host.replace("shards-0", "*", 1)
+    host = parsed(RELAYS, monkeypatch).advertise.rpartition(":")[0].replace("shards-0", "*", 1)
+    assert one(CERT_MANAGER, "Certificate", "relays")["spec"]["dnsNames"][:2] == [host, host.removeprefix("*.")]
     runtime = {each.name: each for each in templates(KUBEFLOW)}
     [wildcard, _] = one(KUBEFLOW, "Certificate", "ps-server")["spec"]["dnsNames"]
     for name in ("coordinator", "shard"):
@@ -144,7 +150,7 @@ def test_certificates_are_for_the_names_that_are_advertised_and_the_roles_that_a
     known = set(re.findall(r"^cn:(\S+) \w+$", roles, re.MULTILINE))
     holders = [each for each in (*CERT_MANAGER, *KUBEFLOW) if each["kind"] == "Certificate"]
     names = {each["spec"]["commonName"] for each in holders if not each["spec"].get("isCA")}
-    assert names == known == {"ps-server", "ps-worker", "ps-reader", "ps-admin"}
+    assert names == known == {"ps-server", "ps-relay", "ps-worker", "ps-reader", "ps-admin"}
 
 
 def secrets(pods: Template) -> Iterator[str]:
@@ -154,7 +160,7 @@ def secrets(pods: Template) -> Iterator[str]:
 
 
 def test_both_kinds_of_certificates_fill_the_secrets_that_the_pods_look_for() -> None:
-    wanted = {name for pods in templates(base()) for name in secrets(pods)}
+    wanted = {name for objects in (base(), relays()) for pods in templates(objects) for name in secrets(pods)}
     wanted |= {"reader-tls", "admin-tls"}
     of_manager = {each["spec"]["secretName"] for each in CERT_MANAGER if each["kind"] == "Certificate"}
     generated = yaml.safe_load((FILES / "components" / "dev-certs" / "kustomization.yaml").read_text())
@@ -194,7 +200,7 @@ def test_a_pod_mounts_the_volumes_that_it_has_and_may_write_to_tmp(pods: Templat
     assert mounts["tmp"]["mountPath"] == "/tmp" == re.findall(r"HOME=(\S+)", DOCKERFILE)[0]
     assert mounts["certs"]["readOnly"] is True
     workers = "runs" in mounts
-    assert workers != ("checkpoints" in mounts), "workers do not see the servers' checkpoints"
+    assert ("checkpoints" in mounts) == (pods in SERVERS), "only the servers see their checkpoints"
     if workers:
         assert mounts["runs"]["mountPath"] == re.findall(r"^WORKDIR (\S+)", DOCKERFILE, re.MULTILINE)[0] + "/runs"
     for variable, value in variables(pods).items():
@@ -254,6 +260,20 @@ def test_a_pod_of_the_cluster_calls_its_servers_and_dns_and_nothing_else() -> No
     assert all("namespaceSelector" in each or each["ipBlock"]["cidr"].endswith("/32") for each in to_dns["to"])
 
 
+def test_pods_of_the_cluster_read_from_relays_at_their_ports_and_metrics_are_scraped() -> None:
+    policies = {each["metadata"]["name"]: each["spec"] for each in relays() if each["kind"] == "NetworkPolicy"}
+    [pairs] = [each["pairs"] for each in yaml.safe_load((FILES / "base" / "kustomization.yaml").read_text())["labels"]]
+    labels = RELAYS.metadata["labels"]
+    assert pairs.items() <= labels.items(), "so the policies of the base and the PodMonitor are for relays, too"
+    ports = {port["name"]: port["containerPort"] for port in RELAYS.container["ports"]}
+    [entered], [left] = policies["relays"]["ingress"], policies["reads"]["egress"]
+    assert policies["relays"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert left["to"][0]["podSelector"] == policies["relays"]["podSelector"]
+    assert entered["from"][0]["podSelector"] == policies["reads"]["podSelector"] == {"matchLabels": pairs}
+    assert [each["port"] for each in entered["ports"]] == ["grpc", "http"]
+    assert [each["port"] for each in left["ports"]] == [ports["grpc"], ports["http"]]
+
+
 def test_the_policy_that_a_comment_offers_for_an_object_store_opens_it_to_the_servers_alone() -> None:
     text = (FILES / "base" / "network.yaml").read_text()
     offered = re.findall(r"^#   ?(.*)$", text, re.MULTILINE)
@@ -266,14 +286,19 @@ def test_the_policy_that_a_comment_offers_for_an_object_store_opens_it_to_the_se
 
 def test_services_and_budgets_select_the_pods_that_they_are_for() -> None:
     labels = {pods.name: pods.metadata["labels"] for pods in templates(base())}
-    for kind, name, of in (
-        ("Service", "coordinator", "coordinator"),
-        ("Service", "shards", "shards"),
-        ("PodDisruptionBudget", "shards", "shards"),
+    labels[RELAYS.name] = RELAYS.metadata["labels"]
+    objects = [*base(), *relays()]
+    for kind, name in (
+        ("Service", "coordinator"),
+        ("Service", "shards"),
+        ("Service", "relays"),
+        ("PodDisruptionBudget", "shards"),
+        ("PodDisruptionBudget", "relays"),
     ):
-        selector = one(base(), kind, name)["spec"]["selector"]
-        assert selector.get("matchLabels", selector).items() <= labels[of].items()
-    assert one(base(), "StatefulSet", "shards")["spec"]["serviceName"] == "shards"
+        selector = one(objects, kind, name)["spec"]["selector"]
+        assert selector.get("matchLabels", selector).items() <= labels[name].items()
+    for name in ("shards", "relays"):
+        assert one(objects, "StatefulSet", name)["spec"]["serviceName"] == name
     for name in ("coordinator", "shards"):
         assert one(base(), "Service", name)["spec"]["publishNotReadyAddresses"] is True
 
@@ -337,11 +362,12 @@ def test_the_jobset_without_kubeflow_is_that_of_the_runtime() -> None:
 def test_the_page_says_what_the_files_say() -> None:
     page = (ROOT / "docs" / "kubernetes.md").read_text()
     component = (FILES / "components" / "dev-certs" / "kustomization.yaml").read_text()
-    [command] = re.findall(r"ps-server dev-certs .*", component)
-    assert f"$ {command}\n" in page
+    [words] = re.findall(r"# +(ps-server dev-certs (?:.*\\\n)*.*)", component)
+    command = re.sub(r"\\\n# +", "", words)
+    assert f"$ {command}\n" in re.sub(r"\\\n +", "", page)
     hosts = {word.strip("'") for word in command.split() if "svc" in word}
-    advertised = {one(CERT_MANAGER, "Certificate", name)["spec"]["dnsNames"][0] for name in ("coordinator", "shards")}
-    assert hosts == advertised
+    advertised = [one(CERT_MANAGER, "Certificate", name) for name in ("coordinator", "shards", "relays")]
+    assert hosts == {name for each in advertised for name in each["spec"]["dnsNames"] if "svc" in name}
     [size] = re.findall(r"kubectl -n ps patch job workers --type=merge -p '(.*)'", page)
     resized = json.loads(size)["spec"]
     assert resized.keys() == {"completions", "parallelism"}

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.tools.container_place import ContainerPlace
-from tests.tools.kubernetes import FILES, Object, base, copy_of_the_files, kubectl, one, read, render
+from tests.tools.kubernetes import FILES, Object, base, copy_of_the_files, kubectl, one, read, relays, render
 from tests.tools.network import network_of
 from tests.tools.pods import END_SECONDS, LoopbackPlace, Place, Pods, wait_ready
 
 USER = 10001
-MOST_PODS = 12  # with those that replace others
+MOST_PODS = 14  # with those that replace others
 # The manifests' training, smaller, and with checkpoints so often that there is one when the shard is killed.
 STEPS, EVERY = 3000, "2s"
 TINY = ["--batch-size=2", "--layers=1", "--heads=2", "--width=16", "--block=8"]
@@ -28,7 +28,7 @@ OVERLAY = """
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 resources: [../../base]
-components: [../../components/cert-manager]
+components: [../../components/cert-manager, ../../components/relay]
 namespace: ps
 replicas: [{name: shards, count: 2}]
 replacements: [{path: wiring.yaml}]
@@ -54,9 +54,22 @@ def running(objects: list[Object], folder: Path, place: Place) -> Iterator[Pods]
         pods.close()
 
 
+def a_relay_hands_on(pods: Pods) -> None:
+    """A relay is known by its certificate at another one, which has the job from the servers by its own."""
+    near, far = pods.of("relays")
+    asked = ("status", "--server", f"{far.name}.relays.ps.svc.cluster.local:50051", "--json")
+
+    def lists_the_job() -> bool:
+        told = pods.run_in(near, "ps-server", *asked)
+        assert told.returncode == 0, told.stderr
+        return '"default"' in told.stdout
+
+    pods.until(lists_the_job, "the job at a relay")
+
+
 def trains_through_the_death_of_a_shard(pods: Pods) -> None:
     """All servers are ready; a killed shard comes back from a checkpoint; all workers, and then all servers, end."""
-    wait_ready(pods, "coordinator", "shards")
+    wait_ready(pods, "coordinator", "shards", "relays")
     [coordinator] = pods.of("coordinator")
     address = "coordinator.ps.svc.cluster.local:50051"
     said = pods.run_in(coordinator, "ps-server", "status", "--server", address, "--json")
@@ -65,6 +78,7 @@ def trains_through_the_death_of_a_shard(pods: Pods) -> None:
     assert [(shard["index"], shard["reachable"]) for shard in shards] == [(0, True), (1, True)]
 
     pods.until(lambda: len(re.findall(r"checkpoint \d+ at clock", coordinator.log)) >= 2, "two checkpoints")
+    a_relay_hands_on(pods)
     assert not pods.ended, f"the workers were done before the shard was killed: raise STEPS\n{pods.logs()}"
     pods.kill(pods.of("shards")[1])
     pods.until(lambda: "rolled back to checkpoint" in coordinator.log, "the rollback")
@@ -76,13 +90,13 @@ def trains_through_the_death_of_a_shard(pods: Pods) -> None:
     pods.until(lambda: len(pods.ended) == 2, "the end of a worker that comes late")
     assert "has finished" in late.log, pods.logs()
     assert pods.replaced == ["shards-1"], "it ends with 0"
-    assert all(pods.passes(pod, "livenessProbe") for pod in [coordinator, *pods.of("shards")])
-    assert pods.end() == {"coordinator-0": 0, "shards-0": 0, "shards-1": 0}
+    assert all(pods.passes(pod, "livenessProbe") for pod in [coordinator, *pods.of("shards"), *pods.of("relays")])
+    assert pods.end() == {"coordinator-0": 0, "shards-0": 0, "shards-1": 0, "relays-0": 0, "relays-1": 0}
     assert "Traceback" not in pods.logs()
 
 
 def as_they_stand() -> list[Object]:
-    return [*base(), *read(*sorted((FILES / "components" / "cert-manager").glob("[ac]*.yaml")))]
+    return [*base(), *relays(), *read(*sorted((FILES / "components" / "cert-manager").glob("[ac]*.yaml")))]
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,22 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from ps_server.ops import dev_certs
 
     readme = (FILES / "components" / "dev-certs" / "kustomization.yaml").read_text()
-    hosts = re.findall(r"--host '?([^\s']+)", readme)
-    dev_certs.write(copied / "components" / "dev-certs" / "certs", hosts)
+    hosts, relays = (re.findall(rf"--{flag} '?([^\s']+)", readme) for flag in ("host", "relay"))
+    dev_certs.write(copied / "components" / "dev-certs" / "certs", hosts, relays=relays)
+    for name in OVERLAYS:  # as its page says
+        shutil.copytree(copied / "overlays" / name, copied / "overlays" / f"{name}-with-relays")
+        overlay = yaml.safe_load(
+            (path := copied / "overlays" / f"{name}-with-relays" / "kustomization.yaml").read_text()
+        )
+        overlay["components"].append("../../components/relay")
+        path.write_text(yaml.safe_dump(overlay))
     return copied
 
 
 @pytest.fixture(scope="module")
 def rendered(files: Path) -> dict[str, list[Object]]:
-    return {name: render(files / name) for name in (*(f"overlays/{name}" for name in OVERLAYS), "kubeflow", "jobset")}
+    overlays = [f"overlays/{name}{suffix}" for name in OVERLAYS for suffix in ("", "-with-relays")]
+    return {name: render(files / name) for name in (*overlays, "kubeflow", "jobset")}
 
 
 def refusals(manifest: Object, version: str) -> list[str]:
@@ -87,7 +96,10 @@ def lost(given: Any, known: Any, place: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", ["overlays/demo", "overlays/gpu", "kubeflow", "jobset"])
+@pytest.mark.parametrize(
+    "name",
+    ["overlays/demo", "overlays/gpu", "overlays/demo-with-relays", "overlays/gpu-with-relays", "kubeflow", "jobset"],
+)
 def test_kubernetes_takes_every_object(rendered: dict[str, list[Object]], name: str, version: str) -> None:
     objects = rendered[name]
     assert len(objects) > 7
@@ -155,11 +167,26 @@ def test_the_number_of_shards_and_the_namespace_are_each_written_once(files: Pat
     assert "--shards=7" in found["coordinator"].container["args"]
     namespaces = {each["metadata"].get("namespace", each["metadata"]["name"]) for each in objects}
     assert namespaces == {"elsewhere"}
-    names = {name: one(objects, "Certificate", name)["spec"]["dnsNames"][0] for name in ("coordinator", "shards")}
+    names = {
+        name: one(objects, "Certificate", name)["spec"]["dnsNames"][0] for name in ("coordinator", "shards", "relays")
+    }
+    assert one(objects, "Certificate", "relays")["spec"]["dnsNames"][1] == "relays.elsewhere.svc.cluster.local"
     assert names == {
         "coordinator": "coordinator.elsewhere.svc.cluster.local",
         "shards": "*.shards.elsewhere.svc.cluster.local",
+        "relays": "*.relays.elsewhere.svc.cluster.local",
     }
+
+
+def test_the_component_for_relays_adds_them_and_changes_nothing_else(rendered: dict[str, list[Object]]) -> None:
+    for name in OVERLAYS:
+        without, with_relays = rendered[f"overlays/{name}"], rendered[f"overlays/{name}-with-relays"]
+        added = [each for each in with_relays if each not in without]
+        assert [each for each in without if each not in with_relays] == []
+        assert {each["metadata"]["name"] for each in added} == {"relays", "reads"}
+        [pods] = templates(added)
+        assert pods.metadata["labels"]["app.kubernetes.io/part-of"] == "ps-torch"
+        assert pods.container["image"] == {each.name: each.container["image"] for each in templates(without)}["shards"]
 
 
 def test_the_overlay_for_gpus_gives_each_worker_one_and_no_server(rendered: dict[str, list[Object]]) -> None:

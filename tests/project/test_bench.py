@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bench import feed
+from bench import feed, feed_peer
 from bench.__main__ import NAMES, command_line, modules
 from bench.feed_beside import why_no_link, why_no_ray
 from bench.peer_part import Part, owned
@@ -24,6 +25,9 @@ from bench.results import Result, check_loss, result
 from bench.runs import merged
 from bench.scale import predicted
 from bench.training import build
+from ps_runtime.daemon_pool import DaemonPool
+from tests.chaos.cluster import free_ports
+from tests.tools.cluster import until
 from tests.tools.launching import python
 from tests.tools.network import network_of
 
@@ -289,3 +293,19 @@ def test_the_bytes_of_a_round_at_the_interfaces_are_those_that_were_predicted(tm
         assert 1.0 < ring[way] / ring["predicted_bytes"]["ring"] < 1.2
         assert 0.5 < ours[way] / ours["predicted_bytes"]["ours"] < 0.6
     assert 1.0 < ours["ratios"]["predicted"] < 1.2
+
+
+def test_a_peer_does_not_take_a_connection_to_itself_for_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port to which nobody listens yet may be the one that the connection itself is given."""
+    address, real = ("127.0.0.1", free_ports(1)), socket.create_connection
+    own = real(address, source_address=address)  # what happens by chance where the port is one of those given out
+    assert own.getsockname() == own.getpeername()
+    monkeypatch.setattr(socket, "create_connection", lambda to: own if own.fileno() >= 0 else real(to))
+    dialled = DaemonPool(1, "dialled").submit(lambda: feed_peer._dialled(address))
+    until(lambda: own.fileno() < 0 or dialled.done(), "an end of the connection to itself")
+    assert not dialled.done()
+    with socket.create_server(address) as listener, listener.accept()[0] as accepted, dialled.result(30) as made:
+        assert made.getpeername() == accepted.getsockname()
+        accepted.close()
+        with pytest.raises(EOFError, match="7 bytes too early"):
+            feed_peer.receive(made, memoryview(bytearray(7)))

@@ -60,6 +60,14 @@ def base() -> tuple[Object, ...]:
     return tuple(read(*(FILES / "base" / name for name in listed)))
 
 
+@cache
+def relays() -> tuple[Object, ...]:
+    """The component `relay` as its files stand."""
+    folder = FILES / "components" / "relay"
+    listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    return tuple(read(*(folder / name for name in listed)))
+
+
 @dataclass(frozen=True)
 class Template:
     """The pods that an object makes.

@@ -323,7 +323,7 @@ class Pods:
             spec = each.get("spec", {})
             if each["kind"] == "Certificate" and not spec.get("isCA"):
                 names = tuple(spec["dnsNames"]) + self._more_names(spec)
-                holder = dev_certs.Holder("tls", spec["commonName"], spec["secretName"], names)
+                holder = dev_certs.Holder("tls", spec["commonName"], "", spec["secretName"], names)
                 dev_certs._issue(folder, holder, authority, life)
                 (folder / spec["secretName"] / "tls.pem").rename(folder / spec["secretName"] / "tls.crt")
                 shutil.copy(folder / "ca" / "ca.pem", folder / spec["secretName"] / "ca.crt")
