@@ -320,7 +320,7 @@ class JobTraining:
         except Exception as error:
             if self._together is not None:
                 self._together.push_failed(error, unfinished, clock + 1)
-            if not isinstance(error, PlaceLost) and self.model.spec.local is None:
+            if not isinstance(error, PlaceLost):
                 self.model.step_failed(self.sent.buckets if through and self.sent is not None else None)
             raise
         self._finish(calls, is_wanted)
