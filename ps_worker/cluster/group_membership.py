@@ -53,11 +53,13 @@ class GroupMembership(OwnMembership):
         return place_of_member(read_joined(membership_pb2.JoinResponse.FromString(told)), self._group)
 
     def _join_again(self, lost: JoinResult) -> None:
-        """Notes that a place is lost, and ends what is under way there."""
+        """Notes that a place is lost, and ends what is under way there: not what is in the next one, which the training
+        thread may have taken before this answer came."""
         with self._changed:
-            self._lost = lost
-            self._changed.notify_all()
-        self._moved(None)
+            if self.holds(lost):
+                self._lost = lost
+                self._changed.notify_all()
+        self._cut_off(lost)
 
     def _beat_once(self, timeout: float) -> None:
         self._group.say_if_waiting()

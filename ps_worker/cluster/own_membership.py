@@ -76,7 +76,7 @@ class OwnMembership:
     metrics_address: where this worker serves /metrics, which the coordinator announces
     reached:         returns the clock of the last step that the training thread has sent from a place
     finished:        the same, without a step that would be pushed again if the place were lost
-    moved:           is called in the heartbeat thread with each new place; with None if there will be none
+    cut_off:         is called in the heartbeat thread with each place that is lost
     script:          answers requests for what this worker's script has set
     """
 
@@ -89,7 +89,7 @@ class OwnMembership:
         metrics_address: str,
         reached: Callable[[JoinResult], int],
         finished: Callable[[JoinResult], int],
-        moved: Callable[[JoinResult | None], None],
+        cut_off: Callable[[JoinResult], None],
         script: ScriptTelling,
     ) -> None:
         self._coordinator = coordinator
@@ -97,7 +97,7 @@ class OwnMembership:
         self._metrics_address = metrics_address
         self._reached = reached
         self._finished = finished
-        self._moved = moved
+        self._cut_off = cut_off
         self.place: JoinResult | None = None
         self.roster = Roster((), options.world_size, False)
         self._roster_of: JoinResult | None = None  # the place in which the roster was asked for
@@ -315,7 +315,7 @@ class OwnMembership:
                 return  # a late answer about the place before: it says nothing about the one taken since
             self._error = _as_member(error)
             self._changed.notify_all()
-        self._moved(None)
+        self._cut_off(place)
 
     def _join_again(self, lost: JoinResult) -> None:
         """Takes a place anew. Raises Fenced if the rank is another process's by now."""
@@ -332,7 +332,7 @@ class OwnMembership:
                 watching = self._watching
         if watching is not None:
             watching.stop()  # the roster is asked for anew: what was known before says nothing about now
-        self._moved(place)
+        self._cut_off(lost)
 
     def _tell(self, request: int, script: SavedState | None) -> None:
         """Tells the coordinator what the script has set, beside all else."""

@@ -54,7 +54,7 @@ class Participation:
     """Owns the current connection. It is made without calling any server.
 
     Methods are for the training thread, and raise PSError. The heartbeat's thread asks `_reached` and `_finished`, and
-    calls `_moved`; any thread may call `close`, which also ends a `join` or `connect` that waits.
+    calls `_cut_off`; any thread may call `close`, which also ends a `join` or `connect` that waits.
 
     metrics_address: where this worker serves /metrics, for the servers' side; empty if it cannot be reached there
     started:         called when all declared workers have joined
@@ -78,7 +78,7 @@ class Participation:
         self.group = group
         self.coordinator = CoordinatorClient(options.server, options.connect_timeout, options.access, figures)
         self.script = ScriptTelling()
-        moves = self._reached, self._finished, self._moved, self.script
+        moves = self._reached, self._finished, self._cut_off, self.script
         given = self.coordinator, options, metrics_address, *moves
         self.members = OwnMembership(*given) if group is None else GroupMembership(group, *given)
         self.timeline = timeline or Timeline()
@@ -185,7 +185,7 @@ class Participation:
         """Makes the connection of a place; returns when the weights are here and all declared workers have joined."""
         self._shard_map = place.shard_map or self._shard_map
         connection = self._connection = Connection(self.options, place, self._shard_map, model, self.timeline)
-        self._check(place)  # `_moved` knew nothing of this connection until now
+        self._check(place)  # `_cut_off` knew nothing of this connection until now
         if not self._begun:
             if place.identity.rank == 0:  # the shards take its rows and values if they have none yet
                 if self._before is not None:
@@ -342,10 +342,10 @@ class Participation:
         connection = self._connection
         return connection.finished if connection is not None and connection.place is place else place.clock
 
-    def _moved(self, place: JoinResult | None) -> None:
-        """Ends what is under way in the old place; the training thread may be in the new one already."""
+    def _cut_off(self, lost: JoinResult) -> None:
+        """Ends what is under way in a lost place; the training thread may be in the next one already."""
         connection = self._connection
-        if connection is not None and connection.place is not place:
+        if connection is not None and connection.place is lost:
             connection.cut()
 
     def close(self, state: SavedState | None = None, done: bool = False) -> None:

@@ -285,15 +285,20 @@ class FlatModel:
     def step_failed(self, counted: Iterable[BucketSpec] | None) -> None:
         """Keeps what has come of a step that has failed.
 
+        In local:H weights stay as they are: where they have landed in place of the base, the round has none any more.
+
         counted: the buckets that were pushed, if all calls of this process are through, and another member of its group
                  has failed: they count, and all weights have landed. None: weights may land later, which are not the
                  script's changes
         """
+        if counted is not None:
+            self.count(counted)
+        if self.spec.local is not None:
+            return
         if counted is None:
             self.weights.pull_failed()
         else:
             self.end_pull()
-            self.count(counted)
 
     def _write(self, bucket: BucketSpec, values: torch.Tensor, shared: bool, add: bool = False) -> None:
         """add: the values are added to the weights"""

@@ -7,6 +7,8 @@ sent     They go with the next step, and take effect with it. In sync only those
 lost     They are lost with the step if the one worker that sends them dies in it.
 since    A script may interrupt a step, set more, and go on. What it has set since goes with the next step, whether the
          interrupted one counts or not.
+refused  They stay for the next step if an error ends this one before it is pushed: a gradient that is not finite, on
+         another member of the group, too; servers that refuse some of them.
 repeated After a rollback a script repeats what it does in its loop over the data. It does not repeat what it does
          between two passes, and the log says so.
 """
@@ -119,6 +121,16 @@ class Assignments:
             self._weights |= weights.keys()
         if kept.states and not counts:
             self._states = {**kept.states, **(self._states or {})}
+
+    def take_back(self) -> None:
+        """Includes in the next step what the current one would have taken along: nothing of it is pushed, for an error.
+
+        What shards have of it by then has no effect before that step, which sends it again. In local:H it is dropped:
+        there the next round sends what it ends with.
+        """
+        kept = self.at_hand(of_step=True, since=False)
+        self._of_step, self._states_of_step = [], {}
+        self.keep(kept, counts=False)
 
     def _weights_of_step(self) -> dict[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}

@@ -282,6 +282,8 @@ class JobTraining:
             self.participation.begin_step()
         elif self.sent is not None and self.unfinished is not None and self.unfinished.begun is not None:
             self.sent = self.sent.interrupted(self._steps.tables)
+        if self.unfinished is not None and self.unfinished.begun is None:
+            self.assignments.take_back()
         self._drop_unfinished()
         self.data.failed()
 
@@ -315,11 +317,11 @@ class JobTraining:
         assert unfinished is not None
         through: list[_Calls] = []  # of this process: the step may fail for another member of the group
         try:
-            calls, is_wanted = self.participation.together_or(lambda: self._pushed(through))
+            calls, is_wanted = self.participation.together_or(lambda: self._pushed(unfinished, through))
         except Exception as error:
             if self._together is not None:
                 self._together.push_failed(error, unfinished, clock + 1)
-            if not isinstance(error, PlaceLost) and self.model.spec.local is None:
+            if not isinstance(error, PlaceLost):
                 self.model.step_failed(self.sent.buckets if through and self.sent is not None else None)
             raise
         self._finish(calls, is_wanted)
@@ -328,12 +330,10 @@ class JobTraining:
         if self.data.accounts:
             self.data.pushed()
 
-    def _pushed(self, through: list[_Calls]) -> tuple[_Calls, bool]:
+    def _pushed(self, unfinished: Unfinished, through: list[_Calls]) -> tuple[_Calls, bool]:
         """Pushes the step at hand, and pulls. Once all is over it returns the calls, which it adds to `through`, with
         when it began to wait; and whether a checkpoint wants this worker's state after the step."""
-        unfinished, connection = self.unfinished, self.participation.connection
-        assert unfinished is not None
-        step, begun = unfinished.step, unfinished.begun
+        connection, step, begun = self.participation.connection, unfinished.step, unfinished.begun
         self.stages.tell()
         if self.assignments.send(connection, begun):
             self.participation.settle()

@@ -2,7 +2,8 @@
 
 end    Each member ends the step at hand. The members compare before any of them pushes. If one raises an error, all
        raise it. If one leaves the step out, because its gradient is not finite, all do. Here they also decide whether
-       the group's assignments count, and send them. If the servers refuse those of one member, no member pushes.
+       the group's assignments count, and send them. If the servers refuse those of one member, no member pushes. What
+       the script has set on any of them before a step that none makes goes with the next one.
 push   Each member pushes what it holds. They compare again when all pushes are through. If one has lost the place, all
        take the next one, and push the step again from there. If servers refuse the push of one, all raise its error,
        and all go on from the clock of the step. What was not pushed of it is left out.
@@ -116,9 +117,8 @@ class StepsTogether:
     def push_failed(self, error: Exception, unfinished: Unfinished, clock: int) -> None:
         """Notes that the push of a clock has failed for one member or more: others may have pushed what is theirs. All
         go on from that clock, and what shards have not had of it is left out, or pushed again from the next place."""
-        if isinstance(error, PlaceLost):
-            unfinished.begun = unfinished.begun or clock
-        else:
+        unfinished.begun = unfinished.begun or clock
+        if not isinstance(error, PlaceLost):
             self.participation.connection.fail(clock)
 
     def fate(self, own: Fate) -> Fate:

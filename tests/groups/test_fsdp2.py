@@ -88,15 +88,16 @@ def one_process(options: Options) -> Tensors:
     model = make_model()
     optimizer = make_optimizer(options.optimizer, model)
     for step in range(options.steps):
-        if step in (options.poison, options.unassigned):
-            continue
-        loss(model, *batch(step, options.learns)).backward()
+        is_left_out = step in (options.poison, options.unassigned)
+        if not is_left_out:
+            loss(model, *batch(step, options.learns)).backward()
         if options.clip:
             clip_by_data(model, options.clip)
         if step == options.scaled:
             for parameter in model.parameters():
                 parameter.data.mul_(0.5)
-        optimizer.step()
+        if not is_left_out:
+            optimizer.step()
         optimizer.zero_grad()
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
@@ -195,6 +196,19 @@ def test_what_servers_refuse_of_one_members_assignments_stops_all_before_they_pu
     assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
     assert "there is no room" in (tmp_path / "refused-0-0").read_text()
     assert [int(each["clock"]) for each in found] == [options.steps - 1] * 2
+    assert all(same(each, found[0]) for each in found)
+    assert distance(found[0], one_process(options)) <= 1e-6
+
+
+@pytest.mark.parametrize("refused", ["poison", "unassigned"])
+def test_what_the_script_sets_before_a_step_that_one_member_refuses_goes_with_the_next(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, refused: str
+) -> None:
+    """The other member has ended the step; where servers refuse what one has set, they have what the other one has."""
+    options = Options(groups=1, scaled=3, optimizer="plain SGD", **{refused: 3})  # type: ignore[arg-type]
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
     assert all(same(each, found[0]) for each in found)
     assert distance(found[0], one_process(options)) <= 1e-6
 

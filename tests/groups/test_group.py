@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,11 @@ import grpc
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, UnknownWorker
 from ps_protocol.identity import Identity
 from ps_protocol.messages.workers import SavedState
 from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
@@ -19,8 +24,10 @@ from ps_runtime.credentials import PLAINTEXT
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.value_rounds import GroupRounds
 from ps_worker.group import Group, PlaceLost, RaisedByAll
+from tests.tools.cluster import Cluster
 
 DAY = 24 * 3600.0
+WAIT_SECONDS = 60
 
 
 @pytest.fixture
@@ -88,6 +95,56 @@ def test_nobody_is_told_of_an_error_that_all_members_raise(
     assert told == [b"+s" if call == "empty_step" else b"+b"]
     with pytest.raises(RaisedByAll):
         getattr(stepper, call)()
+
+
+def test_a_late_answer_about_a_lost_place_ends_nothing_in_the_next(
+    make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread hears of the loss by a shard, and has the next place before the heartbeat is answered."""
+    cluster = make_cluster(lease=30.0)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    model: Any = fully_shard(nn.Sequential(nn.Linear(3, 2)), mesh=mesh)
+    with cluster.connect("sync", job=job) as session:
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), group=mesh)
+        participation = session._strategy._training.participation  # type: ignore[attr-defined]
+        members = participation.members
+        lost, usual, join_again = members.place, members._coordinator.heartbeat, members._join_again
+        begun, is_lost, may_answer, answered = (threading.Event() for _ in range(4))
+
+        def heartbeat(identity: Identity, *given: Any) -> Any:
+            if identity != lost.identity:
+                return usual(identity, *given)
+            begun.set()
+            assert is_lost.wait(WAIT_SECONDS)
+            with pytest.raises(UnknownWorker) as raised:
+                usual(identity, *given)
+            assert may_answer.wait(WAIT_SECONDS)
+            raise raised.value
+
+        def joining(place: Any) -> None:
+            join_again(place)
+            answered.set()
+
+        monkeypatch.setattr(members._coordinator, "heartbeat", heartbeat)
+        monkeypatch.setattr(members, "_join_again", joining)
+        members._doubt.raise_it()
+        assert begun.wait(WAIT_SECONDS)
+        cluster.end_lease(0, job)
+        is_lost.set()
+
+        def step() -> Any:
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            return participation.connection
+
+        connection = step()
+        assert connection.place is members.place is not lost
+        may_answer.set()
+        assert answered.wait(WAIT_SECONDS)
+        assert step() is connection
+        assert session.clock == 2
 
 
 class Losing(membership_pb2_grpc.MembershipServiceServicer):  # type: ignore[misc,unused-ignore]

@@ -257,7 +257,7 @@ def test_what_the_wire_rounds_off_counts_once_where_the_push_of_one_member_fails
     """Of the member whose calls were through, the step counts: what was rounded off of it goes with the next one. The
     other member goes on with what it had rounded off before."""
     more: dict[str, Any] = {"connected": {"transport": "tcp"}, "prepared": {"gradient_wire": "int8"}}
-    options = Options(groups=1, mode=mode, unpushed=3, optimizer="plain SGD", given=True, **more)
+    options = Options(groups=1, mode=mode, unpushed=3, optimizer="plain SGD", given=3, **more)
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         found = groups.ended()
     assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
@@ -268,7 +268,29 @@ def test_what_the_wire_rounds_off_counts_once_where_the_push_of_one_member_fails
         for member, piece in enumerate(whole.data.tensor_split([-(-len(whole) // 2)])):
             for step in range(options.steps):
                 if (member, step) != (1, options.unpushed):
-                    piece -= group["lr"] * given_gradient(step, options.steps, member, index, piece.shape)
+                    piece -= group["lr"] * given_gradient(options, step, member, index, piece.shape)
+    assert distance(found[0], dict(model.state_dict())) <= 1e-6
+
+
+def test_what_the_wire_rounds_off_of_a_round_counts_once_where_the_push_of_one_member_fails(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    """The round after it has one step, and is pushed by none: its base is gone."""
+    outer = {"warm_up": 0, "lr": 0.5, "momentum": 0.0, "nesterov": False}
+    more: dict[str, Any] = {"prepared": {"outer": outer, "gradient_wire": "int8"}, "connected": {"transport": "tcp"}}
+    options = Options(groups=1, mode="local:2", steps=13, unpushed=3, optimizer="plain SGD", given=5, **more)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
+    assert all(same(each, found[0]) for each in found)
+    model = make_model()
+    [group] = make_optimizer(options.optimizer, model).param_groups
+    for index, whole in enumerate(model.parameters()):
+        for member, piece in enumerate(whole.data.tensor_split([-(-len(whole) // 2)])):
+            for step in range(options.steps):
+                if step != 4 and (member, step) not in ((1, 2), (1, 3)):
+                    change = group["lr"] * given_gradient(options, step, member, index, piece.shape)
+                    piece -= outer["lr"] * change
     assert distance(found[0], dict(model.state_dict())) <= 1e-6
 
 

@@ -35,7 +35,6 @@ from tests.tools.cluster import until
 
 ROWS = 16
 LOST_STEP = 3
-GIVEN_ZEROS = 3
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,8 @@ class Options:
     refreshes:  the clock at which it fetches the weights
     part_ways:  after its steps member 0 fetches the weights, and the others meet in a barrier
     late:       member 1 comes late to a call of all members, once it is let go
-    given:      its gradients are `given_gradient`s, whatever the weights are
+    given:      its gradients are `given_gradient`s, whatever the weights are. Those of so many last steps are zeros; 0:
+                its gradients are its own
     baseless:   the clock at which member 1 of group 0 has lost the base of its round
     unpushed:   the clock after which member 1 of group 0 fails before it has pushed anything
     """
@@ -101,7 +101,7 @@ class Options:
     part_ways: bool = False
     late: bool = False
     baseless: int = -1
-    given: bool = False
+    given: int = 0
 
 
 def make_model(noisy: bool = False) -> nn.Sequential:
@@ -136,12 +136,12 @@ def loss(model: nn.Module, rows: torch.Tensor, wanted: torch.Tensor) -> torch.Te
     return nn.functional.mse_loss(model(rows), wanted)
 
 
-def given_gradient(step: int, steps: int, member: int, index: int, shape: torch.Size) -> torch.Tensor:
+def given_gradient(options: Options, step: int, member: int, index: int, shape: torch.Size) -> torch.Tensor:
     """Returns a member's gradient of its piece of a parameter.
 
-    The last GIVEN_ZEROS steps have zeros, so that the residual is sent: each leaves a part in 254 of it at most.
+    The last ones are zeros, so that the residual is sent: each push of them leaves a part in 254 of it at most.
     """
-    if step >= steps - GIVEN_ZEROS:
+    if step >= options.steps - options.given:
         return torch.zeros(shape)
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + 100 * member + index))
 
@@ -355,7 +355,8 @@ class Member:
                 self.optimizer.step()
             except (NonFiniteGradient, LimitExceeded) as error:
                 (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
-                if session is not None and options.mode.startswith("local:"):
+                # Where a push has failed, the weights that the round began with are gone.
+                if session is not None and options.mode.startswith("local:") and isinstance(error, NonFiniteGradient):
                     self.model.load_state_dict(session.global_weights())
                     self.optimizer.state.clear()
             self.optimizer.zero_grad()
@@ -365,7 +366,7 @@ class Member:
     def give_gradients(self, step: int) -> None:
         for index, parameter in enumerate(self.model.parameters()):
             own = parameter.grad.to_local()
-            own.copy_(given_gradient(step, self.options.steps, self.member, index, own.shape))
+            own.copy_(given_gradient(self.options, step, self.member, index, own.shape))
 
     def part_ways(self, session: Session) -> None:
         """Makes another call than the other members."""

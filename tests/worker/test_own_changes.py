@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_worker import InvalidRequest, Session
+from ps_worker import InvalidRequest, LimitExceeded, Session
 from tests.tools.cases import cases, crossed
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
@@ -240,6 +240,48 @@ def test_a_model_that_stays_another_type_is_refused_and_can_go_on(shared: Cluste
         model.float()
         optimizer.step()
         assert session.clock == 1
+
+
+def halve_and_double(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Sets all weights, and all state of the optimizer."""
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["momentum_buffer"] = 2 * state["momentum_buffer"]
+    optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("error", [LimitExceeded("there is no room"), KeyboardInterrupt()], ids=["refused", "Ctrl-C"])
+def test_what_is_set_before_a_step_that_ends_while_it_is_sent_goes_with_the_next(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Servers have a part of it by then: what they have counts no sooner, and once."""
+    alone = make_net()
+    optimizer = sgd(alone)
+    train(alone, optimizer, nothing)
+    halve_and_double(alone, optimizer)
+    step(alone, optimizer, drawn(0, 8, 3, 6, 6))
+    with shared.connect("sync", job=job) as session:
+        model, optimizer = prepared(session)
+        train(model, optimizer, nothing)
+        halve_and_double(model, optimizer)
+        connection = session._strategy._training.participation.connection  # type: ignore[attr-defined]
+        usual, sent = connection.assign, list[object]()
+
+        def assign(*given: object) -> None:
+            if len(sent) == 2:
+                raise error
+            sent.append(given)
+            usual(*given)
+
+        monkeypatch.setattr(connection, "assign", assign)
+        with pytest.raises(type(error)):
+            optimizer.step()
+        monkeypatch.undo()
+        assert len(sent) == 2
+        step(model, optimizer, drawn(0, 8, 3, 6, 6))
+        assert close(weights_of(model), weights_of(alone), rtol=1e-5)
 
 
 def test_a_late_worker_does_not_set_a_running_job_back(
