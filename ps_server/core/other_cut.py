@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 
@@ -30,18 +29,15 @@ _CHUNK = 2**18  # elements whose places are computed at a time, where a piece is
 Places = slice | torch.Tensor  # of elements: a range, or [count] int64
 
 
-@dataclass(frozen=True)
-class Part:
-    """Elements [start, start + length) of a piece that lies as `lies` says."""
+class SliceOfPiece:
+    """Elements [start, start + length) of a piece that lies as `lies` says.
 
-    lies: Stretches
-    start: int
-    length: int
+    span: where the first of them lies in the whole parameter, and where the last one ends
+    """
 
-    @cached_property
-    def span(self) -> tuple[int, int]:
-        """Where the first of them lies in the whole parameter, and where the last one ends."""
-        return self._place(self.start), self._place(self.start + self.length - 1) + 1
+    def __init__(self, lies: Stretches, start: int, length: int) -> None:
+        self.lies, self.start, self.length = lies, start, length
+        self.span = self._place(start), self._place(start + length - 1) + 1
 
     def _place(self, element: int) -> int:
         stretch, within = divmod(element, self.lies.length)
@@ -52,6 +48,7 @@ class Part:
 class _Bucket:
     """A bucket that is being put together.
 
+    memory:  for its weights; None: is taken once it is needed
     state, scalars: by the slice's position and the name of the state, what has come; a scalar with the version of the
                     bucket that it comes from
     filled:  of each, and of the weights and what was sent, how many elements have come
@@ -59,15 +56,18 @@ class _Bucket:
     """
 
     spec: BucketSpec
+    memory: torch.Tensor | None = None
     sent: torch.Tensor | None = None
     state: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     scalars: dict[tuple[int, str], tuple[int, torch.Tensor]] = field(default_factory=dict)
     filled: dict[tuple[int, str], int] = field(default_factory=dict)
     sources: dict[int, BucketSnapshot] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def weights(self) -> torch.Tensor:
-        return torch.zeros(self.spec.numel, dtype=TORCH_DTYPES[self.spec.dtype])
+        if self.memory is None:
+            self.memory = torch.zeros(self.spec.numel, dtype=TORCH_DTYPES[self.spec.dtype])
+        return self.memory
 
     def count(self, position: int, name: str, count: int) -> None:
         self.filled[position, name] = self.filled.get((position, name), 0) + count
@@ -77,7 +77,7 @@ class _Bucket:
 class _Target:
     """A slice of a bucket that is being put together."""
 
-    part: Part
+    part: SliceOfPiece
     bucket: _Bucket
     position: int
 
@@ -114,13 +114,13 @@ class OtherCut:
             made = self._buckets[bucket.index] = _Bucket(bucket)
             for position, cut in enumerate(bucket.slices):
                 parameter = spec.parameters[cut.parameter]
-                part = Part(stretches_of(parameter), cut.start, cut.length)
+                part = SliceOfPiece(stretches_of(parameter), cut.start, cut.length)
                 self._targets.setdefault(parameter.name, []).append(_Target(part, made, position))
 
     def use(self, weights: Mapping[int, torch.Tensor]) -> None:
         """Has weights be put together in this memory, all zeros. weights: by bucket"""
         for index, memory in weights.items():
-            self._buckets[index].weights = memory
+            self._buckets[index].memory = memory
 
     def sources(self) -> list[BucketSpec]:
         """Returns the buckets of the other cut that have something of those that are put together."""
@@ -134,7 +134,7 @@ class OtherCut:
         """Yields where the elements of a slice of the other cut go, with their places in both slices."""
         cut = bucket.slices[position]
         parameter = self._before.parameters[cut.parameter]
-        part = Part(stretches_of(parameter), cut.start, cut.length)
+        part = SliceOfPiece(stretches_of(parameter), cut.start, cut.length)
         for target in self._targets.get(parameter.name, ()):
             for own, there in shared(part, target.part):
                 yield target, own, there
@@ -208,7 +208,7 @@ class OtherCut:
         flat = values.reshape(-1)
         for target in self._targets.get(spec.name, ()):
             memory = target.bucket.weights[target.offset :][: target.part.length]
-            for own, there in shared(Part(stretches_of(spec), 0, spec.numel), target.part):
+            for own, there in shared(SliceOfPiece(stretches_of(spec), 0, spec.numel), target.part):
                 memory[there] = flat[own]
 
     def _refuse(self, text: str) -> None:
@@ -273,7 +273,7 @@ def _count(places: Places) -> int:
     return places.numel() if isinstance(places, torch.Tensor) else places.stop - places.start
 
 
-def shared(one: Part, other: Part) -> Iterator[tuple[Places, Places]]:
+def shared(one: SliceOfPiece, other: SliceOfPiece) -> Iterator[tuple[Places, Places]]:
     """Yields the elements that two parts of the same parameter have in common, by their places in each part."""
     (begin, end), (begin_there, end_there) = one.span, other.span
     first, last = max(begin, begin_there), min(end, end_there)
