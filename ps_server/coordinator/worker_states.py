@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import LimitExceeded
-from ps_protocol.job import JobSpec, difference
+from ps_protocol.job import JobSpec, are_cut_alike
 from ps_protocol.messages.workers import group_state, member_states
-from ps_protocol.optimizers import with_defaults
 from ps_server.coordinator.shared_room import Owner, SharedRoom
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.manifest import Manifest
@@ -30,9 +29,9 @@ class StatesOnDisk(Mapping[int, tuple[int, bytes]]):
 
     def __init__(self, store: CheckpointStore, manifest: Manifest, spec: JobSpec | None = None) -> None:
         self._store, self._manifest = store, manifest
-        before = with_defaults(job_spec_from_data(manifest.job))
+        before = job_spec_from_data(manifest.job)
         self._group_size = before.group_size
-        self._workers = manifest.workers if spec is None or difference(before, spec) is None else {}
+        self._workers = manifest.workers if spec is None or are_cut_alike(before, spec) else {}
 
     def __getitem__(self, rank: int) -> tuple[int, bytes]:
         return self._workers[rank].clock, self._read(rank)
