@@ -13,11 +13,12 @@ calls; without that, gloo would wait for ever in two unlike collectives.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 from ps_protocol.errors import BY_REASON, InvalidRequest, PSError
 from ps_protocol.messages.workers import JoinResult, member_states
+from ps_runtime.signals import HEARD_SECONDS
 
 log = logging.getLogger("ps_worker")
 
@@ -92,13 +94,26 @@ class Group:
         numbers_of_all = torch.tensor(own, dtype=torch.int64, device="cpu")  # a script may have set another default
         self._has_said, self._waits_since = False, time.monotonic()
         try:
-            dist.all_reduce(numbers_of_all, op=dist.ReduceOp.MAX, group=self._gloo)
+            self._await(dist.all_reduce(numbers_of_all, op=dist.ReduceOp.MAX, group=self._gloo, async_op=True))
         finally:
             self._waits_since = None
         highest, lowest, *found = numbers_of_all.tolist()
         if highest != -lowest:
             self._raise_unlike()
         return found[: len(numbers)]
+
+    def _await(self, work: Any) -> None:
+        """Waits for a collective. Raises its error. Signals are handled meanwhile: in torch's wait none is."""
+        try:
+            while not work.is_completed():
+                with suppress(RuntimeError):  # the time is over, or it has failed: then the last line says how
+                    work.wait(timedelta(seconds=HEARD_SECONDS))
+        except BaseException:
+            # The others may never come, and a process group waits for its collectives when it is freed, also at the end
+            # of the process: it is never freed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+            raise
+        work.wait()
 
     def say_if_waiting(self) -> None:
         """Logs, once, that this member has waited for the others for a while. For the heartbeat's thread: those that
@@ -127,7 +142,7 @@ class Group:
         padded = torch.zeros(size, dtype=torch.uint8, device="cpu")
         padded[: len(own)] = _tensor(own)
         parts = [torch.zeros_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self._gloo)
+        self._await(dist.all_gather(parts, padded, group=self._gloo, async_op=True))
         return [part.numpy().tobytes() for part in parts]
 
     def gather(self, own: bytes) -> list[bytes]:
@@ -162,7 +177,7 @@ class Group:
         """Returns what the first member has made. Each member needs memory for that alone."""
         [size] = self._meet(len(made))
         content = _tensor(made) if self.member == 0 else torch.zeros(size, dtype=torch.uint8, device="cpu")
-        dist.broadcast(content, self._first, group=self._gloo)
+        self._await(dist.broadcast(content, self._first, group=self._gloo, async_op=True))
         return made if self.member == 0 else content.numpy().tobytes()
 
     def check_alike(self, own: str) -> None:

@@ -32,7 +32,7 @@ from ps_worker.model.local_round import LocalRound
 from ps_worker.model.script_stages import tensors_in
 from ps_worker.model.step import StepMaker
 from ps_worker.state.checkpoint import LocalCheckpoint, Save, WorkerCheckpoint
-from ps_worker.state.ending import is_cut_short
+from ps_worker.state.ending import interruptible, is_cut_short
 from ps_worker.state.inner import InnerStates, InnerWithWeights
 from ps_worker.strategies.fragment_exchange import FragmentExchange
 from ps_worker.strategies.job_training import JobTraining
@@ -83,7 +83,11 @@ class LocalRounds:
 
     def _on_all(self, is_so: bool) -> bool:
         """Returns whether something is so on all members of the group; of a worker of one process whether it is so."""
-        return not self._loop.participation.together_or(lambda: (None, not is_so))[1]
+        group = self._loop.participation.group
+        if group is None:
+            return is_so
+        with interruptible():  # another member may hang
+            return not group.any_through(lambda: (None, not is_so))[1]
 
     def make_checkpoint(self, device: torch.device, save: Save) -> WorkerCheckpoint:
         """Returns this worker's own part of the job's checkpoints. It includes the state of the script's optimizers."""
