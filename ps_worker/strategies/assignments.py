@@ -28,6 +28,7 @@ from ps_protocol.messages.workers import JoinResult
 from ps_protocol.tensors import tensor_from, whole_of
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.participation import Participation
+from ps_worker.group import in_call
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.script_stages import Stage
@@ -319,8 +320,9 @@ def fetched_states(
             participation.connection.pull_state(collector.land)
             participation.settle()
 
-        if in_place(fetch) is None:
-            return collector.states
+        with in_call(participation.group, "optimizer.state_dict"):
+            if in_place(fetch) is None:
+                return collector.states
 
 
 def _beside(tensor: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:

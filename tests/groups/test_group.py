@@ -66,6 +66,22 @@ def test_what_members_say_is_heard_where_the_place_is_lost(alone: Group) -> None
         alone.compare(InvalidRequest("not so"), True)
 
 
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (["1 optimizer.step", "1 session.mean"], "is in optimizer.step, and member 1 in session.mean"),
+        (["1 optimizer.step", "0 "], "is in optimizer.step, and member 1 in another call"),
+        (["1 optimizer.step", "2 optimizer.step"], "is in part 1 of optimizer.step, and member 1 in part 2 of opt"),
+    ],
+)
+def test_members_at_different_places_are_told_of_both(
+    alone: Group, monkeypatch: pytest.MonkeyPatch, told: list[str], said: str
+) -> None:
+    monkeypatch.setattr(alone, "_gather", lambda *_: [each.encode() + bytes(8) for each in told])
+    with pytest.raises(InvalidRequest, match=said):
+        alone._raise_unlike()
+
+
 class Failing:
     """The steps of a worker whose empty steps, and ways back, fail on all members."""
 
