@@ -78,6 +78,7 @@ class WorkerStates:
         self.kept: States = {}
         self._sent: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
         self._left: dict[int, tuple[int, bytes] | None] = {}  # by rank that has left, its state then
+        self._taken: dict[int, tuple[int, bytes]] = {}  # by rank, what a worker has taken over that may not know it yet
         self._closed = False
         self._lock = threading.Lock()
 
@@ -95,6 +96,7 @@ class WorkerStates:
                 if together is None:
                     return
                 clock, state = together
+            self._drop_taken(rank)
             self._room.hold(len(state) - _size(self._sent.get(rank)))
             self._sent[rank] = clock, state
 
@@ -152,15 +154,33 @@ class WorkerStates:
                 return
             self._room.hold(-_size(self._sent.pop(rank, None)) - _size(self._left.get(rank)))
             self._left[rank] = None
+            self._drop_taken(rank)
             self._drop_of_members(rank)
             self._room.hold(_size(state))
             self._left[rank] = state
 
-    def joined(self, rank: int) -> None:
-        """Drops the state that an earlier worker of the rank left behind: a live worker has taken it over."""
+    def joined(self, rank: int, has_place: bool = False) -> None:
+        """Notes that a live worker takes over the state that an earlier worker of the rank has left behind.
+
+        The answer to its join may be lost, and it joins once more then, or another process in its place. So the state
+        is kept until the worker has told something of itself.
+
+        has_place: it has: it is in its place
+        """
+        if has_place and rank not in self._taken:
+            return  # as nearly each heartbeat finds it: no lock is taken for that
         with self._lock:
-            self._room.hold(-_size(self._left.pop(rank, None)))
+            if has_place:
+                self._drop_taken(rank)
+                return
+            left = self._left.pop(rank, None)
+            if left is not None:
+                self._drop_taken(rank)
+                self._taken[rank] = left
             self._drop_of_members(rank)
+
+    def _drop_taken(self, rank: int) -> None:
+        self._room.hold(-_size(self._taken.pop(rank, None)))
 
     def forget(self) -> None:
         """Drops what live workers have sent so far."""
@@ -173,8 +193,8 @@ class WorkerStates:
         """Drops all states that were sent or left since a checkpoint. kept: the states in the checkpoint"""
         self.forget()
         with self._lock:
-            self._room.hold(-sum(map(_size, self._left.values())))
-            self._left, self.kept = {}, kept
+            self._room.hold(-sum(map(_size, (*self._left.values(), *self._taken.values()))))
+            self._left, self._taken, self.kept = {}, {}, kept
 
     def close(self) -> None:
         """Frees the memory of all states, and keeps none that comes later: the job ends."""
@@ -224,7 +244,7 @@ class WorkerStates:
         CheckpointDamaged.
         """
         with self._lock:
-            left = self._left.get(rank)
+            left = self._left.get(rank) or self._taken.get(rank)
         return left if left is not None else self.kept.get(rank)
 
 

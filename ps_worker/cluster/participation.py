@@ -294,9 +294,10 @@ class Participation:
         group = self.group
         if group is None:
             return self._asked_script()
-        told = group.all_through(lambda: self._asked_script() if group.member == 0 else None)
-        script = write_script(told)
-        return read_script(group.from_first(lambda: script))
+        with group.during("optimizer.step"):
+            told = group.all_through(lambda: self._asked_script() if group.member == 0 else None)
+            script = write_script(told)
+            return read_script(group.from_first(lambda: script))
 
     def _asked_script(self) -> SavedState | None:
         until, pause = time.monotonic() + SCRIPT_SECONDS, FIRST_PAUSE_SECONDS
