@@ -253,7 +253,8 @@ def group_of(given: Any, launched: int = 0) -> Group:
 
     launched: how many processes the launcher has started as this worker; 0: it does not say
 
-    Raises InvalidRequest for anything else, where there is no process group, and where the launcher knows better.
+    Raises InvalidRequest if `given` is neither, if torch.distributed is not initialised, if this process is not in the
+    group, or if the group has another size than `launched`.
     """
     ranks = [] if launched and given is None else _ranks_of(given)
     if launched and len(ranks) != launched:  # each of them would join as the same worker, and take another's place
