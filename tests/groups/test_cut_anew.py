@@ -84,7 +84,7 @@ def one_process(options: Options, steps: int) -> tuple[Tensors, float]:
         (ADAMW, 4, False),
         (replace(MOMENTUM, columns=True), 3, False),
         (replace(ADAMW, workers=2), 0, False),
-        (replace(ADAMW, members=0), 2, False),
+        (replace(ADAMW, members=0, mode="async"), 2, False),
     ],
     ids=["2 to 4", "2 by columns to 3 by rows", "2 to one process", "one process to 2"],
 )
@@ -110,3 +110,22 @@ def test_a_checkpoint_goes_on_with_another_cut_to_the_bit(
     assert state_of(end).keys() == expected.keys()
     assert max(float((end[name] - expected[name]).abs().max()) for name in expected) <= 1e-6
     assert (float(end["rate"]), int(end["clock"])) == (pytest.approx(rate), after.stops)
+
+
+def test_local_steps_go_on_with_another_cut_of_the_weights_and_of_the_outer_momentum(
+    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+) -> None:
+    """The script's own optimizer begins anew: it is plain SGD here, and has no state."""
+    kept = tmp_path / "checkpoints"
+    before = replace(ADAMW, optimizer="SGD", values={"lr": 0.05}, mode="local:2", stops=6, workers=2)
+    undisturbed = make_cluster(checkpoint_dir=tmp_path / "others", lease=LEASE)
+    longer = replace(before, stops=12)
+    _, expected = ended(start(nursery, undisturbed.address, job, tmp_path / "whole", longer), tmp_path / "whole")
+    first = make_cluster(checkpoint_dir=kept, lease=LEASE)
+    _, last = ended(start(nursery, first.address, job, tmp_path / "first", before), tmp_path / "first")
+    first.stop()
+    second = make_cluster(checkpoint_dir=kept, restore=True, lease=LEASE)
+    after = replace(longer, members=4)
+    begin, end = ended(start(nursery, second.address, job, tmp_path / "second", after), tmp_path / "second")
+    assert same(begin, state_of(last))
+    assert max(float((end[name] - expected[name]).abs().max()) for name in state_of(expected)) <= 1e-6
