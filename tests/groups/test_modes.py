@@ -213,9 +213,7 @@ def test_a_step_after_one_in_which_a_member_was_interrupted_is_not_taken_for_a_p
     options = Options(groups=1, mode="async", interrupted=3)
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         groups.ended()
-    said = (
-        "member 0 of this worker's group is in part 1 of optimizer.step, and member 1 in part 2 of optimizer.step"
-    )
+    said = "member 0 of this worker's group is in part 1 of optimizer.step, and member 1 in part 2 of optimizer.step"
     assert all(said in (tmp_path / f"refused-0-{member}").read_text() for member in (0, 1))
 
 
