@@ -67,10 +67,10 @@ class Group:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks, self.size = tuple(ranks), len(ranks)
-        # The others may never come: here torch's own timeout holds.
-        here = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        # The others may never come: here torch's own timeout holds. This group stays: torch numbers those of the same
+        # ranks by how many there are: without it the next session's would get a number that is taken.
+        dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
         self._gloo: Any = dist.new_group(list(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
-        dist.destroy_process_group(here)
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
         self._call, self._met = "", 0  # of the script, and how often the members have met in it
         self._waits_since: float | None = None

@@ -246,7 +246,7 @@ class CheckpointedJob:
     def remove_unfinished(self) -> None:
         """Removes checkpoints that were begun after the last complete one. The next restore would warn of them."""
         name, store = self.placed.spec.name, self.checkpointing.store
-        with contextlib.suppress(PSError):  # the disk may have failed
+        with contextlib.suppress(PSError, OSError):  # the disk may have failed
             complete = store.names(name)
             for begun in store.unfinished(name, complete[-1] if complete else ""):
                 store.discard(name, begun)

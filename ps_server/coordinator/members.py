@@ -228,14 +228,16 @@ class JobMembers:
             rivals = membership.rivals(rank, request, self._clock.now())
             if rivals is not None:
                 raise refusal(self._name, rivals, request, membership.lease)
+            if self._joining.are_strange(rank, request):
+                raise try_soon(f"another launch joins job {self._name!r} at this moment")
             # Shards remember every rank that there ever was, so that a repeat is known: there must be a last one.
             if rank >= self._limits.workers:
                 raise LimitExceeded(f"a rank must be below max-workers, {self._limits.workers}, got {rank}")
             key, older = secrets.token_bytes(LEASE_KEY_BYTES), membership.members.get(rank)
             if older is not None and _may_be_late(request):
                 raise try_soon(f"worker {rank} of job {self._name!r} is live: a successor has to ask again")
-            is_new = request.previous is None
-            reservation = Reservation(rank, membership.next_incarnation(), request.attempt, key, older, is_new)
+            number, is_new = membership.next_incarnation(), request.previous is None
+            reservation = Reservation(rank, number, request.attempt, request.launch, key, older, is_new)
             before = self._joining.add(reservation)
             if before is not None:  # what that join has told the shards by now is to be taken back
                 self.removals.add((before.rank, before.incarnation))
@@ -530,6 +532,7 @@ class Attendance:
 class Reservation:
     """The rank and incarnation of a worker that is about to join.
 
+    launch: what has started it; empty: unknown
     older:  the live worker that it replaces
     is_new: its process has not had a place before
     """
@@ -537,6 +540,7 @@ class Reservation:
     rank: int
     incarnation: int
     attempt: int
+    launch: str
     key: bytes = field(repr=False)
     older: Member | None
     is_new: bool
@@ -558,6 +562,14 @@ class Reservations:
     def ranks(self) -> Collection[int]:
         """Returns the ranks that are being taken."""
         return self._by_rank.keys()
+
+    def are_strange(self, rank: int, request: JoinRequest) -> bool:
+        """Whether another launch is taking one of a new launch's ranks: see Membership.rivals. Of two that begin at
+        once, one gets all ranks."""
+        if not request.launch or request.previous is not None or request.take_over:
+            return False
+        strange = (each.rank for each in self if each.launch not in ("", request.launch))
+        return any(each == rank or each in request.launch_ranks for each in strange)
 
     def add(self, reservation: Reservation) -> Reservation | None:
         """Takes a reservation in; returns the one of the same rank that it makes void."""

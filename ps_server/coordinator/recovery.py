@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, TryLater, VersionMismatch
+from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, PSError, TryLater, VersionMismatch
 from ps_protocol.job import JobSpec, are_cut_alike, difference_of_uncut
 from ps_protocol.optimizers import with_defaults
 from ps_runtime.troubles import Troubles
@@ -158,11 +158,20 @@ class Recovery:
         found = last_whole(self._store.names(name), take, lambda *damaged: self._pass_over(name, *damaged))
         if found is None:
             raise NoCheckpoints(f"job {name!r}: there is no checkpoint that can be used")
-        for unfinished in self._store.unfinished(name, found.manifest.name):
-            self._count(RecoveryStatistics(unfinished=1))
-            log.warning("job %s: checkpoint %s was not completed: it has no manifest", name, unfinished)
+        self._tell_of_unfinished(name, found.manifest.name)
         self._count(RecoveryStatistics(restored=1))
         return found
+
+    def _tell_of_unfinished(self, job: str, restored: str) -> None:
+        """Counts and logs the checkpoints that were begun after the one that was restored."""
+        try:
+            unfinished = self._store.unfinished(job, restored)
+        except (OSError, PSError) as error:  # the shards are restored: they would be once more, and again
+            log.warning("job %s: whether checkpoints after %s were begun is not known: %s", job, restored, error)
+            return
+        self._count(RecoveryStatistics(unfinished=len(unfinished)))
+        for name in unfinished:
+            log.warning("job %s: checkpoint %s was not completed: it has no manifest", job, name)
 
     def _next(self, job: str, run: str, checkpoint: str, last_incarnation: int) -> Rollback:
         """Returns the rollback to a checkpoint: the last one, if that was to the same, and no worker came since.

@@ -46,6 +46,12 @@ def test_members_wait_for_each_other_as_long_as_it_takes(alone: Group) -> None:
     assert options._timeout.total_seconds() > DAY
 
 
+def test_a_process_may_take_part_in_one_session_after_the_other(alone: Group) -> None:
+    for _ in range(3):
+        assert Group([0]).gather(b"own") == [b"own"]
+    assert alone.gather(b"own") == [b"own"]
+
+
 def test_members_talk_whatever_the_scripts_default_device_is(alone: Group) -> None:
     torch.set_default_device("meta")
     try:

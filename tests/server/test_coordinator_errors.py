@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +17,7 @@ from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.shards import Shards
 from ps_server.core.snapshot import RestoreProgress
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.disk import Disk
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 
@@ -218,3 +220,45 @@ def test_a_worker_whose_join_failed_half_way_before_a_rollback_is_expected_and_i
     statistics = cluster.coordinator.job("job").statistics()
     steps = statistics.redone_steps if mode == "sync" else statistics.lost_steps
     assert steps == before - saved
+
+
+def test_of_two_launches_that_begin_at_once_the_first_gets_all_ranks(cluster: OneProcess) -> None:
+    """Their workers come in turns, and none of them is live yet."""
+    run = cluster.coordinator.register_job(vector_job("job", "async", CELLS, 2))[0].placed.run
+    members = cluster.coordinator.job("job").members
+
+    def request(launch: str, rank: int, **more: Any) -> JoinRequest:
+        return JoinRequest(host=launch, run=run, launch=launch, launch_ranks=range(2), attempt=1 + rank, **more)
+
+    first = members.reserve(0, request("a", 0))
+    for rank in (0, 1):
+        with pytest.raises(TryLater, match="another launch joins job 'job' at this moment"):
+            members.reserve(rank, request("b", rank))
+    members.reserve(1, request("a", 1))
+    assert members.reserve(0, request("a", 0)).incarnation > first.incarnation, "a rank that is started again"
+    assert members.reserve(0, request("b", 0, take_over=True)).rank == 0
+
+
+class Unlisted(Disk):
+    """A disk that lists no folder of a checkpoint."""
+
+    def is_empty(self, path: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+
+def test_a_restore_counts_although_the_disk_does_not_tell_which_checkpoints_were_begun_after_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only a warning depends on that."""
+    cluster = OneProcess(tmp_path, disk=Unlisted())
+    worker = worker_of(cluster, "async")
+    made = worker.checkpoint()
+    assert CheckpointStore(tmp_path).begin("job", "000777")
+    cluster.start_shard(1)
+    cluster.coordinator.recover_jobs()
+    worker.rejoin()
+    assert f"rolled back to checkpoint {made.name}" in caplog.text
+    assert (
+        f"whether checkpoints after {made.name} were begun is not known: [Errno 116] Stale file handle" in caplog.text
+    )
+    cluster.stop()
