@@ -121,6 +121,19 @@ class EditionArrays:
     checksums: Mapping[int, int]
     timelines: Mapping[int, int] = field(default_factory=dict)
 
+    def tells(self, index: int) -> bool:
+        """Whether a bucket is one that no optimizer steps, and rank 0 has told what is in it."""
+        return self.contents.buckets[index].frozen and self.versions.get(index, 0) > 0
+
+    def is_older(self, index: int, told: Mapping[int, int]) -> bool:
+        """Whether rank 0 has told of newer values of a bucket that no optimizer steps."""
+        return told.get(index, 0) > self.versions.get(index, 0)
+
+    @property
+    def buffers_version(self) -> int:
+        """The lowest version of the buckets of which rank 0 has told; 0: it has told of none."""
+        return min((self.versions[index] for index in self.contents.buckets if self.tells(index)), default=0)
+
     def elements(self, index: int) -> npt.NDArray[np.uint8]:
         """Returns the elements of a bucket, as bytes, without a copy."""
         bucket = self.contents.buckets[index]
@@ -156,11 +169,12 @@ class Arriving:
 
     before: an edition of the same run and timeline, whose frozen tensors are taken over, and of which changes may come;
             None: none
+    told:   by bucket that no optimizer steps, the version that is there: what `before` has of it may be older
     nbytes: that have come of buckets; whole: of those that came whole; elements: of the buckets that have come, as they
             lie in the edition
     """
 
-    def __init__(self, contents: Contents, before: EditionArrays | None) -> None:
+    def __init__(self, contents: Contents, before: EditionArrays | None, told: Mapping[int, int] | None = None) -> None:
         self._contents, self._before = contents, before
         self._versions, self._timelines = dict[int, int](), dict[int, int]()
         self._checksums = dict[int, int]()
@@ -168,16 +182,21 @@ class Arriving:
         self._lock = threading.Lock()
         self.nbytes = self.whole = self.elements = 0
         itemsizes = {each.space: DATA_TYPES[contents.dtype(each)].itemsize for each in contents.buckets.values()}
-        frozen = {each.space for each in contents.buckets.values() if each.frozen}
+        frozen = [each for each in contents.buckets.values() if each.frozen]
+        newer = {each.index for each in frozen if before is not None and before.is_older(each.index, told or {})}
+        spaces = {each.space for each in frozen}
+        renewed = {each.space for each in frozen if each.index in newer}
         for space, itemsize in itemsizes.items():
-            if before is not None and space in frozen:
-                self._spaces[space] = before.spaces[space]
+            if before is not None and space in spaces:
+                self._spaces[space] = before.spaces[space].copy() if space in renewed else before.spaces[space]
             else:
                 self._spaces[space] = np.empty(contents.layout.space_sizes[space] * itemsize, np.uint8)
-        has_frozen = before is not None
+        taken_over = [] if before is None else [each.index for each in frozen if each.index not in newer]
         if before is not None:
-            self._checksums = {each: before.checksums[each] for each, of in contents.buckets.items() if of.frozen}
-        self.missing = {each.index for each in contents.buckets.values() if not (each.frozen and has_frozen)}
+            self._checksums = {each: before.checksums[each] for each in taken_over}
+            self._versions = {each: before.versions.get(each, 0) for each in taken_over}
+            self._timelines = {each: before.timelines[each] for each in taken_over if each in before.timelines}
+        self.missing = contents.buckets.keys() - set(taken_over)
 
     @property
     def left(self) -> int:

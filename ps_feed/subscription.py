@@ -371,6 +371,8 @@ class Subscription:
         version = self._last_version(here) if all(ended) else self._version(here, highest, own)
         # A relay that was cut off before the end has older weights than this reader may have had from another.
         has_last = all(ended) and own is not None and version is not None and version < own + here[0].has_one_version
+        if has_last and edition is not None:
+            has_last = not any(edition.is_older(index, each.buffers) for each in here for index in edition.versions)
         if version is None or has_last:
             self._equal = time.monotonic() if own == highest else self._equal
             if all(ended):
@@ -485,7 +487,8 @@ class Subscription:
         """Receives an edition. least: the lowest version that would do; the one that is asked for may be further on"""
         contents = self._contents
         assert contents is not None
-        arriving, room = Arriving(contents, before), self._room
+        told = {index: version for each in here for index, version in each.buffers.items()}
+        arriving, room = Arriving(contents, before, told), self._room
         room.check(arriving)
         is_slow = self._is_slow and time.monotonic() < self._measured_until
         wants_changes = is_slow if self._changes is None else self._changes

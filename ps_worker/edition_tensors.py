@@ -27,11 +27,14 @@ class Edition:
         run: The run of the job, as `ps-server status` shows it.
         version: The number of updates that all tensors contain. In sync and local modes every tensor contains exactly
             these; in the other modes it is the lowest number.
+        buffers_version: The number of steps after which rank 0 had the values of the buffers, such as BatchNorm's
+            statistics. 0: they have the values with which the job began.
     """
 
     def __init__(self, arrays: EditionArrays, job: str) -> None:
         self.arrays, self._job = arrays, job
         self.run, self.version = arrays.run, arrays.version
+        self.buffers_version = arrays.buffers_version
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the tensors by the model's own names, on the CPU. They share the edition's memory: do not write to

@@ -44,6 +44,7 @@ class WeightsHere(NamedTuple):
     ended:    the job has ended: these are its last weights
     age:      for a relay: the seconds since it last knew that `lowest`, the version of its edition, is the newest;
               None: a shard answers
+    buffers:  by bucket that no optimizer steps, the steps of rank 0 after which it has told what is in it, if it has
     """
 
     run: str
@@ -57,6 +58,7 @@ class WeightsHere(NamedTuple):
     spec: JobSpec | None = None
     ended: bool = False
     age: float | None = None
+    buffers: Mapping[int, int] = MappingProxyType({})
 
     @property
     def is_relayed(self) -> bool:
@@ -161,6 +163,7 @@ def write_weights_here(origin: Origin, here: WeightsHere) -> bytes:
         ended=here.ended,
         relayed=here.is_relayed,
         age_duration=None if here.age is None else duration(here.age),
+        buffer_versions=here.buffers,
     ).SerializeToString()
 
 
@@ -179,6 +182,7 @@ def read_weights_here(data: bytes) -> WeightsHere:
         job_spec(answer.spec) if answer.HasField("spec") else None,
         answer.ended,
         seconds(answer.age_duration) if answer.relayed else None,
+        dict(answer.buffer_versions),
     )
 
 

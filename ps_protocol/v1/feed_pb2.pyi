@@ -28,7 +28,14 @@ class DescribeWeightsRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., with_spec: _Optional[bool] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., follows: _Optional[bool] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DescribeWeightsResponse(_message.Message):
-    __slots__ = ("header", "highest_version", "timeline", "shard_count", "buckets", "has_one_version", "edition_versions", "spec", "ended", "relayed", "age_duration")
+    __slots__ = ("header", "highest_version", "timeline", "shard_count", "buckets", "has_one_version", "edition_versions", "spec", "ended", "relayed", "age_duration", "buffer_versions")
+    class BufferVersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     HEADER_FIELD_NUMBER: _ClassVar[int]
     HIGHEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +47,7 @@ class DescribeWeightsResponse(_message.Message):
     ENDED_FIELD_NUMBER: _ClassVar[int]
     RELAYED_FIELD_NUMBER: _ClassVar[int]
     AGE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     header: _types_pb2.ResponseHeader
     highest_version: int
     timeline: int
@@ -51,7 +59,8 @@ class DescribeWeightsResponse(_message.Message):
     ended: bool
     relayed: bool
     age_duration: _duration_pb2.Duration
-    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., highest_version: _Optional[int] = ..., timeline: _Optional[int] = ..., shard_count: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., has_one_version: _Optional[bool] = ..., edition_versions: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., ended: _Optional[bool] = ..., relayed: _Optional[bool] = ..., age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    buffer_versions: _containers.ScalarMap[int, int]
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., highest_version: _Optional[int] = ..., timeline: _Optional[int] = ..., shard_count: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., has_one_version: _Optional[bool] = ..., edition_versions: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., ended: _Optional[bool] = ..., relayed: _Optional[bool] = ..., age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., buffer_versions: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class PullEditionRequest(_message.Message):
     __slots__ = ("job", "run", "timeline", "version", "wire_format", "buckets", "base_versions")

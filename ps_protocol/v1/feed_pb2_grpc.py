@@ -102,7 +102,7 @@ class FeedServiceServicer:
         Where all workers share one clock (DescribeWeightsResponse.has_one_version), `version` says which edition is wanted: a
         shard copies each bucket when it has exactly so many updates, which may be now or later. All shards count the same
         updates, so the buckets of all shards belong together. In the other modes each bucket is copied as it is now. Frozen
-        buckets never change.
+        buckets are sent as rank 0 has sent them last.
 
         The first message that has more than a header is `begin`; a message for each bucket follows. While the edition is not
         complete, a message with a header alone comes several times a second, as a sign of life.

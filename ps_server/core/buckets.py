@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.layout import BucketSpec
 from ps_server.core.budget import StagingRoom
@@ -64,6 +66,7 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
     ) -> None:
         super().__init__(spec.index, rule, weights, room, data)
         self.spec, self._checker = spec, checker
+        self._told: tuple[int, torch.Tensor] | None = None  # for readers: rank 0's steps by then, and its values
 
     @property
     def is_trained(self) -> bool:
@@ -75,7 +78,7 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         if not isinstance(command, Initialise):
             raise TypeError(f"expected a command for a bucket, got {type(command).__name__}")
         if self.rule.initialised:
-            return self._duplicate()
+            return self._kept() if self._is_told(command) else self._duplicate()
         if self._pending_at(0, 0) is None:
             self.drop_pending(0)
         pending = self._make_pending(0, 0)
@@ -89,6 +92,28 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         self.weights.load(command.value)
         self.rule.initialised = True
         return Staged(self.rule.version, duplicate=False)
+
+    def _is_told(self, command: Initialise) -> bool:
+        """Notes what rank 0 has of a bucket that no optimizer steps, unless it is there, or newer: messages may
+        overtake one another. Returns whether it was noted.
+        """
+        value = command.value
+        is_newer = command.clock > self.told_version and not self.is_trained
+        if is_newer and isinstance(value, torch.Tensor):
+            self._told = command.clock, value.clone()  # it lies in a message
+            return True
+        return False
+
+    def shown(self) -> tuple[int, torch.Tensor]:
+        """Returns what readers get, and its version: the updates, or for a bucket that no optimizer steps the steps of
+        rank 0. The caller keeps the bucket from being stepped.
+        """
+        return (self.rule.version, self.weights.flat) if self._told is None else self._told
+
+    @property
+    def told_version(self) -> int:
+        """The steps of rank 0 after which it has told what readers get; 0: it has told nothing."""
+        return 0 if self._told is None else self._told[0]
 
     def _check_begun(self, command: PushCommand) -> None:
         """Raises InvalidRequest for a push before the initial values. A commit has no gradient, and may come."""

@@ -129,7 +129,7 @@ class PushChecker:
         unit = call.worker, pushed.bucket
         if kind is PushKind.INITIAL_VALUE:
             assert values is not None
-            return Initialise(*unit, values)
+            return Initialise(*unit, values, call.clock)
         if kind in ASSIGNING:
             assignment = self._assignment(call, pushed, bucket, values)
             if kind is PushKind.ASSIGN_STATE and call.clock == 0:

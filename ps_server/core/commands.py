@@ -133,9 +133,12 @@ class Initialise(UnitCommand):
     them.
 
     Raises InvalidRequest if the worker is not rank 0. The first weights count; later ones are repeats.
+
+    clock: 0; later: these are what rank 0 has of a bucket that no optimizer steps, for readers of the weights alone
     """
 
     value: torch.Tensor | Assignment
+    clock: int = 0
 
 
 @dataclass(frozen=True)

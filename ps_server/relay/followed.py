@@ -141,6 +141,7 @@ class FollowedJob:
             contents.spec if with_spec else None,
             is_last,
             kept.age(),
+            {index: edition.versions[index] for index in contents.buckets if edition.tells(index)},
         )
 
     def wait(self, seconds: float) -> None:

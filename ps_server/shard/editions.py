@@ -61,9 +61,9 @@ class CopiedBucket:
 
     def __init__(self, bucket: Bucket, dtype: str) -> None:
         """The caller keeps the bucket from being stepped."""
-        weights, codec = bucket.weights.flat, PLAIN[dtype]
+        (version, weights), codec = bucket.shown(), PLAIN[dtype]
         encoded = codec.encode(weights)
-        self.index, self.version, self.is_trained = bucket.index, bucket.rule.version, bucket.is_trained
+        self.index, self.version, self.is_trained = bucket.index, version, bucket.is_trained
         self.wire_format = codec.wire_format(bucket.spec)
         self._values: torch.Tensor = weights.clone() if encoded is weights else encoded
 
@@ -229,7 +229,7 @@ class TakenEdition:
 
     def share(self, other: TakenEdition, bucket: Bucket) -> None:
         """Takes what another edition has of a bucket, if that is of the bucket's version."""
-        index, version = bucket.index, bucket.rule.version
+        index, (version, _) = bucket.index, bucket.shown()
         with self._lock:
             for dtype in tuple(self._missing.get(index, ())):
                 copied = other._copied.get((index, dtype))

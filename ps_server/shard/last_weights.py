@@ -26,6 +26,7 @@ class LastWeights:
 
     spec, run, timeline, shards, specs: those of the job
     versions: the versions of all buckets that an optimizer stepped, also of those that were not copied
+    buffers:  see WeightsHere
     """
 
     ended: ClassVar[bool] = True
@@ -36,6 +37,8 @@ class LastWeights:
         self.shards = job.state.row_checker.place.shards
         self.specs = {index: bucket.unit.spec for index, bucket in job.buckets.items()}
         self.versions = [bucket.rule.version for bucket in job.buckets.values() if bucket.unit.is_trained]
+        told = {index: bucket.unit.told_version for index, bucket in job.buckets.items()}
+        self.buffers = {index: version for index, version in told.items() if version}
         self._edition, self._heard = edition, now
         self._readers: set[Feed] = set()
         self._lock = threading.Lock()

@@ -70,6 +70,10 @@ class EditionSource(Protocol):
     def editions(self) -> tuple[int, ...]:
         """See WeightsHere."""
 
+    @property
+    def buffers(self) -> Mapping[int, int]:
+        """See WeightsHere."""
+
     def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
         """Notes that a reader follows the job, and wants these buckets."""
 
@@ -108,6 +112,12 @@ class JobSource:
     def editions(self) -> tuple[int, ...]:
         """The versions of the editions that readers wait for or can get."""
         return tuple(self.job.editions.versions())
+
+    @property
+    def buffers(self) -> Mapping[int, int]:
+        """The steps of rank 0 after which it has told what is in buckets that no optimizer steps."""
+        told = {index: bucket.unit.told_version for index, bucket in self.job.buckets.items()}
+        return {index: version for index, version in told.items() if version}
 
     def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
         """Notes that a reader follows the job, and wants these buckets."""
@@ -284,6 +294,7 @@ class WeightFeeds:
             source.editions,
             source.spec if asked.with_spec else None,
             ended=source.ended,
+            buffers=source.buffers,
         )
 
     def pull(self, call: EditionCall, outbox: Outbox, caller: str = "") -> None:

@@ -11,6 +11,7 @@ first_rows.py     Rows from before `prepare` on their way from rank 0 to a shard
 feeds.py          Feeds of rows, as a reader calls them
 local_segment.py  A segment: memory that the worker makes, and hands over to shards on its host
 calls.py          Calls to a shard, which are repeated when they fail: over its data connection, or by gRPC
+told_buffers.py   What rank 0 tells of tensors that no optimizer steps, for readers of the weights
 landing.py        A pull under way: which buckets are still to come, and where the elements of each belong
 coordinator_calls.py Calls to the coordinator
 own_membership.py A worker's place in its job: taken, kept by heartbeats, and taken again when it was lost

@@ -114,6 +114,11 @@ class NetworkTransport:
 
         return self._push(message, bucket.dtype)
 
+    def tell(self, clock: int, bucket: BucketSpec, payload: memoryview) -> Future[PushResult]:
+        """Sends what readers of the weights are to get of a bucket that no optimizer steps."""
+        call = PushCall(self._worker, clock, (PushedBucket(bucket.index, PushKind.INITIAL_VALUE),), payload)
+        return self._push(lambda: (data.write_push(call), len(payload)), bucket.dtype)
+
     def assign(self, clock: int, assignment: BucketAssignment) -> Future[PushResult]:
         """Sends an assignment, over the network likewise; it takes effect with the step of that clock."""
 

@@ -30,6 +30,7 @@ from ps_worker.cluster.group_membership import GroupMembership
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.own_membership import CLOSED_EARLY, OwnMembership
 from ps_worker.cluster.script import ScriptTelling
+from ps_worker.cluster.told_buffers import ToldBuffers
 from ps_worker.group import Group
 from ps_worker.group import PlaceLost as PlaceLost
 from ps_worker.model.flat import FlatModel
@@ -364,6 +365,11 @@ class Participation:
             self.members.join_threads()
         if self._connection is not None:
             self._connection.close()
+
+
+def teller(participation: Participation, model: FlatModel) -> ToldBuffers:
+    """Returns what tells readers of the weights of tensors that no optimizer steps."""
+    return ToldBuffers(model, lambda: participation.connection)
 
 
 def end_last_step(participation: Participation) -> None:

@@ -20,7 +20,7 @@ def label(edition: Edition) -> str:
     run of the job, and a rollback, have others at the same version."""
     arrays = edition.arrays
     text = f"{edition.version}-{edition.run}-{arrays.timeline}"
-    if not arrays.contents.spec.consistency.has_one_version:  # each bucket has its own
+    if arrays.buffers_version or not arrays.contents.spec.consistency.has_one_version:  # each bucket has its own
         each = sorted((index, version, arrays.timelines.get(index)) for index, version in arrays.versions.items())
         text += f"-{zlib.crc32(repr(each).encode()):08x}"
     return text

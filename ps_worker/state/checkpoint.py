@@ -149,6 +149,7 @@ class WorkerCheckpoint:
     def stepped(self) -> None:
         """Ends a step. Captures its state if no loader is iterating."""
         self.steps += 1
+        self._model.stepped()
         self._step, self._taken = LastStep(self._fed, max(1, self._taken)), 0
         if self._wanted is not None and not self._is_in_loop:
             clock, self._wanted = self._wanted, None
@@ -285,6 +286,7 @@ class WorkerCheckpoint:
     def close(self) -> None:
         """Saves the captured state: no further step begins."""
         self._save_captured(False)
+        self._model.stepped(is_last=True)
 
     def last_state(self, clock: int, counts: bool, cut_short: bool = True) -> bytes:
         """Returns the state of a worker that stops now, possibly in the middle of a step.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -39,22 +39,59 @@ class SavedResiduals(Protocol):
         """Replaces all residuals."""
 
 
+class Teller(Protocol):
+    """Who tells readers of the weights of tensors that no optimizer steps: see ps_worker/cluster/told_buffers.py."""
+
+    def stepped(self, changed: Callable[[], Collection[int]], is_last: bool = False) -> None:
+        """Tells what has changed since the job began, if it is time to, or it is the last time."""
+
+
+class JobModel(Protocol):
+    """A job's model as flat buffers: see ps_worker/model/flat.py."""
+
+    @property
+    def residuals(self) -> SavedResiduals:
+        """Those of its gradients."""
+
+    def frozen(self) -> dict[int, torch.Tensor]:
+        """Returns the tensors that no optimizer steps, by index."""
+
+
 class ModelState:
     """A model's own state in a worker's checkpoints.
 
     frozen: the tensors that no optimizer steps, by index among the job's parameters
     residuals: of its buckets; None: the wire format has none
+    teller: is told of each step; None: nobody is
     """
 
-    def __init__(self, frozen: Mapping[int, torch.Tensor], residuals: SavedResiduals | None = None) -> None:
+    def __init__(
+        self,
+        frozen: Mapping[int, torch.Tensor],
+        residuals: SavedResiduals | None = None,
+        teller: Teller | None = None,
+    ) -> None:
         self._frozen = {index: FrozenTensor(tensor) for index, tensor in frozen.items()}
-        self._residuals = residuals
+        self._residuals, self._teller = residuals, teller
         self._kept: OrderedDict[int, Residual] = OrderedDict()  # by clock, what is too large to be saved
+
+    @staticmethod
+    def of(model: JobModel, teller: Teller) -> ModelState:
+        """Returns the state of a job's model."""
+        return ModelState(model.frozen(), model.residuals, teller)
 
     def trains(self, indices: Sequence[int]) -> None:
         """Records that another job now trains parameters that no optimizer of this job steps."""
         for index in indices:
             self._frozen[index].trains = True
+
+    def stepped(self, is_last: bool = False) -> None:
+        """Has readers of the weights be told what has changed, after a step, or because there is no further one."""
+        if self._teller is not None:
+            self._teller.stepped(self._changed, is_last)
+
+    def _changed(self) -> list[int]:
+        return [index for index, tensor in self._frozen.items() if not tensor.trains and tensor.changed()]
 
     def copy(self, clock: int) -> OwnTensors:
         """Returns a copy of the present state, at a clock. A residual that is too large for a checkpoint stays in

@@ -28,7 +28,7 @@ import torch
 from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.errors import UnknownWorker, Unsupported
 from ps_protocol.messages.workers import JoinResult, SavedState
-from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
+from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step, teller
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
 from ps_worker.metrics import WorkerMetrics
@@ -116,7 +116,7 @@ class JobTraining:
         if checkpoint_wanted:
             self.checkpoint.want(self.clock)
         self._allow_drafts()
-        self.checkpoint.watch(optimizers, ModelState(self.model.frozen(), self.model.residuals))
+        self.checkpoint.watch(optimizers, ModelState.of(self.model, teller(self.participation, self.model)))
         saved = self.participation.connection.place.state
         if saved is not None:
             self.checkpoint.rollback(saved.content, self.clock, saved.clock)

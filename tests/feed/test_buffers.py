@@ -1,0 +1,209 @@
+"""Readers get rank 0's buffers, so that a model with BatchNorm evaluates as rank 0's does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ps_torch as ps
+from ps_feed.edition import EditionArrays
+from ps_protocol.errors import InvalidRequest, TryLater
+from ps_protocol.identity import Identity
+from ps_protocol.layout import BucketSpec, bucket_layout
+from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
+from ps_worker.cluster import told_buffers
+from tests.tools.cases import cases
+from tests.tools.cluster import Cluster, in_parallel, until
+from tests.tools.followed_trainer import relay
+from tests.tools.partitions import FROZEN, TRAINED, job_spec, payload, running, stage
+
+
+def normed(frozen: bool = True) -> nn.Sequential:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8))
+    if frozen:
+        model.add_module("last", nn.Linear(8, 2).requires_grad_(False))
+    return model
+
+
+class NormTrainer:
+    """A worker whose model has BatchNorm. It remembers its buffers after each step."""
+
+    def __init__(self, session: ps.Session) -> None:
+        self.session, own = session, normed()
+        optimizer = torch.optim.SGD([each for each in own.parameters() if each.requires_grad], lr=0.05)
+        self.model, self.optimizer = session.prepare(own, optimizer, bucket_bytes=1024)
+        self.buffers: dict[int, dict[str, torch.Tensor]] = {}
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            self.model(3 + 2 * torch.randn(16, 6)).square().mean().backward()
+            self.optimizer.step()
+            named = self.session.unwrap(self.model).named_buffers()
+            self.buffers[self.session.clock] = {name: buffer.clone() for name, buffer in named}
+
+    def evaluated(self) -> torch.Tensor:
+        return evaluated(self.session.unwrap(self.model))
+
+
+def evaluated(model: nn.Module) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        found = model(torch.linspace(-2, 2, 24).view(4, 6))
+    model.train()
+    return found
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 tells after each step."""
+    monkeypatch.setattr(told_buffers, "TELL_SECONDS", 0.0)
+
+
+@pytest.fixture
+def trainer(shared: Cluster, job: str) -> Iterator[NormTrainer]:
+    with shared.connect("sync", job=job) as session:
+        yield NormTrainer(session)
+
+
+@pytest.mark.parametrize("mode", cases(["sync", "async"], ["ssp:2"]))
+@pytest.mark.parametrize("relays", cases([0], [2]))
+def test_the_last_edition_evaluates_as_the_model_of_rank_0(shared: Cluster, job: str, mode: str, relays: int) -> None:
+    with ExitStack() as stack:
+        address = shared.address
+        for _ in range(relays):
+            address = stack.enter_context(relay(address)).address
+        with shared.connect(mode, job=job) as session:
+            trainer = NormTrainer(session)
+            feed = stack.enter_context(ps.subscribe(address, job))
+            model = feed.load(normed())
+            first = evaluated(model)
+            trainer.steps(5)
+            wanted = trainer.evaluated()
+        until(lambda: feed.ended, "the end")
+        with feed.reading(model) as version:
+            assert version == 5
+            assert torch.equal(evaluated(model), wanted)
+            assert not torch.allclose(first, wanted)
+        assert feed.wait_for().buffers_version == 5
+
+
+def test_buffers_come_while_the_job_trains_and_say_of_which_step_they_are(
+    shared: Cluster, job: str, trainer: NormTrainer, always: None
+) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        first = feed.wait_for()
+        assert first.buffers_version == 0, "as the job began"
+        seen = {0}
+
+        def has_more() -> bool:
+            trainer.steps(1)
+            edition = feed.wait_for(trainer.session.clock)
+            assert edition.buffers_version >= max(seen), "they never fall"
+            seen.add(edition.buffers_version)
+            for name in trainer.buffers[1] if edition.buffers_version else ():
+                step = version_of(edition.arrays, name)
+                assert torch.equal(edition.tensor(name), trainer.buffers[step][name]), (name, step)
+            return len(seen) > 3
+
+        until(has_more, "buffers of three steps")
+        assert torch.equal(first.tensor("1.running_mean"), torch.zeros(8)), "an edition does not change"
+
+
+def version_of(arrays: EditionArrays, name: str) -> int:
+    """The version of the one bucket that has a tensor."""
+    contents = arrays.contents
+    index = contents.tensors[name]
+    [bucket] = [each.index for each in contents.buckets.values() if index in {part.parameter for part in each.slices}]
+    return arrays.versions[bucket]
+
+
+@pytest.mark.parametrize("mode", cases(["async", "sync"], ["ssp:2"]))
+def test_buffers_are_those_of_rank_0_alone(shared: Cluster, job: str, mode: str, always: None) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        trainers = in_parallel(2, lambda rank: NormTrainer(shared.connect(mode, rank, 2, job=job)))
+        try:
+            feed.wait_for()
+            in_parallel(2, lambda rank: trainers[rank].steps(4))
+            wanted, others = (trainer.buffers[trainer.session.clock] for trainer in trainers)
+        finally:
+            in_parallel(2, lambda rank: trainers[rank].session.close())
+        until(lambda: feed.ended, "the end")
+        edition = feed.wait_for()
+        assert all(torch.equal(edition.tensor(name), buffer) for name, buffer in wanted.items())
+        assert not torch.equal(wanted["1.running_mean"], others["1.running_mean"])
+
+
+def test_of_a_bucket_that_is_trained_or_of_an_earlier_step_nothing_is_told() -> None:
+    job = running(workers=2)
+
+    def tell(bucket: int, clock: int, value: int) -> None:
+        content = payload(float(value)) if bucket in TRAINED else payload(torch.full((8,), value))
+        pushed = PushedBucket(bucket, PushKind.INITIAL_VALUE)
+        stage(job, PushCall(Identity("sums", 0, 1), clock, (pushed,), content))
+
+    before = {index: job.buckets[index].weights.flat.clone() for index in (TRAINED[0], FROZEN)}
+    for clock, value in ((0, 5), (7, 7), (3, 3), (7, 9)):
+        for bucket in before:
+            tell(bucket, clock, value)
+    assert all(torch.equal(job.buckets[index].weights.flat, each) for index, each in before.items()), "for workers"
+    trained, frozen = job.buckets[TRAINED[0]], job.buckets[FROZEN]
+    version, values = frozen.shown()
+    assert (version, frozen.told_version, values.tolist()) == (7, 7, [7] * 8)
+    assert (trained.shown()[0], trained.told_version) == (0, 0)
+    with pytest.raises(InvalidRequest, match="rank 0"):
+        stage(
+            job,
+            PushCall(
+                Identity("sums", 1, 2), 9, (PushedBucket(FROZEN, PushKind.INITIAL_VALUE),), payload(torch.full((8,), 1))
+            ),
+        )
+
+
+class Told:
+    """Stands for the connection of a worker in one place, and answers as it is told to."""
+
+    def __init__(self, rank: int) -> None:
+        self.place = SimpleNamespace(identity=Identity("sums", rank, 1))
+        self.error: Exception | None = None
+        self.came: list[bytes] = []
+
+    def tell(self, bucket: BucketSpec, payload: memoryview) -> Future[None]:
+        answer: Future[None] = Future()
+        self.came.append(bytes(payload))
+        answer.set_exception(self.error) if self.error else answer.set_result(None)
+        return answer
+
+
+def test_what_has_not_changed_is_told_once_in_each_place_and_again_where_it_was_lost(always: None) -> None:
+    frozen = bucket_layout(job_spec().parameters, 128).buckets[FROZEN]
+    content = [b"first"]
+    model: Any = SimpleNamespace(layout=SimpleNamespace(held=[frozen]), initial=lambda bucket: memoryview(content[0]))
+    connections = [Told(0)]
+    telling = told_buffers.ToldBuffers(model, lambda: connections[-1])  # type: ignore[arg-type, return-value]
+    changed = [frozen.slices[0].parameter]
+    telling.stepped(list)
+    assert connections[0].came == [], "as the job began"
+    for _ in range(3):
+        telling.stepped(lambda: changed)
+    assert connections[0].came == [b"first"]
+    content[0] = b"second"
+    connections[0].error = TryLater("the shard is away")
+    telling.stepped(lambda: changed)
+    connections[0].error = None
+    telling.stepped(lambda: changed)
+    assert connections[0].came == [b"first", b"second", b"second"]
+    connections.append(Told(0))
+    telling.stepped(lambda: changed, is_last=True)
+    assert connections[1].came == [b"second"], "the shard may have been restored"
+    connections.append(Told(1))
+    telling.stepped(lambda: changed, is_last=True)
+    assert connections[2].came == []
