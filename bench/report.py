@@ -25,6 +25,7 @@ COLUMNS = (
     ("stalled_ms", "stalled, ms", "{:.3g}"),
     ("editions", "editions", "{}"),
     ("requests", "requests", "{}"),
+    ("readings", "readings", "{}"),
     ("torn", "requests that saw two versions", "{}"),
     ("received_part", "bytes received / weights", "{:.3f}"),
     ("answers_per_core", "answers, a second and core", "{}"),

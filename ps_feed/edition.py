@@ -103,13 +103,13 @@ class Contents:
 class EditionArrays:
     """An unchanging copy of a job's weights.
 
-    run:      of the job
+    run:      which run of the job's name the weights are from
     version:  updates that all of its tensors have. In sync and local modes all have exactly so many; in the other modes
               this is the lowest, and `versions` has each bucket's
     versions: by bucket
     timeline: which of several series of updates the version counts; another begins when the job is rolled back
     timelines: by bucket: where workers share no clock, each shard may have another one
-    checksums: of each bucket's elements, by bucket, as shards have told them
+    checksums: by bucket: the checksum of its elements that the shard sent with it
     """
 
     contents: Contents

@@ -28,7 +28,11 @@ _ALIGNMENT = 8
 
 
 class TensorFile:
-    """The file. parts: its bytes, one after the other; nbytes: how many these are"""
+    """An edition as a safetensors file, without tensors that a state_dict leaves out.
+
+    parts:  its header, then its tensors, in the order of the file
+    nbytes: of all parts together
+    """
 
     def __init__(self, edition: EditionArrays, job: str) -> None:
         spec = edition.contents.spec

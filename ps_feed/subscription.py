@@ -107,8 +107,8 @@ class Subscription:
     parameters: names of the tensors that are wanted, as in the model's state_dict; None: all
     period: seconds between two editions, at least
     access: needs the role of a reader
-    changes: ask for what changed, where that is less; None: where the network is slow
-    told:   is called by its thread whenever there is an edition, a trouble or the end
+    changes: True: changes of buckets in place of whole ones; False: never; None: while the network is slow
+    told:   is called, in the subscription's thread, at each new edition, at an error, and at the end
     room:   the memory into which editions are received
 
     Raises InvalidRequest for settings that cannot be.

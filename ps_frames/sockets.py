@@ -285,7 +285,7 @@ def receive_exactly(connection: socket.socket, count: int, until: float) -> byte
 
 
 def frames_over(connection: socket.socket) -> FrameSocket:
-    """Returns a connection that has been made, for frames."""
+    """Wraps an open socket so that it carries frames: over TLS if it is an SSLSocket, otherwise in plaintext."""
     return TlsSocket(connection) if isinstance(connection, ssl.SSLSocket) else PlainSocket(connection)
 
 

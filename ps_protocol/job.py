@@ -316,12 +316,27 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
     return None
 
 
+def are_cut_alike(one: JobSpec, other: JobSpec) -> bool:
+    """Whether the members of groups hold the same pieces in two jobs of one model, in the same order. Jobs whose
+    workers have one process each are cut alike.
+    """
+    if not (_has_pieces(one) or _has_pieces(other)):
+        return True
+    each = [[(p.key, p.shape, p.member) for p in spec.parameters] for spec in (one, other)]
+    return one.group_size == other.group_size and each[0] == each[1]
+
+
 def difference_of_uncut(registered: JobSpec, offered: JobSpec) -> str | None:
     """Describes the first difference between two jobs, however groups of processes cut their parameters; None if they
     train the same model in the same way.
     """
-    are_cut = any(each.piece is not None for spec in (registered, offered) for each in spec.parameters)
-    return difference(_uncut(registered), _uncut(offered)) if are_cut else difference(registered, offered)
+    if are_cut_alike(registered, offered):
+        return difference(registered, offered)
+    return difference(_uncut(registered), _uncut(offered))
+
+
+def _has_pieces(spec: JobSpec) -> bool:
+    return any(each.piece is not None for each in spec.parameters)
 
 
 def _uncut(spec: JobSpec) -> JobSpec:

@@ -255,6 +255,8 @@ def _add_export(add: Callable[..., CommandLine]) -> None:
     export.add_argument("--no-fallback", action="store_true", help=text)
     text = "of the tables of rows in OUT/tables [default safetensors]"
     export.add_argument("--format", choices=("safetensors", "parquet", "npy"), default="safetensors", help=text)
+    text = "write model and optimizer to OUT/dcp, too, for torch.distributed.checkpoint"
+    export.add_argument("--dcp", action="store_true", help=text)
     export.add_argument("output", metavar="OUT", help="directory that gets model.safetensors and the optimizer's state")
 
 
@@ -310,7 +312,7 @@ def _run(arguments: argparse.Namespace) -> int:
         def told(text: str) -> None:
             print(logs.line_of(Speaker("ps-server"), text, logs.TEXT), file=sys.stderr, flush=True)
 
-        print(export(*where, told=told, fallback=not arguments.no_fallback))
+        print(export(*where, told=told, fallback=not arguments.no_fallback, dcp=arguments.dcp))
         return 0
     if arguments.command == "plan":
         return _plan(arguments)

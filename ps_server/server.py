@@ -212,7 +212,9 @@ class Server:
                     task()
 
     def outlive(self, seconds: float) -> None:
-        """Waits while other shards of the cluster answer: their launches may still ask whether the job is over.
+        """Keeps the coordinator here while other shards of the cluster answer.
+
+        The `ps-worker run` beside each of them asks it whether the job is over, and then ends its shard.
 
         Returns at once on a server that is no coordinator, and while a job runs.
 

@@ -7,17 +7,19 @@ A step counts on all members or on none of them. No process may go on into a col
 lost the place or refuses the step, never enters. So they compare before the step is pushed, and when it is through.
 
 All members make the same calls of a session. All that they do together begins with one and the same collective, in
-which each says in which call it is. So a call that one member makes alone fails on all of them, with the names of both
-calls; without that, gloo would wait for ever in two unlike collectives.
+which each says in which call it is, and how often it has met the others there. So a call that one member makes alone
+fails on all of them, with the names of both calls; without that, gloo would wait for ever in two unlike collectives. So
+does the next call of a member that was interrupted in one, which the others are in still.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -27,6 +29,7 @@ import torch.distributed as dist
 
 from ps_protocol.errors import BY_REASON, InvalidRequest, PSError
 from ps_protocol.messages.workers import JoinResult, member_states
+from ps_runtime.signals import HEARD_SECONDS
 
 log = logging.getLogger("ps_worker")
 
@@ -69,36 +72,54 @@ class Group:
         self._gloo: Any = dist.new_group(list(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
         dist.destroy_process_group(here)
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
-        self._call = ""
+        self._call, self._met = "", 0  # of the script, and how often the members have met in it
         self._waits_since: float | None = None
         self._has_said = False
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
         """A `with` block in which this member is in a call of the script, by its name. A call within it is a part."""
-        before, self._call = self._call, self._call or call
+        if self._call:
+            yield
+            return
+        self._call, self._met = call, 0
         try:
             yield
         finally:
-            self._call = before
+            self._call, self._met = "", 0
 
     def _meet(self, *numbers: int) -> list[int]:
         """Returns of each number the highest of any member.
 
-        Raises InvalidRequest, on all members, if they are in different calls of the script.
+        Raises InvalidRequest, on all members, if they are in different calls of the script, or at different places of
+        one.
         """
-        call = zlib.crc32(self._call.encode())
+        self._met += bool(self._call)
+        call = zlib.crc32(self._where)
         own = [call, -call, *numbers, *[0] * (_NUMBERS - len(numbers))]
         numbers_of_all = torch.tensor(own, dtype=torch.int64, device="cpu")  # a script may have set another default
         self._has_said, self._waits_since = False, time.monotonic()
         try:
-            dist.all_reduce(numbers_of_all, op=dist.ReduceOp.MAX, group=self._gloo)
+            self._await(dist.all_reduce(numbers_of_all, op=dist.ReduceOp.MAX, group=self._gloo, async_op=True))
         finally:
             self._waits_since = None
         highest, lowest, *found = numbers_of_all.tolist()
         if highest != -lowest:
             self._raise_unlike()
         return found[: len(numbers)]
+
+    def _await(self, work: Any) -> None:
+        """Waits for a collective. Raises its error. Signals are handled meanwhile: in torch's wait none is."""
+        try:
+            while not work.is_completed():
+                with suppress(RuntimeError):  # the time is over, or it has failed: then the last line says how
+                    work.wait(timedelta(seconds=HEARD_SECONDS))
+        except BaseException:
+            # The others may never come, and a process group waits for its collectives when it is freed, also at the end
+            # of the process: it is never freed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+            raise
+        work.wait()
 
     def say_if_waiting(self) -> None:
         """Logs, once, that this member has waited for the others for a while. For the heartbeat's thread: those that
@@ -112,14 +133,20 @@ class Group:
                 *(self.member, self._call or "a call"),
             )
 
+    @property
+    def _where(self) -> bytes:
+        return f"{self._met} {self._call}".encode()[:_NAME_BYTES]
+
     def _raise_unlike(self) -> None:
         """Raises InvalidRequest, on all members, with the calls that they are in."""
-        told = self._gather(self._call.encode()[:_NAME_BYTES], _NAME_BYTES)
-        calls = [each.rstrip(b"\0").decode(errors="replace") or "another call" for each in told]
-        member = next(index for index, each in enumerate(calls) if each != calls[0])
+        told = [each.rstrip(b"\0").decode(errors="replace") for each in self._gather(self._where, _NAME_BYTES)]
+        member = next((index for index, each in enumerate(told) if each != told[0]), 0)
+        (first, call), (second, other) = (told[index].split(" ", 1) for index in (0, member))
+        if call == other:  # its name says nothing of what differs
+            call, other = f"part {first} of {call}", f"part {second} of {other}: one of them was interrupted in it"
         raise InvalidRequest(
             "the members of a group make the same calls of a session, in one order: member 0 of this worker's group is "
-            f"in {calls[0]}, and member {member} in {calls[member]}"
+            f"in {call or 'another call'}, and member {member} in {other or 'another call'}"
         )
 
     def _gather(self, own: bytes, size: int) -> list[bytes]:
@@ -127,7 +154,7 @@ class Group:
         padded = torch.zeros(size, dtype=torch.uint8, device="cpu")
         padded[: len(own)] = _tensor(own)
         parts = [torch.zeros_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self._gloo)
+        self._await(dist.all_gather(parts, padded, group=self._gloo, async_op=True))
         return [part.numpy().tobytes() for part in parts]
 
     def gather(self, own: bytes) -> list[bytes]:
@@ -162,7 +189,7 @@ class Group:
         """Returns what the first member has made. Each member needs memory for that alone."""
         [size] = self._meet(len(made))
         content = _tensor(made) if self.member == 0 else torch.zeros(size, dtype=torch.uint8, device="cpu")
-        dist.broadcast(content, self._first, group=self._gloo)
+        self._await(dist.broadcast(content, self._first, group=self._gloo, async_op=True))
         return made if self.member == 0 else content.numpy().tobytes()
 
     def check_alike(self, own: str) -> None:
@@ -216,12 +243,18 @@ class Group:
         return None, highest
 
 
+def in_call(group: Group | None, call: str) -> AbstractContextManager[None]:
+    """Returns a context in which a member of a group is in a call of the script: see `Group.during`. None: no group"""
+    return nullcontext() if group is None else group.during(call)
+
+
 def group_of(given: Any, launched: int = 0) -> Group:
     """Returns the group that `prepare(..., group=...)` names: a DeviceMesh or a process group.
 
     launched: how many processes the launcher has started as this worker; 0: it does not say
 
-    Raises InvalidRequest for anything else, where there is no process group, and where the launcher knows better.
+    Raises InvalidRequest if `given` is neither, if torch.distributed is not initialised, if this process is not in the
+    group, or if the group has another size than `launched`.
     """
     ranks = [] if launched and given is None else _ranks_of(given)
     if launched and len(ranks) != launched:  # each of them would join as the same worker, and take another's place

@@ -51,7 +51,7 @@ class StepTimer:
     stepping  `optimizer.step()` begins
     stepped   it is over: forward begins, for a script that asks no loader
 
-    Nothing of it is inside the user's modules: there, it would be copied, saved and compiled with them. Forward counts
+    It keeps nothing in the user's modules, which would copy, save and compile it. Forward counts
     only if a gradient or a step comes of it: what a script does between a step and its next batch is in no phase, nor
     is an evaluation.
 

@@ -1,4 +1,4 @@
-"""The servers that `ps-worker run` starts itself: their settings, and what `ps-server up` is told."""
+"""The servers that `ps-worker run` starts itself: their settings, and the options of their `ps-server up`."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from pool import ask
 import ps_torch as ps
 
 
-def main() -> None:
-    """Runs until the job ends."""
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """What is not given comes from PS_* variables. words: None: those of the command line"""
     parser = argparse.ArgumentParser(description="Write texts with the newest weights.")
     parser.add_argument("--server", help="HOST:PORT of the coordinator (PS_SERVER)")
     parser.add_argument("--job", help="the job's name (PS_JOB, default)")
@@ -29,8 +29,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="groups that are written at a time (%(default)s)")
     parser.add_argument("--group", type=int, default=8, help="texts of a group (%(default)s)")
     parser.add_argument("--bound", type=int, default=2, help="updates that the weights may lack (%(default)s)")
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
 
+
+def write(arguments: argparse.Namespace) -> None:
+    """Runs until the job ends."""
     generator = torch.Generator()
     generator.seed()  # each process has other texts
     with ps.subscribe(arguments.server, arguments.job) as feed:  # (ps)
@@ -50,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write(parse_arguments())

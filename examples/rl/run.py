@@ -2,11 +2,12 @@
 
     python examples/rl/run.py                      # a minute or two on two cores
     python examples/rl/run.py --mode async --steps 300
+    python examples/rl/run.py --ray                # trainers and rollout processes are actors of Ray
 
 A small GPT learns by GRPO to write the letter that its prompt names. Rollout processes follow the trainers' weights and
 write texts with them; trainers learn from texts that are at most two updates old. On the way one rollout process is
 killed and another one is added, which nobody has to be told. policy.py has the model and the loss, rollout.py and
-train.py what the processes do, pool.py what is between them.
+train.py what the processes do, pool.py what is between them; ray_actors.py has them as actors.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pool import Pool, Service
 
@@ -42,13 +43,7 @@ def main() -> None:
         old.unlink()
     with ExitStack() as stack:
         pool = Pool(room=4 * arguments.rollouts * arguments.trainers)
-        at = Service(("127.0.0.1", 0), pool).start()
-        log = stack.enter_context((out / "server.log").open("w"))
-        servers = ["ps-server", "up", "--shards", str(arguments.shards), "--port", "0", "--metrics-port", "0"]
-        up = stack.enter_context(running(servers, stdout=log, stderr=subprocess.STDOUT))
-        server, page = await_server(up, out / "server.log")
-        print(f"the servers are ready; watch the job in a browser, while it trains: {page}", flush=True)
-        events = learn(stack, arguments, server, at, pool)
+        events = learn(started(stack, arguments), arguments, pool)
     steps = read_steps(out)
     result = summary(steps, pool.counts(), arguments.bound) | {"events": events, "mode": arguments.mode}
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -59,34 +54,98 @@ def main() -> None:
     report(result, out, arguments)
 
 
-def learn(stack: ExitStack, arguments: argparse.Namespace, server: str, at: str, pool: Pool) -> list[tuple[int, str]]:
-    """Runs trainers to their end, and rollout processes meanwhile. Returns what became of these, by version."""
-    alone = os.environ | {"OMP_NUM_THREADS": "1"}  # there are more processes than cores
-    started: list[subprocess.Popen[bytes]] = []
+def started(stack: ExitStack, arguments: argparse.Namespace) -> Launch:
+    """Returns what starts the others, with servers that run. All of it ends with `stack`."""
+    if arguments.ray:
+        from ray_actors import Actors
 
-    def start_rollout() -> str:
-        name = f"rollout-{len(started)}"
-        script = [sys.executable, str(HERE / "rollout.py"), "--server", server, "--pool", at, "--name", name]
-        started.append(stack.enter_context(running([*script, "--bound", str(arguments.bound)], env=alone)))
+        return Actors(stack, arguments)
+    return Processes(stack, arguments)
+
+
+class Launch(Protocol):
+    """What starts trainers and rollout processes.
+
+    host: the address at which they reach this process
+    """
+
+    host: str
+
+    def train(self, pool: str, words: list[str]) -> None:
+        """Starts the trainers, with these flags. pool: HOST:PORT"""
+
+    def add(self, words: list[str]) -> str:
+        """Starts a rollout process, with these flags, and returns its name."""
+
+    def kill(self) -> str:
+        """Kills the first rollout process, and returns its name."""
+
+    def are_learning(self) -> bool:
+        """Whether trainers have steps to make; takes a moment. Ends the program with an error where one has failed."""
+
+
+class Processes:
+    """Servers, trainers and rollout processes on this machine. ray_actors.py has them on a Ray cluster."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, stack: ExitStack, arguments: argparse.Namespace) -> None:
+        """All of it ends with `stack`."""
+        self._stack, self._arguments, self._pool = stack, arguments, ""
+        self._alone = os.environ | {"OMP_NUM_THREADS": "1"}  # there are more processes than cores
+        self._rollouts: list[subprocess.Popen[bytes]] = []
+        out: Path = arguments.out
+        log = stack.enter_context((out / "server.log").open("w"))
+        servers = ["ps-server", "up", "--shards", str(arguments.shards), "--port", "0", "--metrics-port", "0"]
+        up = stack.enter_context(running(servers, stdout=log, stderr=subprocess.STDOUT))
+        self._server, page = await_server(up, out / "server.log")
+        print(f"the servers are ready; watch the job in a browser, while it trains: {page}", flush=True)
+
+    def train(self, pool: str, words: list[str]) -> None:
+        """Starts the trainers."""
+        count, mode, self._pool = str(self._arguments.trainers), self._arguments.mode, pool
+        command = ["ps-worker", "run", "--server", self._server, "--workers", count, "--mode", mode]
+        command += [str(HERE / "train.py"), "--pool", pool, *words]
+        self._trainers = self._stack.enter_context(running(command, env=self._alone))
+
+    def add(self, words: list[str]) -> str:
+        """Starts a rollout process."""
+        name = f"rollout-{len(self._rollouts)}"
+        command = [sys.executable, str(HERE / "rollout.py"), "--server", self._server, "--pool", self._pool]
+        self._rollouts.append(self._stack.enter_context(running([*command, "--name", name, *words], env=self._alone)))
         return name
 
+    def kill(self) -> str:
+        """Kills the first rollout process, as kill -9 does."""
+        self._rollouts[0].kill()
+        return "rollout-0"
+
+    def are_learning(self) -> bool:
+        """Whether the trainers run."""
+        time.sleep(0.1)
+        if self._trainers.poll() is None:
+            return True
+        if self._trainers.returncode != 0:
+            log = self._arguments.out
+            sys.exit(f"rl: the trainers ended with code {self._trainers.returncode}; the server's log is in {log}")
+        return False
+
+
+def learn(launch: Launch, arguments: argparse.Namespace, pool: Pool) -> list[tuple[int, str]]:
+    """Runs trainers to their end, and rollout processes meanwhile. Returns what became of these, by version."""
+    bound = ["--bound", str(arguments.bound)]
+    at = Service((launch.host, 0), pool).start()
+    launch.train(at, ["--out", str(arguments.out.resolve()), "--steps", str(arguments.steps), *bound])
     for _ in range(arguments.rollouts):
-        start_rollout()
-    train = ["ps-worker", "run", "--server", server, "--workers", str(arguments.trainers), "--mode", arguments.mode]
-    train += [str(HERE / "train.py"), "--pool", at, "--out", str(arguments.out)]
-    train += ["--steps", str(arguments.steps), "--bound", str(arguments.bound)]
-    trainers = stack.enter_context(running(train, env=alone))
+        launch.add(bound)
     updates = arguments.steps * (1 if arguments.mode == "sync" else arguments.trainers)
     events: list[tuple[int, str]] = []
-    while trainers.poll() is None:
+    while launch.are_learning():
         if len(events) == 0 and pool.version >= updates // 3:
-            started[0].kill()  # as kill -9 does
-            events.append((pool.version, "rollout-0 is killed"))
+            killed = launch.kill()
+            events.append((pool.version, f"{killed} is killed"))
         elif len(events) == 1 and pool.version >= updates // 2:
-            events.append((pool.version, f"{start_rollout()} is added"))
-        time.sleep(0.1)
-    if trainers.returncode != 0:
-        sys.exit(f"rl: the trainers ended with code {trainers.returncode}; the server's log is in {arguments.out}")
+            events.append((pool.version, f"{launch.add(bound)} is added"))
     return events
 
 
@@ -182,6 +241,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shards", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--bound", type=int, default=2, help="updates that a text may be old (%(default)s)")
     parser.add_argument("--goal", type=float, default=0.5, help="the reward to end above (%(default)s)")
+    parser.add_argument(
+        "--ray", action="store_true", help="as actors of Ray: of RAY_ADDRESS, or of one on this machine"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/rl"), help="where to leave results (%(default)s)")
     return parser.parse_args()
 

@@ -51,10 +51,15 @@ def take(pool: str, count: int, version: Callable[[], int], bound: int) -> tuple
 
 
 def train(arguments: argparse.Namespace) -> None:
+    """Joins the job, and leaves it when all steps are made."""
+    with ps.connect() as session:  # (ps)
+        make_steps(session, arguments)
+
+
+def make_steps(session: ps.Session, arguments: argparse.Namespace) -> None:
     """Makes the steps."""
     model = make_policy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.0)
-    session = ps.connect()  # (ps)
     model, optimizer = session.prepare(model, optimizer)  # (ps)
     session.progress(total=arguments.steps)  # (ps) for those who watch
     version = version_of(session)
@@ -77,8 +82,8 @@ def train(arguments: argparse.Namespace) -> None:
                 print(f"step {step + 1}/{arguments.steps}: reward {mean:.3f}, {wrote}", flush=True)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """What is not given comes from PS_* variables."""
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """What is not given comes from PS_* variables. words: None: those of the command line"""
     parser = argparse.ArgumentParser(description="Learn from what rollout processes write.")
     parser.add_argument("--pool", default="127.0.0.1:8100", help="HOST:PORT of pool.py (%(default)s)")
     parser.add_argument("--steps", type=int, default=150, help="steps of each trainer (%(default)s)")
@@ -86,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bound", type=int, default=2, help="updates that a text may be old (%(default)s)")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/rl"), help="where to leave results (%(default)s)")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

@@ -422,7 +422,10 @@ class CoordinatedJob:
             self.rounds.look(self._waits(), self.spec.consistency.mixes_clocks)
 
     def _waits(self) -> list[Wait]:
-        """Returns the workers that wait on a shard, where there may be some and it is time to look."""
+        """Asks all shards which workers wait there.
+
+        Returns none if the mode has pulls wait for no worker, if no look is due yet, or if a shard does not answer.
+        """
         if self.spec.consistency.max_staleness is None or not self.rounds.look_due():
             return []
         try:

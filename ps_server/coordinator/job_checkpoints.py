@@ -202,9 +202,9 @@ class JobCheckpoints:
         except LimitExceeded as error:
             log.warning("job %s: worker %d leaves no state: %s", self._spec.name, rank, error)
 
-    def joined(self, rank: int) -> None:
-        """Notes that a worker of this rank is live."""
-        self._states.joined(rank)
+    def joined(self, rank: int, has_place: bool = False) -> None:
+        """Notes that a worker of this rank is live. has_place: it has heard so: see WorkerStates.joined"""
+        self._states.joined(rank, has_place)
 
     def state_of(self, rank: int, is_new: bool) -> tuple[int, bytes] | None:
         """Returns the clock and state from which a joining worker of a rank continues; None if there is none to use.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, TryLater, VersionMismatch
-from ps_protocol.job import JobSpec, difference, difference_of_uncut
+from ps_protocol.job import JobSpec, are_cut_alike, difference_of_uncut
 from ps_protocol.optimizers import with_defaults
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing
@@ -222,7 +222,7 @@ class Recovery:
                 f"job {job.spec.name!r} differs from its checkpoint {name}: {differs} (the registered one is the "
                 "checkpoint's). Without --restore, or under another name, the job begins anew"
             )
-        if difference(before, job.spec) is not None:
+        if not are_cut_alike(before, job.spec):
             _check_other_cut(before, job.spec, manifest)
         return manifest
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import LimitExceeded
-from ps_protocol.job import JobSpec, difference
+from ps_protocol.job import JobSpec, are_cut_alike
 from ps_protocol.messages.workers import group_state, member_states
-from ps_protocol.optimizers import with_defaults
 from ps_server.coordinator.shared_room import Owner, SharedRoom
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.manifest import Manifest
@@ -30,9 +29,9 @@ class StatesOnDisk(Mapping[int, tuple[int, bytes]]):
 
     def __init__(self, store: CheckpointStore, manifest: Manifest, spec: JobSpec | None = None) -> None:
         self._store, self._manifest = store, manifest
-        before = with_defaults(job_spec_from_data(manifest.job))
+        before = job_spec_from_data(manifest.job)
         self._group_size = before.group_size
-        self._workers = manifest.workers if spec is None or difference(before, spec) is None else {}
+        self._workers = manifest.workers if spec is None or are_cut_alike(before, spec) else {}
 
     def __getitem__(self, rank: int) -> tuple[int, bytes]:
         return self._workers[rank].clock, self._read(rank)
@@ -79,6 +78,7 @@ class WorkerStates:
         self.kept: States = {}
         self._sent: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
         self._left: dict[int, tuple[int, bytes] | None] = {}  # by rank that has left, its state then
+        self._taken: dict[int, tuple[int, bytes]] = {}  # by rank, what a worker has taken over that may not know it yet
         self._closed = False
         self._lock = threading.Lock()
 
@@ -96,6 +96,7 @@ class WorkerStates:
                 if together is None:
                     return
                 clock, state = together
+            self._drop_taken(rank)
             self._room.hold(len(state) - _size(self._sent.get(rank)))
             self._sent[rank] = clock, state
 
@@ -153,15 +154,33 @@ class WorkerStates:
                 return
             self._room.hold(-_size(self._sent.pop(rank, None)) - _size(self._left.get(rank)))
             self._left[rank] = None
+            self._drop_taken(rank)
             self._drop_of_members(rank)
             self._room.hold(_size(state))
             self._left[rank] = state
 
-    def joined(self, rank: int) -> None:
-        """Drops the state that an earlier worker of the rank left behind: a live worker has taken it over."""
+    def joined(self, rank: int, has_place: bool = False) -> None:
+        """Notes that a live worker takes over the state that an earlier worker of the rank has left behind.
+
+        The answer to its join may be lost, and it joins once more then, or another process in its place. So the state
+        is kept until the worker has told something of itself.
+
+        has_place: it has: it is in its place
+        """
+        if has_place and rank not in self._taken:
+            return  # as nearly each heartbeat finds it: no lock is taken for that
         with self._lock:
-            self._room.hold(-_size(self._left.pop(rank, None)))
+            if has_place:
+                self._drop_taken(rank)
+                return
+            left = self._left.pop(rank, None)
+            if left is not None:
+                self._drop_taken(rank)
+                self._taken[rank] = left
             self._drop_of_members(rank)
+
+    def _drop_taken(self, rank: int) -> None:
+        self._room.hold(-_size(self._taken.pop(rank, None)))
 
     def forget(self) -> None:
         """Drops what live workers have sent so far."""
@@ -174,8 +193,8 @@ class WorkerStates:
         """Drops all states that were sent or left since a checkpoint. kept: the states in the checkpoint"""
         self.forget()
         with self._lock:
-            self._room.hold(-sum(map(_size, self._left.values())))
-            self._left, self.kept = {}, kept
+            self._room.hold(-sum(map(_size, (*self._left.values(), *self._taken.values()))))
+            self._left, self._taken, self.kept = {}, {}, kept
 
     def close(self) -> None:
         """Frees the memory of all states, and keeps none that comes later: the job ends."""
@@ -225,7 +244,7 @@ class WorkerStates:
         CheckpointDamaged.
         """
         with self._lock:
-            left = self._left.get(rank)
+            left = self._left.get(rank) or self._taken.get(rank)
         return left if left is not None else self.kept.get(rank)
 
 

@@ -223,7 +223,11 @@ class PushChecker:
     def _assignment(
         self, call: PushCall, pushed: PushedBucket, bucket: BucketSpec, values: torch.Tensor | None
     ) -> Assignment:
-        """Returns what an assigning push sets."""
+        """Returns the weights that a script has set in a bucket, or the optimizer state of one name, by slice.
+
+        A push without values resets the optimizer state of its slices. Raises InvalidRequest for a scalar state that is
+        not finite.
+        """
         name, number = pushed.state, call.stage
         present = [position for position in range(len(bucket.slices)) if position not in pushed.absent]
         if values is None:

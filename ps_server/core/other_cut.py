@@ -5,14 +5,14 @@ pieces than groups of four have, and other ones than a worker of one process, wh
 for each element, weights and optimizer state, goes to the element's new place. What is kept once for a piece, such as a
 count of steps, is the same in all pieces of a parameter.
 
-The tensors of a checkpoint are taken one after the other, in any order: none of them has to stay in memory.
+The tensors of a checkpoint are taken one after the other, in any order. What is needed of one is copied: its memory may
+have the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 
@@ -25,33 +25,35 @@ from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.data_commits import in_all
 from ps_server.core.snapshot import BucketSnapshot
 
-_CHUNK = 2**18  # elements whose places are computed at a time, where a piece is not one stretch of its parameter
 
-Places = slice | torch.Tensor  # of elements: a range, or [count] int64
+class SliceOfPiece:
+    """Elements [start, start + length) of a piece that lies as `lies` says.
 
+    span: where the first of them lies in the whole parameter, and where the last one ends
+    """
 
-@dataclass(frozen=True)
-class Part:
-    """Elements [start, start + length) of a piece that lies as `lies` says."""
+    def __init__(self, lies: Stretches, start: int, length: int) -> None:
+        self.lies, self.start, self.length = lies, start, length
+        self.span = self._in_whole(start), self._in_whole(start + length - 1) + 1
 
-    lies: Stretches
-    start: int
-    length: int
-
-    @cached_property
-    def span(self) -> tuple[int, int]:
-        """Where the first of them lies in the whole parameter, and where the last one ends."""
-        return self._place(self.start), self._place(self.start + self.length - 1) + 1
-
-    def _place(self, element: int) -> int:
+    def _in_whole(self, element: int) -> int:
         stretch, within = divmod(element, self.lies.length)
         return self.lies.first + stretch * self.lies.step + within
+
+    def places(self, first: int, length: int, count: int, step: int) -> Stretches:
+        """Returns the places in this slice of elements that it has: in the whole parameter they are `count` stretches
+        of `length`, `step` apart, from `first` on."""
+        lies = self.lies
+        stretch, within = divmod(first - lies.first, lies.step)
+        place = stretch * lies.length + within - self.start
+        return Stretches(place, length, lies.length if lies.count > 1 else step, count)
 
 
 @dataclass
 class _Bucket:
     """A bucket that is being put together.
 
+    memory:  for its weights; None: is taken once it is needed
     state, scalars: by the slice's position and the name of the state, what has come; a scalar with the version of the
                     bucket that it comes from
     filled:  of each, and of the weights and what was sent, how many elements have come
@@ -59,15 +61,18 @@ class _Bucket:
     """
 
     spec: BucketSpec
+    memory: torch.Tensor | None = None
     sent: torch.Tensor | None = None
     state: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     scalars: dict[tuple[int, str], tuple[int, torch.Tensor]] = field(default_factory=dict)
     filled: dict[tuple[int, str], int] = field(default_factory=dict)
     sources: dict[int, BucketSnapshot] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def weights(self) -> torch.Tensor:
-        return torch.zeros(self.spec.numel, dtype=TORCH_DTYPES[self.spec.dtype])
+        if self.memory is None:
+            self.memory = torch.zeros(self.spec.numel, dtype=TORCH_DTYPES[self.spec.dtype])
+        return self.memory
 
     def count(self, position: int, name: str, count: int) -> None:
         self.filled[position, name] = self.filled.get((position, name), 0) + count
@@ -77,7 +82,7 @@ class _Bucket:
 class _Target:
     """A slice of a bucket that is being put together."""
 
-    part: Part
+    part: SliceOfPiece
     bucket: _Bucket
     position: int
 
@@ -114,13 +119,13 @@ class OtherCut:
             made = self._buckets[bucket.index] = _Bucket(bucket)
             for position, cut in enumerate(bucket.slices):
                 parameter = spec.parameters[cut.parameter]
-                part = Part(stretches_of(parameter), cut.start, cut.length)
+                part = SliceOfPiece(stretches_of(parameter), cut.start, cut.length)
                 self._targets.setdefault(parameter.name, []).append(_Target(part, made, position))
 
     def use(self, weights: Mapping[int, torch.Tensor]) -> None:
         """Has weights be put together in this memory, all zeros. weights: by bucket"""
         for index, memory in weights.items():
-            self._buckets[index].weights = memory
+            self._buckets[index].memory = memory
 
     def sources(self) -> list[BucketSpec]:
         """Returns the buckets of the other cut that have something of those that are put together."""
@@ -130,11 +135,11 @@ class OtherCut:
     def _has_any(self, bucket: BucketSpec) -> bool:
         return any(True for position in range(len(bucket.slices)) for _ in self._shared(bucket, position))
 
-    def _shared(self, bucket: BucketSpec, position: int) -> Iterator[tuple[_Target, Places, Places]]:
+    def _shared(self, bucket: BucketSpec, position: int) -> Iterator[tuple[_Target, Stretches, Stretches]]:
         """Yields where the elements of a slice of the other cut go, with their places in both slices."""
         cut = bucket.slices[position]
         parameter = self._before.parameters[cut.parameter]
-        part = Part(stretches_of(parameter), cut.start, cut.length)
+        part = SliceOfPiece(stretches_of(parameter), cut.start, cut.length)
         for target in self._targets.get(parameter.name, ()):
             for own, there in shared(part, target.part):
                 yield target, own, there
@@ -159,7 +164,7 @@ class OtherCut:
                     made.sent = torch.zeros(made.spec.numel, dtype=values.dtype)
                 memory = made.sent if sent else made.weights
                 assert memory is not None
-                memory[target.offset :][: target.part.length][there] = of_slice[own]
+                _at(memory[target.offset :], there).copy_(_at(of_slice, own))
                 made.count(-1, _SENT if sent else _WEIGHTS, _count(own))
                 made.sources[bucket.index] = head
 
@@ -193,11 +198,11 @@ class OtherCut:
                         f"the optimizer's state {name!r} of {parameter.name!r} is {before[1].item():g} in one piece "
                         f"and {values.item():g} in another: they cannot be joined"
                     )
-                made.scalars[key] = max(before, (head.version, values), key=lambda each: each[0])
+                made.scalars[key] = max(before, (head.version, values.clone()), key=lambda each: each[0])
             else:
                 if key not in made.state:
                     made.state[key] = torch.zeros(target.part.length, dtype=values.dtype)
-                made.state[key][there] = values[own]
+                _at(made.state[key], there).copy_(_at(values, own))
 
     def take_changed(self, parameter: int, values: torch.Tensor) -> None:
         """Takes the value of a tensor that no optimizer steps, in place of the one that its bucket had.
@@ -207,9 +212,9 @@ class OtherCut:
         spec = self._before.parameters[parameter]
         flat = values.reshape(-1)
         for target in self._targets.get(spec.name, ()):
-            memory = target.bucket.weights[target.offset :][: target.part.length]
-            for own, there in shared(Part(stretches_of(spec), 0, spec.numel), target.part):
-                memory[there] = flat[own]
+            memory = target.bucket.weights[target.offset :]
+            for own, there in shared(SliceOfPiece(stretches_of(spec), 0, spec.numel), target.part):
+                _at(memory, there).copy_(_at(flat, own))
 
     def _refuse(self, text: str) -> None:
         self._refused = self._refused or JobMismatch(text)
@@ -269,30 +274,51 @@ def _head(made: _Bucket, spec: JobSpec) -> BucketSnapshot:
     )
 
 
-def _count(places: Places) -> int:
-    return places.numel() if isinstance(places, torch.Tensor) else places.stop - places.start
+def _count(places: Stretches) -> int:
+    return places.length * places.count
 
 
-def shared(one: Part, other: Part) -> Iterator[tuple[Places, Places]]:
-    """Yields the elements that two parts of the same parameter have in common, by their places in each part."""
-    (begin, end), (begin_there, end_there) = one.span, other.span
-    first, last = max(begin, begin_there), min(end, end_there)
+def _at(values: torch.Tensor, places: Stretches) -> torch.Tensor:
+    """Returns elements of a flat tensor, as [count, length] of its memory."""
+    first = values.storage_offset() + places.first
+    return torch.as_strided(values, (places.count, places.length), (places.step, 1), first)
+
+
+def shared(one: SliceOfPiece, other: SliceOfPiece) -> Iterator[tuple[Stretches, Stretches]]:
+    """Yields the elements that two slices of pieces of the same parameter have in common, by their places in each.
+
+    The whole parameter is looked at as rows of the length at which the stretches of a piece repeat. A slice then has,
+    of the rows that it spans, the same columns; one that is a single stretch has all of them.
+    """
+    first, last = max(one.span[0], other.span[0]), min(one.span[1], other.span[1])
     if first >= last:
         return
-    if one.lies.count == other.lies.count == 1:
-        yield slice(first - begin, last - begin), slice(first - begin_there, last - begin_there)
+    in_rows = [each.lies for each in (one, other) if each.lies.count > 1]
+    if len({lies.step for lies in in_rows}) > 1:
+        yield from _by_stretch(one, other, first, last)
         return
-    for start in range(0, one.length, _CHUNK):
-        places = torch.arange(start, min(one.length, start + _CHUNK))
-        stretch, within = _divided(places + one.start, one.lies.length)
-        stretch, within = _divided(one.lies.first + stretch * one.lies.step + within, other.lies.step)
-        there = stretch * other.lies.length + within - other.lies.first - other.start
-        is_there = (within >= other.lies.first) & (within < other.lies.first + other.lies.length)
-        is_there &= (there >= 0) & (there < other.length)
-        if bool(is_there.any()):
-            yield places[is_there], there[is_there]
+    row = in_rows[0].step if in_rows else last
+    begin = max([0, *(lies.first for lies in in_rows)])
+    end = min([row, *(lies.first + lies.length for lies in in_rows)])
+    if begin >= end:
+        return
+    full = range(-((begin - first) // row), (last - end) // row + 1)  # the rows whose columns are all in the span
+    blocks = [(full.start * row + begin, end - begin, len(full))] if full else []
+    for partial in {first // row, (last - 1) // row}.difference(full):
+        start, stop = max(first, partial * row + begin), min(last, partial * row + end)
+        blocks += [(start, stop - start, 1)] if start < stop else []
+    for block in blocks:
+        yield one.places(*block, row), other.places(*block, row)
 
 
-def _divided(places: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    quotient = torch.div(places, size, rounding_mode="floor")
-    return quotient, places - quotient * size
+def _by_stretch(one: SliceOfPiece, other: SliceOfPiece, first: int, last: int) -> Iterator[tuple[Stretches, Stretches]]:
+    """As `shared`, of pieces that repeat at unlike lengths: for one stretch of the first after the other."""
+    lies = one.lies
+    for stretch in range((first - lies.first) // lies.step, (last - 1 - lies.first) // lies.step + 1):
+        begin = lies.first + stretch * lies.step
+        start, stop = max(first, begin), min(last, begin + lies.length)
+        if start < stop:
+            length = stop - start
+            at = one.places(start, length, 1, length).first
+            for own, there in shared(SliceOfPiece(Stretches(start, length, length, 1), 0, length), other):
+                yield replace(own, first=own.first + at), there

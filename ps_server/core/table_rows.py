@@ -90,7 +90,7 @@ class TableRows:
         return False
 
     def own(self) -> None:
-        """Does nothing: no contribution lies in a worker's memory."""
+        """Does nothing: rows were copied when they came. A bucket copies here what lies in a worker's memory."""
 
     def add(self, contribution: RowsContribution, is_last: bool = False) -> None:
         """Adds one contribution to the open update. The order of calls is the order of the sums."""

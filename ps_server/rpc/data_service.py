@@ -38,7 +38,7 @@ class DataService:
     NAME = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 
     def __init__(self, shard: Shard, origin: Origin, threads: int = MOST_OF_A_POOL) -> None:
-        """threads: of each of its pools"""
+        """threads: the most of each of its three pools, which push, pull and send"""
         self._shard = shard
         self._origin = origin
         self.senders = Pool(threads, "send")

@@ -27,7 +27,7 @@ class RelayFeedService(FeedMethods):
     """Editions; a relay has no rows."""
 
     def __init__(self, relayed: Relayed, origin: Origin, threads: int) -> None:
-        """threads: of each of its pools"""
+        """threads: the most of each of its two pools. One begins calls, the other sends editions"""
         super().__init__(threads, "relay")
         self._relayed, self._origin = relayed, origin
 

@@ -86,7 +86,7 @@ def committed(response: shard_pb2.GetCommittedDataResponse) -> Committed | None:
 
 
 def await_snapshot_response(snapshot: ShardSnapshot) -> shard_pb2.AwaitSnapshotResponse:
-    """Returns the message of a shard's snapshot on disk."""
+    """Returns the answer to AwaitSnapshot: the file that a shard has written for a checkpoint."""
     part = snapshot.part
     return shard_pb2.AwaitSnapshotResponse(
         file=part.file,

@@ -129,6 +129,8 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         figures = shard_messages.worker_figures(request.figures) if request.HasField("figures") else None
         job.check_member(worker.member)
         live = job.members.heartbeat(worker.rank, worker.incarnation, request.clock, worker.lease_key, worker.member)
+        if job.checkpoints is not None:
+            job.checkpoints.joined(worker.rank, has_place=True)
         answer = membership_pb2.HeartbeatResponse(live_count=live)
         if not worker.member:  # the first member of a group speaks for it
             if figures is not None:

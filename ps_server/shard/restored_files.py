@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import CheckpointDamaged, InvalidRequest, JobMismatch
-from ps_protocol.job import JobSpec, difference, difference_of_uncut
+from ps_protocol.job import JobSpec, are_cut_alike, difference_of_uncut
 from ps_protocol.layout import bucket_layout
 from ps_protocol.optimizers import with_defaults
 from ps_protocol.pieces import validate_pieces
@@ -89,14 +89,14 @@ def _with_rows(manifest: Manifest, request: RestoreRequest, index: int) -> list[
 
 def _other_cut(manifest: Manifest, spec: JobSpec) -> JobSpec | None:
     """Returns the job as a checkpoint has it, if that is cut otherwise; None if it is cut alike."""
-    before = with_defaults(job_spec_from_data(manifest.job))
-    if difference(before, spec) is None:
+    before = job_spec_from_data(manifest.job)
+    if are_cut_alike(before, spec):
         return None
     try:
         validate_pieces(before.parameters, before.group_size)
     except InvalidRequest as error:
         raise CheckpointDamaged(f"checkpoint {manifest.name}: {error}") from None
-    differs = difference_of_uncut(before, spec)
+    differs = difference_of_uncut(with_defaults(before), with_defaults(spec))
     if differs is not None:
         raise JobMismatch(f"job {spec.name!r} differs from its checkpoint {manifest.name}: {differs}")
     return before

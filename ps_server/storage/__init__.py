@@ -10,6 +10,7 @@ files.py        The interface of a storage backend: a file system or an object s
 disk.py         The backend for a file system
 objects.py      The backend for an object store, by fsspec
 lease.py        The lock of a directory in an object store: a lease that its holder renews
+dcp_folder.py   A checkpoint as a folder of torch.distributed.checkpoint
 export.py       Exports a checkpoint as plain PyTorch files
 changed_tensors.py  The tensors of a model that no optimizer steps, as training has changed them
 any_type.py     Files of tensors of any element type

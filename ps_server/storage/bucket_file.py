@@ -113,13 +113,17 @@ def read_into(reader: TensorReader, buckets: Sequence[BucketSpec], cut: OtherCut
     described, wanted = json.loads(reader.metadata["buckets"]), {bucket.index: bucket for bucket in buckets}
     nothing = torch.empty(0)
     heads = {index: _snapshot(bucket, described[str(index)], nothing, {}, None) for index, bucket in wanted.items()}
+    passing = torch.empty(0, dtype=torch.uint8)  # one tensor after the other
 
     def place(entry: TensorEntry) -> torch.Tensor | None:
+        nonlocal passing
         bucket = wanted.get(int(entry.name.split("/")[0]))
         if bucket is None:
             return None
         _check_entry(entry, bucket)
-        return entry.empty()
+        if len(passing) < entry.nbytes:
+            passing = torch.empty(entry.nbytes, dtype=torch.uint8)
+        return passing[: entry.nbytes].view(entry.dtype).view(entry.shape)
 
     for entry, tensor in reader.tensors(place):
         index, *rest = entry.name.split("/")

@@ -3,6 +3,7 @@
     model.safetensors       the model's state_dict, for load_state_dict; with the rows of tables
     tables/                 the rows of each table, for other programs: see table_files
     optimizer.safetensors   the optimizer's state, `INDEX/NAME` by parameter in the order of the optimizer's groups
+    dcp/                    with --dcp: both, as a folder of torch.distributed.checkpoint
     optimizer.json          the rest of the optimizer's state_dict: its groups
 
 `optimizer_state_dict` combines the last two into the dictionary for torch.optim's load_state_dict.
@@ -34,6 +35,7 @@ from ps_server.core.snapshot import BucketSnapshot, TableSnapshot, joined
 from ps_server.storage.any_type import load_any, save_any
 from ps_server.storage.changed_tensors import changed_tensors
 from ps_server.storage.checkpoints import PASSED_OVER, CheckpointStore, last_whole
+from ps_server.storage.dcp_folder import write_folder
 from ps_server.storage.files import check_directory
 from ps_server.storage.manifest import Manifest
 from ps_server.storage.table_files import Rows, check_format, write_rows
@@ -64,6 +66,7 @@ def export(
     tables_as: str = "safetensors",
     told: Callable[[str], object] = log.error,
     fallback: bool = True,
+    dcp: bool = False,
 ) -> str:
     """Writes the files. Returns a description of their content.
 
@@ -71,6 +74,7 @@ def export(
     tables_as: the format of tables/: safetensors, parquet or npy
     told: called with each checkpoint that was skipped, and the reason
     fallback: False: a damaged checkpoint is an error, and no earlier one is exported instead
+    dcp: whether a folder of torch.distributed.checkpoint is written, too
 
     Raises InvalidRequest, NoCheckpoints, CheckpointDamaged, CheckpointFailed.
     """
@@ -94,6 +98,10 @@ def export(
         (output / "optimizer.json").write_text(
             json.dumps({"optimizer": spec.optimizer, "param_groups": groups}, indent=1)
         )
+        if dcp:
+            order = [each.name for group in range(len(groups)) for each in spec.parameters if each.group == group]
+            kinds = [spec.optimizer_of(group) for group in range(len(groups))]
+            write_folder(model, optimizer, groups, order, kinds, output / "dcp")
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointFailed(f"{output} cannot be written: {error}") from None
     return f"job {job}: checkpoint {manifest.name} at clock {manifest.clock} is in {output} ({len(model)} tensors)"

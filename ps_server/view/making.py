@@ -235,7 +235,7 @@ def _sum_awaited(spans: Iterable[Span[ShardJobFigures]]) -> dict[int, float]:
 
 
 def samples(view: View) -> dict[str, dict[Name, float]]:
-    """Returns what the history keeps of a view, by job."""
+    """Returns one sample for the history: by job, its rates, share of waiting and logged values, by name."""
     return {
         name: dict(_sample(job, [shard.work.get(name) for shard in view.shards])) for name, job in view.jobs.items()
     }

@@ -64,8 +64,8 @@ class RowsBefore:
         settle()
 
     def began(self, clock: int) -> None:
-        """Warns if this worker has rows from before `prepare` that the job did not take. clock: at which the worker has
-        joined
+        """Warns if the script's tables had rows before `prepare` that count for nothing, because the job's tables had
+        begun without them. clock: that of the job when this worker joined
         """
         if (self._had_begun or clock > 0) and not self._taken:
             self._tables.warn_of_ignored(clock)

@@ -18,7 +18,10 @@ from ps_worker.group import Group, place_of_member
 
 
 class GroupMembership(OwnMembership):
-    """As OwnMembership, for a member of a group. `join` and `renewed` are calls of all members."""
+    """The place of a group in its job, as one member of the group holds it.
+
+    `join` and `renewed` are collective: all members call them, and the first one asks the coordinator.
+    """
 
     _leave_attempts = 3  # one Leave that is lost makes the end of a whole group the loss of it
 

@@ -51,15 +51,18 @@ _taken_part: set[tuple[str, str]] = set()
 
 
 class Participation:
-    """Owns the current connection. It is made without calling any server.
+    """A worker's part in its job: it takes places there, and owns the connection of the current one.
 
-    Methods are for the training thread, and raise PSError. The heartbeat's thread asks `_reached` and `_finished`, and
-    calls `_cut_off`; any thread may call `close`, which also ends a `join` or `connect` that waits.
+    The constructor calls no server.
+
+    Methods are for the training thread, and raise PSError. The heartbeat's thread reads this worker's clocks
+    from `_reached` and `_finished`, and calls `_cut_off` where the place is lost. Any thread may call `close`, which
+    also ends a `join` or `connect` that waits.
 
     metrics_address: where this worker serves /metrics, for the servers' side; empty if it cannot be reached there
     started:         called when all declared workers have joined
     figures:         what this worker has measured, for those that watch the job; None: nothing
-    timeline:        what of its steps is recorded; None: nothing
+    timeline:        records the times of steps; None: a new one, which records nothing until it is asked to
     script:          tells the coordinator what this worker's script has set
     group:           the processes that are this worker; None: this one is. All of them call these methods then
     """
@@ -294,9 +297,10 @@ class Participation:
         group = self.group
         if group is None:
             return self._asked_script()
-        told = group.all_through(lambda: self._asked_script() if group.member == 0 else None)
-        script = write_script(told)
-        return read_script(group.from_first(lambda: script))
+        with group.during("optimizer.step"):
+            told = group.all_through(lambda: self._asked_script() if group.member == 0 else None)
+            script = write_script(told)
+            return read_script(group.from_first(lambda: script))
 
     def _asked_script(self) -> SavedState | None:
         until, pause = time.monotonic() + SCRIPT_SECONDS, FIRST_PAUSE_SECONDS

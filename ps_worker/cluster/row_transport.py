@@ -409,7 +409,11 @@ def _pushed_sizes(parts: Iterable[tuple[TableStep, int, RowGradients | None]]) -
 
 
 def _land(out: torch.Tensor, which: Which, first: int, rows: torch.Tensor) -> None:
-    """Puts rows of one shard where they belong among all. which: the places of that shard's rows"""
+    """Copies rows of one shard to where they belong in `out`, which has the rows of all shards.
+
+    first: the number of the first of these rows, counted in the shard's own
+    which: where in `out` the shard's own rows belong
+    """
     if isinstance(which, slice):
         out[which][first : first + len(rows)].copy_(rows)
     else:

@@ -16,16 +16,18 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 HEADER = b"x-model-version"
-_UPDATE, _FINISH = "/update_weights", "/finish_weight_update"  # the routes by which vLLM is given weights
+# The routes by which vLLM is given weights.
+_START, _UPDATE, _FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 _NOT_DONE = (401, 403, 404, 405)  # answers with which the engine did nothing
 
 
 class TellsVersion:
     """ASGI middleware for `vllm serve --middleware ps_torch.engines.answers.TellsVersion`.
 
-    It sees the requests that give the engine weights: a POST to /update_weights names a version, and one to
-    /finish_weight_update has the engine use it. From then on every answer has the header `x-model-version`: its weights
-    contain at least so many updates. Before, and when a request to either has failed, requests below /v1 get 503.
+    It sees the requests that give the engine weights: a POST to /start_weight_update takes the engine's version away,
+    one to /update_weights names the next, and one to /finish_weight_update has the engine use it. From then on every
+    answer has the header `x-model-version`: its weights contain at least so many updates. Before, and when any of these
+    requests has failed, requests below /v1 get 503.
 
     Args:
         app: The engine's own application.
@@ -48,14 +50,14 @@ class TellsVersion:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif path in (_UPDATE, _FINISH) and scope.get("method") == "POST":
-            await self._watch(scope, receive, send, path == _UPDATE)
+        elif path in (_START, _UPDATE, _FINISH) and scope.get("method") == "POST":
+            await self._watch(scope, receive, send, path)
         elif self.version is None and path.startswith("/v1"):
             await _refuse(send)
         else:
             await self._app(scope, receive, _telling(send, self.version))
 
-    async def _watch(self, scope: MutableMapping[str, Any], receive: Receive, send: Send, is_update: bool) -> None:
+    async def _watch(self, scope: MutableMapping[str, Any], receive: Receive, send: Send, path: str) -> None:
         """Lets a request that gives the engine weights through, and notes what became of it."""
         body, status, given, is_over = bytearray(), 500, self._given, False
 
@@ -76,7 +78,7 @@ class TellsVersion:
             if not is_over:
                 is_over = True
                 self._under_way -= 1
-                self._note(_version(body) if is_update else self._named, status, is_update, given)
+                self._note(path, _version(body) if path == _UPDATE else self._named, status, given)
 
         self._under_way += 1
         try:
@@ -87,15 +89,15 @@ class TellsVersion:
         finally:
             over()
 
-    def _note(self, version: int | None, status: int, is_update: bool, given: int) -> None:
+    def _note(self, path: str, version: int | None, status: int, given: int) -> None:
         """Notes what became of a request. given: how many had come to something when it began"""
         if status in _NOT_DONE:
             return
         # Of two updates at once, no answer says which the engine loaded last.
         is_sure = status < 400 and given == self._given
         self._given += 1
-        self._named = version if is_sure and is_update else None
-        self._loaded = version if is_sure and not is_update else None
+        self._named = version if is_sure and path == _UPDATE else None
+        self._loaded = version if is_sure and path == _FINISH else None
 
 
 def _version(body: bytes | bytearray) -> int | None:

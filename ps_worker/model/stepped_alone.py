@@ -76,7 +76,10 @@ class SteppedAlone:
         self._handed_over += [each for each in handed_over if not _is_in(each, prepared)]
 
     def take_over(self, prepared: Sequence[Optimizer], handed_over: Sequence[Optimizer]) -> None:
-        """As `know`. Optimizers of the session that had any of the same parameters are no longer the session's own."""
+        """Adds optimizers as `know` does.
+
+        Earlier optimizers of the session that share a parameter with them count as replaced: a step of one is reported.
+        """
         taken = {id(tensor) for each in prepared for tensor in _tensors(each)}
         replaced = [each for each in self._own if any(id(tensor) in taken for tensor in _tensors(each))]
         self._own = [each for each in self._own if not _is_in(each, replaced)]

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 
 
@@ -20,6 +20,7 @@ class Ending:
     def __init__(self) -> None:
         self._signal: int | None = None
         self._held = False
+        self._interrupts = ExitStack()  # holds them while `_held`
 
     @property
     def is_told(self) -> bool:
@@ -38,10 +39,31 @@ class Ending:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._held = True
+        self._begin()
         try:
-            with _interrupts_held():
-                yield
+            yield
+        finally:
+            self._end()
+
+    @contextmanager
+    def let_through(self) -> Iterator[None]:
+        """Has signals act within a `hold` until the end of the block, and those that have come since its begin."""
+        if not self._held or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._end()
+        try:
+            yield
+        finally:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._held = True
+        self._interrupts.enter_context(_interrupts_held())
+
+    def _end(self) -> None:
+        try:
+            self._interrupts.close()
         finally:
             self._held = False
             if self._signal is not None:
@@ -88,8 +110,14 @@ def end_by_signal(number: int) -> None:
 
 def undisturbed() -> AbstractContextManager[None]:
     """Returns a context in which no signal ends this process. Its block must be short, and must not wait for other
-    processes."""
+    processes, or `interruptible` there."""
     return _ending.hold()
+
+
+def interruptible() -> AbstractContextManager[None]:
+    """Returns a context for a wait within an `undisturbed` block, in which signals act. What the block has done so far
+    must be of use without the rest of it."""
+    return _ending.let_through()
 
 
 def is_cut_short() -> bool:

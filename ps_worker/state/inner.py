@@ -107,7 +107,12 @@ class InnerStates:
         """
         states = self._kept.get(clock, saved)
         fits = states is not None and self._fits(states)
-        if self._on_all(fits) and states is not None:  # pieces are of unlike sizes, and some may be too large to keep
+        try:
+            fits = self._on_all(fits)  # pieces are of unlike sizes, and some may be too large to keep
+        except BaseException:  # a signal, while it waits for the others: all else is of the round that it goes back to
+            self.begin_anew()
+            raise
+        if fits and states is not None:
             self._put(states)
         else:
             self.begin_anew()

@@ -28,7 +28,7 @@ from ps_protocol.messages.workers import JoinResult
 from ps_protocol.tensors import tensor_from, whole_of
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.participation import Participation
-from ps_worker.group import Group
+from ps_worker.group import Group, in_call
 from ps_worker.model.empty_shards import with_empty_shards
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
@@ -331,8 +331,9 @@ def fetched_states(
             participation.connection.pull_state(collector.land)
             participation.settle()
 
-        if in_place(fetch) is None:
-            return collector.states
+        with in_call(participation.group, "optimizer.state_dict"):
+            if in_place(fetch) is None:
+                return collector.states
 
 
 def _beside(tensor: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:

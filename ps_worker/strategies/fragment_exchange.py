@@ -114,7 +114,9 @@ class FragmentExchange:
             landed = self._advance()
 
     def _advance(self) -> bool:
-        """Mixes in the fragment that is due, and pushes the one that is; returns whether one was mixed in."""
+        """Mixes the pulled weights of the fragment under way into the model if its step has come, then pushes the next
+        fragment if its step has. Without a delay that one is mixed in at once. Returns whether any was mixed in.
+        """
         with self._metrics.rounds.exchanging():
             landed, fragment = self._land_due(), self._round.leaving
             if fragment is not None:  # nothing is under way

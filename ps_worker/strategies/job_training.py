@@ -215,7 +215,7 @@ class JobTraining:
         self.kind.empty_step()
 
     def make_empty_step(self) -> None:
-        """Makes a step without a gradient."""
+        """Pushes a step without a gradient, so that workers which wait for this one's clock go on."""
         self._metrics.empty_step()
         self.script.follow()
         self.checkpoint.stepping(is_empty=True)

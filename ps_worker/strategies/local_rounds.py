@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 
 import torch
 from torch import nn
@@ -26,13 +27,14 @@ from ps_protocol.batches import MAX_PUSH_RANGES
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient, Unsupported
 from ps_protocol.local import Local
 from ps_protocol.messages.workers import SavedState
+from ps_worker.group import in_call
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.job_spec import check_known
 from ps_worker.model.local_round import LocalRound
 from ps_worker.model.script_stages import tensors_in
 from ps_worker.model.step import StepMaker
 from ps_worker.state.checkpoint import LocalCheckpoint, Save, WorkerCheckpoint
-from ps_worker.state.ending import is_cut_short
+from ps_worker.state.ending import interruptible, is_cut_short
 from ps_worker.state.inner import InnerStates, InnerWithWeights
 from ps_worker.strategies.fragment_exchange import FragmentExchange
 from ps_worker.strategies.job_training import JobTraining
@@ -78,12 +80,19 @@ class LocalRounds:
         """Returns the state of the script's own optimizers; with fragments the weights, too, which are its own then."""
         fresh, at_hand = self._metrics.fresh_inner_state, self._round
         if self._local.fragments is None:
-            return InnerStates(self._own, fresh, self._on_all)
+            return InnerStates(self._own, fresh, partial(self._on_all, call="next(loader)"))
         return InnerWithWeights(self._own, fresh, self._model.base, lambda: not at_hand.made, lambda: self._loop.clock)
 
-    def _on_all(self, is_so: bool) -> bool:
-        """Returns whether something is so on all members of the group; of a worker of one process whether it is so."""
-        return not self._loop.participation.together_or(lambda: (None, not is_so))[1]
+    def _on_all(self, is_so: bool, call: str = "optimizer.step") -> bool:
+        """Returns whether something is so on all members of the group; of a worker of one process whether it is so.
+
+        call: in which the script is, where no other is named
+        """
+        group = self._loop.participation.group
+        if group is None:
+            return is_so
+        with interruptible(), group.during(call):  # another member may hang
+            return not group.any_through(lambda: (None, not is_so))[1]
 
     def make_checkpoint(self, device: torch.device, save: Save) -> WorkerCheckpoint:
         """Returns this worker's own part of the job's checkpoints. It includes the state of the script's optimizers."""
@@ -251,7 +260,8 @@ class LocalRounds:
                 self._loop.make_empty_step()
 
     def _push_round(self) -> None:
-        with self._metrics.rounds.exchanging():
+        call = in_call(self._loop.participation.group, "optimizer.step")
+        with self._metrics.rounds.exchanging(), call:
             self._agree()
             self._loop.step(0)
 

@@ -37,7 +37,7 @@ from ps_worker.data.loaders import (
     warning_once,
     with_plain_batches,
 )
-from ps_worker.group import group_of
+from ps_worker.group import group_of, in_call
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import describe
 from ps_worker.model.state_transfer import states_before
@@ -125,7 +125,7 @@ class ServerStrategy:
         """Pulls the weights with every update that is staged into the model; see JobTraining.refresh."""
         if self._training is not None:
             group = self._training.participation.group
-            with nullcontext() if group is None else group.during("session.global_weights"):
+            with in_call(group, "session.global_weights"):
                 self._training.refresh()
 
     def global_values(self) -> Mapping[int, torch.Tensor]:
@@ -143,12 +143,13 @@ class ServerStrategy:
         job = self._job
         is_one_process = options.group is None and job.group_size <= 1
         group = None if is_one_process else group_of(options.group, job.group_size)
-        if group is not None:
-            group.check_alike(f"rank {job.rank} of {job.world_size} in job {job.job!r}")
-            if not (job.group_size and is_launched()):  # another launcher starts the processes of this group alone
-                job = replace(job, launch=replace(job.launch, ranks=range(0)))
-        self._joining = Participation(job, metrics_address, self._started, figures, self._timeline, group)
-        training = join(self._joining, options, models, optimizers, self._metrics, self._device)
+        with in_call(group, "session.prepare"):
+            if group is not None:
+                group.check_alike(f"rank {job.rank} of {job.world_size} in job {job.job!r}")
+                if not (job.group_size and is_launched()):  # another launcher starts the processes of this group alone
+                    job = replace(job, launch=replace(job.launch, ranks=range(0)))
+            self._joining = Participation(job, metrics_address, self._started, figures, self._timeline, group)
+            training = join(self._joining, options, models, optimizers, self._metrics, self._device)
         self._training = training
         self._rounds = value_rounds(self._joining, training)
         self._alone = SteppedAlone(models, refuse)

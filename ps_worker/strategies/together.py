@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.group import Group
+from ps_worker.state.ending import interruptible
 from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.unfinished import Fate, Unfinished
 
@@ -123,5 +124,6 @@ class StepsTogether:
 
     def fate(self, own: Fate) -> Fate:
         """Returns what becomes of the step at hand in a new place, for all members. own: for this one"""
-        _, (highest,) = self.group.compare(None, _FATES.index(own))
+        with interruptible():  # another member may hang
+            _, (highest,) = self.group.compare(None, _FATES.index(own))
         return _FATES[highest]

@@ -237,7 +237,7 @@ class LocalRows:
         return self._table
 
     def _made(self, spec: TableSpec, optimizer: str, values: HyperParameters) -> Table:
-        """Returns an empty table, of as many rows as this machine's memory holds if its settings do not say."""
+        """Returns an empty table. Without `max_rows` it has as many rows as fit into this machine's memory."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         record = record_bytes(spec, optimizer, values)
         capacity = min(MAX_ROWS, spec.max_rows) or rows_within(memory, record, spec.admit_after > 1)

@@ -65,7 +65,7 @@ class RecordedStep(StepTimes):
     recorded = True
 
     def __init__(self, clock: int, clocks: ShardClocks) -> None:
-        """clock: that the step leads to"""
+        """clock: that of the worker once the step has ended"""
         self._clock, self._clocks = clock, clocks
         self._began = self._pushing = time.perf_counter()
         self._gradients: dict[int, float] = {}  # by parameter; a later backward counts
@@ -158,7 +158,7 @@ class Timeline:
         return recorded
 
     def end_step(self) -> None:
-        """Ends the step at hand; with the last one that is wanted, the file is written."""
+        """Ends the current step. After the last step that was asked for, writes the timeline's file."""
         wanted, step, self.step, self._begun = self._wanted, self.step, UNRECORDED, False
         if wanted is None:
             return

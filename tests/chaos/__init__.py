@@ -6,6 +6,8 @@ trace.py      What happened meanwhile, and what it says: rates, and how long rec
 faults.py     What can be done to a cluster, and to which of its processes
 plans.py      Which faults and pairs of faults are to come, and when: all of it drawn from a seed
 servers.py    Servers on fixed ports: those of `ps-server up`, or of docker-compose.yml's containers
+audience.py   Readers that follow the job, the relay between, and what is wrong with what they saw
+reader.py     One of these readers
 crew.py       Workers of `ps-worker run`, which starts them again when they die
 processes.py  Processes that are started again, found among another's children, and signalled
 cluster.py    Free ports, and the weights as they are on the shards

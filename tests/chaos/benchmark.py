@@ -10,6 +10,11 @@ worker that gives up, or one that has not stepped --bound seconds after a fault'
 is rolled back to its last checkpoint: the servers must have counted as lost what is missing then. A wait replaces a
 step's computing.
 
+Readers follow the weights, one from the servers and the others through a relay. They are killed and stopped, too, and
+so is the relay. A violation is also a reading in which the model changed, or had buckets of two versions (in sync the
+weights tell their version), a version that fell and no rollback told, unequal bytes of one bucket's version at any two
+readers, and a reader that does not come back.
+
 `samples/s` is the rate with faults. The ratio `undisturbed` compares it with the undisturbed run, and `present` with
 that run's rate for the time in which workers were present: a worker is absent from its fault to its next step.
 Seconds are medians and maxima over the faults of a kind: `back`, until the affected worker steps again; `stall`, the
@@ -55,6 +60,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=float, default=10.0, help="seconds from fault to fault, about (%(default)s)")
     parser.add_argument("--modes", default="sync,ssp:4,async", help="(%(default)s)")
     parser.add_argument("--servers", choices=FORMS, default=FORMS[0], help="how they are started (%(default)s)")
+    parser.add_argument("--readers", type=int, default=2, help="that follow the weights (%(default)s)")
     parser.add_argument("--elastic", action="store_true", help="jobs without a fixed number of workers")
     parser.add_argument("--faults", help="the kinds to draw from: any of " + ", ".join(KINDS) + " (all)")
     parser.add_argument("--overlap", type=float, default=0.5, help="share of faults with a second one (%(default)s)")
@@ -102,7 +108,8 @@ def sizes_of(arguments: argparse.Namespace) -> dict[str, int]:
     """How many there are of what faults are done to."""
     between = arguments.shards if arguments.servers == "containers" else 0
     sizes = {"worker": arguments.workers, "shard": arguments.shards, "coordinator": 1}
-    return {**sizes, "between": between, "cluster": 1}
+    followers = {"reader": arguments.readers, "relay": min(1, arguments.readers)}
+    return {**sizes, "between": between, **followers, "cluster": 1}
 
 
 def kinds_of(arguments: argparse.Namespace) -> list[str]:
@@ -145,10 +152,11 @@ class _Run:
         try:
             if not arguments.goodput:
                 self._terms.say("undisturbed")
-                alone = Trial(servers, links, task, self._folder / "undisturbed", self._terms)
+                alone = Trial(servers, links, task, self._folder / "undisturbed", self._terms, arguments.readers)
                 calm = alone.run(arguments.undisturbed or self._seconds)
             self._terms.say(f"{len(plans)} faults in {self._seconds:.0f} s, seed {arguments.seed}")
-            trial = Trial(servers, links, replace(task, job="chaos"), self._folder / "chaos", self._terms)
+            wild_task = replace(task, job="chaos")
+            trial = Trial(servers, links, wild_task, self._folder / "chaos", self._terms, arguments.readers)
             wild = trial.run(self._seconds, plans)
         finally:
             servers.close()
@@ -158,7 +166,10 @@ class _Run:
             wild.violations += [Violation(v.kind, v.said, {**v.where, "run": "undisturbed"}) for v in calm.violations]
         for violation in wild.violations[:SHOWN]:
             self._terms.say(f"VIOLATION {violation.kind}: {violation.said} {dict(violation.where)}")
-        return {**self._measured(calm, wild), "lost_steps": trial.lost_steps}
+        of_readers = {"readers": arguments.readers} if arguments.readers else {}
+        if of_readers:
+            of_readers |= {"editions": trial.audience.editions, "readings": trial.audience.readings}
+        return {**self._measured(calm, wild), "lost_steps": trial.lost_steps, **of_readers}
 
     def _task(self, servers: Servers, routes: dict[int, dict[str, str]]) -> Task:
         """Workers call servers through links, whatever address they are told."""

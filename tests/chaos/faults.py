@@ -19,6 +19,11 @@ full-disk-coordinator  it can write no more than a few bytes to any file, for a 
 cut-servers        of containers: every connection between a shard and the coordinator is reset, at once
 partition-servers  of containers: nothing passes between them, for up to three leases
 
+kill-reader    kill -9 of a process that follows the job's weights; it is started again
+pause-reader   SIGSTOP of it, up to three leases, then SIGCONT
+kill-relay     kill -9 of the relay through which most of them follow; it is started again
+pause-relay    SIGSTOP of it, up to three leases, then SIGCONT
+
 kill-cluster   kill -9 of `ps-server up` itself, without which its shards end, or of all containers at one time
 pause-cluster  SIGSTOP of `ps-server up` itself, while which no shard is started again, or of all containers
 """
@@ -33,6 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tests.chaos.audience import Audience
 from tests.chaos.crew import Crew
 from tests.chaos.links import Link
 from tests.chaos.processes import send
@@ -45,7 +51,7 @@ Heal = Callable[[], object]
 class Fault:
     """One fault that happened.
 
-    victim: the worker's slot or the shard's index; 0 for the coordinator and the cluster
+    victim: the worker's or reader's slot or the shard's index; 0 for the coordinator, the relay and the cluster
     at, until: when it began and ended, in seconds on the monotonic clock; the same for what takes no time
     killed: the shards that it killed
     first:  the kind of the fault that this one was to overlap with; None: it came alone, or is that fault itself
@@ -78,10 +84,13 @@ class Arena:
 
     servers: Servers
     crew: Crew
+    audience: Audience
     links: Mapping[int, Sequence[Link]] = field(default_factory=dict)
 
     def signal(self, to: str, victim: int, number: int) -> list[int]:
         """Sends processes a signal, and returns those that it reached."""
+        if to in ("reader", "relay"):
+            return self.audience.signal(to, victim, number)
         return self.crew.signal(victim, number) if to == "worker" else self.servers.signal(to, victim, number)
 
     def links_of(self, to: str, victim: int) -> Sequence[Link]:
@@ -93,7 +102,7 @@ class Arena:
 class Kind:
     """A kind of fault.
 
-    to:     worker, shard, coordinator, between (a shard and the coordinator) or cluster
+    to:     worker, shard, coordinator, between (a shard and the coordinator), reader, relay or cluster
     weight: how often it is drawn, where it comes alone
     long:   its shortest and longest time, in leases; (0, 0) for what takes no time
     begin:  does it to a victim; returns what ends it, or None if there was nothing to do it to
@@ -105,6 +114,11 @@ class Kind:
     long: tuple[float, float]
     begin: Callable[[Arena, str, int], Heal | None]
     kills: bool = False
+
+    @property
+    def ends_shards(self) -> bool:
+        """Whether what its victim had of the job is gone, if that was a shard."""
+        return self.kills and self.to in ("shard", "coordinator", "cluster")
 
 
 def _kill(arena: Arena, to: str, victim: int) -> Heal | None:
@@ -182,6 +196,10 @@ KINDS: Mapping[str, Kind] = {
     "full-disk-coordinator": Kind("coordinator", 1, (1.0, 2.5), _full_disk),
     "cut-servers": Kind("between", 2, (0, 0), _cut),
     "partition-servers": Kind("between", 2, (0.3, 3.0), _partition),
+    "kill-reader": Kind("reader", 3, (0, 0), _kill, kills=True),
+    "pause-reader": Kind("reader", 1, (0.3, 3.0), _pause),
+    "kill-relay": Kind("relay", 2, (0, 0), _kill, kills=True),
+    "pause-relay": Kind("relay", 1, (0.3, 3.0), _pause),
     "kill-cluster": Kind("cluster", 1, (0, 0), _kill, kills=True),
     "pause-cluster": Kind("cluster", 1, (0.3, 3.0), _pause),
 }

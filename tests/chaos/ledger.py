@@ -83,31 +83,43 @@ class Record:
         return any(name == event for _, name, _ in self.events)
 
 
+class Lines:
+    """The lines of all files of a folder, read as they grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[int, tuple[Any, bytes]] = {}
+
+    def new(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yields the lines since the last time, each with the number of its life."""
+        for path in sorted(self._folder.iterdir()) if self._folder.exists() else ():
+            number = int(path.stem)
+            if number not in self._open:
+                self._open[number] = (path.open("rb"), b"")
+            file, rest = self._open[number]
+            *lines, rest = (rest + file.read()).split(b"\n")
+            self._open[number] = (file, rest)
+            yield from ((number, json.loads(line)) for line in lines)
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file, _ in self._open.values():
+            file.close()
+
+
 class Ledgers:
     """All lives of a folder, read as they grow."""
 
     def __init__(self, folder: Path, averaged: bool) -> None:
-        self._folder = folder
+        self._lines = Lines(folder)
         self._averaged = averaged  # steps are told apart by their clock then
-        self._open: dict[int, tuple[Any, bytes]] = {}
         self.records: dict[int, Record] = {}
 
     def read(self) -> list[Record]:
         """What there is now, by life."""
-        if self._folder.exists():
-            for path in sorted(self._folder.iterdir()):
-                number = int(path.stem)
-                if number not in self._open:
-                    self._open[number] = (path.open("rb"), b"")
-                for line in self._lines(number):
-                    self._take(number, json.loads(line))
+        for number, line in self._lines.new():
+            self._take(number, line)
         return [record for _, record in sorted(self.records.items())]
-
-    def _lines(self, number: int) -> Iterator[bytes]:
-        file, rest = self._open[number]
-        *lines, rest = (rest + file.read()).split(b"\n")
-        self._open[number] = (file, rest)
-        yield from lines
 
     def _take(self, number: int, line: dict[str, Any]) -> None:
         if "pid" in line:
@@ -133,5 +145,4 @@ class Ledgers:
 
     def close(self) -> None:
         """Closes the files."""
-        for file, _ in self._open.values():
-            file.close()
+        self._lines.close()

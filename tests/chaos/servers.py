@@ -57,6 +57,12 @@ class ServerFlags:
         return {"PS_FAILPOINTS": points} if self.slow_disk else {}
 
 
+def unforeseen(text: str) -> list[str]:
+    """Returns the errors of a log that nothing foresaw: those with a traceback."""
+    found = re.findall(r"^\S+ \S+ ERROR .*(?:\n(?!\d{4}-\d\d-\d\d ).*)*", text, re.MULTILINE)
+    return [error[:2000] for error in found if "Traceback" in error]
+
+
 class Servers(ABC):
     """A coordinator and shards.
 
@@ -108,10 +114,8 @@ class Servers(ABC):
         return False
 
     def errors(self) -> list[str]:
-        """Returns the errors that nothing foresaw: those that servers wrote down with a traceback."""
-        text = self.log.read_text(errors="replace")
-        found = re.findall(r"^\S+ \S+ ERROR .*(?:\n(?!\d{4}-\d\d-\d\d ).*)*", text, re.MULTILINE)
-        return [error[:2000] for error in found if "Traceback" in error]
+        """Returns the errors that nothing foresaw."""
+        return unforeseen(self.log.read_text(errors="replace"))
 
     def _await_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS

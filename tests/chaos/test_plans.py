@@ -13,7 +13,7 @@ from tests.chaos.plans import RARE, SECOND_SECONDS, Weather, steady
 from tests.chaos.processes import UnlessStopped
 from tests.chaos.trace import Trace, summaries, table
 
-SIZES = {"worker": 3, "shard": 2, "coordinator": 1, "between": 2, "cluster": 1}
+SIZES = {"worker": 3, "shard": 2, "coordinator": 1, "between": 2, "reader": 2, "relay": 1, "cluster": 1}
 WEATHER = Weather([*KINDS], SIZES, 3.0, 10.0, 0.5)
 
 
@@ -31,7 +31,7 @@ def test_the_same_seed_plans_the_same_and_half_of_the_faults_overlap_with_a_seco
 def test_a_long_run_makes_every_pair_of_kinds_and_modes_share_them() -> None:
     usual = {kind for kind in KINDS if kind not in RARE}
     wanted = set(itertools.product(usual, usual))
-    drawn = [set(itertools.islice(WEATHER.pairs(7, turn, 3), 100)) for turn in range(3)]
+    drawn = [set(itertools.islice(WEATHER.pairs(7, turn, 3), 150)) for turn in range(3)]
     assert wanted <= set.union(*drawn)
     assert all(not one & other for one, other in itertools.combinations(drawn, 2))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.chaos.audience import Audience, judge_readers
 from tests.chaos.cluster import read_weights
 from tests.chaos.crew import Crew
 from tests.chaos.faults import KINDS, Arena, Fault
@@ -18,7 +19,7 @@ from tests.chaos.ledger import Ledgers, Record
 from tests.chaos.links import Link
 from tests.chaos.oracle import Rules, Violation, judge, missing, too_stale, unexplained
 from tests.chaos.plans import Plan
-from tests.chaos.servers import Servers
+from tests.chaos.servers import Servers, unforeseen
 from tests.chaos.trace import Trace
 from tests.chaos.worker import Task
 
@@ -56,14 +57,22 @@ class Trial:
     """Runs one job. What goes wrong is a Violation, never an exception."""
 
     def __init__(
-        self, servers: Servers, links: Mapping[int, Sequence[Link]], task: Task, folder: Path, terms: Terms
+        self,
+        servers: Servers,
+        links: Mapping[int, Sequence[Link]],
+        task: Task,
+        folder: Path,
+        terms: Terms,
+        readers: int = 0,
     ) -> None:
         self._task = task
         self._folder = folder
         self._terms = terms
         self._rules = Rules.of(task.mode, task.most, task.shape)
         self._ledgers = Ledgers(folder / "lives", self._rules.averaged)
-        self._arena = Arena(servers, Crew(task, folder), links)
+        crew = Crew(task, folder)
+        self.audience = Audience(servers.address, folder, readers)
+        self._arena = Arena(servers, crew, self.audience, links)
         self._faults: list[Fault] = []
         self._missed = 0
         self._second: tuple[float, Plan, str] | None = None  # when, what, and the kind of the first
@@ -77,6 +86,7 @@ class Trial:
         begun = ended = time.monotonic()
         try:
             self._until(self._all_step, START_SECONDS, "start")
+            self._until(lambda: self.audience.all_read(0.0), START_SECONDS, "start to read")
             begun = ended = time.monotonic()
             self._window(begun, seconds, list(plans))
             ended = time.monotonic()
@@ -91,13 +101,15 @@ class Trial:
             if code != 0:
                 said = "not all workers left" if code is None else f"the launcher ended with code {code}"
                 violations.append(Violation("stuck" if code is None else "gave up", said))
+            self.audience.close()
             records = self._ledgers.read()
             self._ledgers.close()
         lives = [record.life for record in records]
         seen = [violation for record in records for violation in record.violations]
         violations += unexplained(seen, lives, self._rules)
         violations += too_stale(lives, self._rules, self._restored)
-        violations += self._odd_ends(records)
+        violations += [*self._odd_ends(records), *judge_readers(self.audience.lives())]
+        violations += [Violation("relay error", text, {}) for text in unforeseen(self.audience.logs())]
         return Trace(begun, ended, records, self._faults, violations, self._missed)
 
     # -- the window --------------------------------------------------------------------------------------------------
@@ -134,8 +146,7 @@ class Trial:
         for victim in plan.victims:
             heal = kind.begin(self._arena, kind.to, victim)
             if heal is not None:
-                server_killed = kind.kills and kind.to != "worker"
-                killed = self._arena.servers.shards_of(kind.to, victim) if server_killed else ()
+                killed = self._arena.servers.shards_of(kind.to, victim) if kind.ends_shards else ()
                 self._faults.append(Fault(plan.kind, victim, now, now + plan.seconds, killed, first))
                 with (self._folder / "faults.jsonl").open("a") as file:
                     file.write(json.dumps(self._faults[-1].data()) + "\n")
@@ -189,6 +200,7 @@ class Trial:
             self._heal(time.monotonic())
         healed = max(time.monotonic(), self._settled())
         self._until(lambda: self._all_step(healed), self._terms.bound, "come back")
+        self._until(lambda: self.audience.all_read(healed), self._terms.bound, "read again")
         clocks = [max(record.life.done.values(), default=0) for record in self._newest().values()]
         target = max(max(record.life.done.values()) for record in self._records() if record.life.done) + 50
         path = self._folder / "stop.new"
@@ -197,6 +209,8 @@ class Trial:
         # In async one may be far behind: the others were killed, and have gone on at the highest clock.
         left = PATIENCE_SECONDS + (target - min(clocks)) * (self._task.pause + STEP_SECONDS)
         self._until(self._all_hold, left, f"reach clock {target}")
+        last = target if self._task.mode == "sync" else 0  # where workers share a clock, it is that of the weights
+        self._until(lambda: self.audience.all_read(healed, last), self._terms.bound, f"read version {last}")
         view, shard_of = read_weights(self._task)
         lives = [record.life for record in self._records()]
         self._restored = {bucket: self._first_kill(shard) for bucket, shard in enumerate(shard_of)}
@@ -222,7 +236,7 @@ class Trial:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
-                raise Stuck(f"not all workers did {what} within {seconds:.0f} s")
+                raise Stuck(f"not all did {what} within {seconds:.0f} s")
             time.sleep(LOOK_SECONDS)  # the workers' files change: nothing tells of it
 
     def _records(self) -> list[Record]:

@@ -24,6 +24,7 @@ from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 WORKERS = 3
 STEPS = 16
+WAITING = 40  # pulls on one connection, which may have STREAMS_OF_A_CONNECTION calls at a time
 BUCKET_BYTES = 64  # 16 cells: the vector lies on both shards
 
 
@@ -150,7 +151,7 @@ def test_sync_waits_for_every_live_worker_and_says_for_whom(shared: Cluster, job
 # -- waiting costs nobody else ---------------------------------------------------------------------------------------
 
 
-def test_with_64_waiting_pulls_on_one_shard_pushes_still_go_through(
+def test_with_many_waiting_pulls_on_one_shard_pushes_still_go_through(
     make_cluster: Callable[..., Cluster], job: str
 ) -> None:
     cluster = make_cluster(shards=2, lease=600.0)  # these workers send no heartbeats
@@ -158,8 +159,12 @@ def test_with_64_waiting_pulls_on_one_shard_pushes_still_go_through(
         fast.step(-torch.ones(64))
         shard = fast.shard_of[0]
         mine = [bucket for bucket in fast.trained if fast.shard_of[bucket] == shard]
-        calls = [fast.ask(1, mine) for _ in range(64)]
-        until(lambda: sum(len(b.waiters) for b in cluster.shards[shard].jobs()[job].buckets.values()) == 64 * len(mine))
+        calls = [fast.ask(1, mine) for _ in range(WAITING)]
+        until(
+            lambda: (
+                sum(len(b.waiters) for b in cluster.shards[shard].jobs()[job].buckets.values()) == WAITING * len(mine)
+            )
+        )
         # Another job trains on the same shards, through and through.
         with cluster.connect("sync", job=f"{job}-beside") as session:
             worker = Marker(session)

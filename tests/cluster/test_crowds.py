@@ -23,7 +23,7 @@ from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.raw_worker import vector_job
 
 CELLS = 64
-WORKERS = 64
+WORKERS = 40  # on one connection, which may have STREAMS_OF_A_CONNECTION calls at a time; on another one they watch
 RUN = f"{1:016x}"
 
 
@@ -53,9 +53,9 @@ def test_workers_that_join_at_once_get_each_rank_once_hear_of_all_and_go_at_once
 ) -> None:
     cluster = make_cluster(shards=2)
     spec = vector_job("job", "async", CELLS, WORKERS)
-    with open_channel(cluster.address) as channel:
+    with open_channel(cluster.address) as channel, open_channel(cluster.address) as other:
         JobServiceStub(channel).RegisterJob(jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
-        members = MembershipServiceStub(channel)
+        members, watched = MembershipServiceStub(channel), MembershipServiceStub(other)
         at_once, watching = threading.Barrier(WORKERS), list[Watching]()
 
         def ask(number: int) -> membership_pb2.JoinRequest:
@@ -64,7 +64,7 @@ def test_workers_that_join_at_once_get_each_rank_once_hear_of_all_and_go_at_once
         def join(number: int) -> membership_pb2.JoinResponse:
             at_once.wait()
             place = members.Join(ask(number + 1))
-            watching.append(Watching(members))
+            watching.append(Watching(watched))
             return place  # type: ignore[no-any-return]
 
         places = in_parallel(WORKERS, join)

@@ -554,6 +554,29 @@ def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
     assert ask(app, "/v1/completions", {})[0] == 503, "weights of no version"
 
 
+@pytest.mark.parametrize(("status", "then"), [(200, 503), (500, 503), (401, 200), (404, 200)])
+def test_an_engine_that_begins_to_take_weights_has_no_version_any_more(status: int, then: int) -> None:
+    """vLLM writes over the weights from there on. What it has refused, or does not know, has not begun."""
+    answers = {"/start_weight_update": status}
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": answers.get(scope["path"], 200)})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = TellsVersion(engine)
+    ask(app, "/update_weights", {"update_info": {"version": 4}})
+    ask(app, "/finish_weight_update", {})
+    assert ask(app, "/v1/completions", {})[1][b"x-model-version"] == b"4"
+    assert ask(app, "/start_weight_update", {})[0] == status
+    assert ask(app, "/v1/completions", {})[0] == then
+    assert ask(app, "/finish_weight_update", {})[0] == 200
+    assert ask(app, "/v1/completions", {})[0] == 503, "nothing was received"
+    ask(app, "/update_weights", {"update_info": {"version": 5}})
+    ask(app, "/finish_weight_update", {})
+    assert ask(app, "/v1/completions", {})[1][b"x-model-version"] == b"5"
+
+
 def test_two_requests_at_once_that_give_an_engine_weights_leave_no_wrong_version() -> None:
     """No answer says which of the two the engine loaded last. The next update, alone, sets the version again."""
 

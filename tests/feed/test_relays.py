@@ -206,14 +206,15 @@ def test_a_job_that_ends_and_its_next_run_are_told_through_a_relay(shared: Clust
 def test_a_job_is_fetched_only_while_somebody_reads_it(
     shared: Cluster, job: str, trainer: FollowedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relayed, "IDLE_SECONDS", 0.2)
     with relay(shared.address) as near:
         assert job in known_at(near.address, PLAINTEXT).jobs
         assert not near.relayed.followed()
         with ps.subscribe(near.address, job) as feed:
             feed.wait_for()
             assert [(each.name, each.wire) for each in near.relayed.followed()] == [(job, "float32")]
-        until(lambda: not near.relayed.followed(), "that it is followed no more")
+        with monkeypatch.context() as patch:
+            patch.setattr(relayed, "IDLE_SECONDS", 0.2)
+            until(lambda: not near.relayed.followed(), "that it is followed no more")
         trainer.steps(2)
         with ps.subscribe(near.address, job) as feed:
             assert feed.wait_for(2).version == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import threading
@@ -16,6 +15,7 @@ from tests.tools import launching
 from tests.tools.cases import cases
 from tests.tools.cluster import until
 from tests.tools.launching import ROOT
+from tests.tools.learning_runs import check
 
 FOLDER = ROOT / "examples" / "rl"
 BOUND, STEPS, TRAINERS = 2, 100, 2
@@ -32,29 +32,7 @@ def test_the_model_learns_and_no_text_is_used_that_is_too_old(tmp_path: Path, mo
     flags = [f"--mode={mode}", f"--steps={STEPS}", f"--bound={BOUND}", "--goal=0.2", f"--out={tmp_path}"]
     done = launching.python(str(FOLDER / "run.py"), *flags, seconds=380)
     assert done.returncode == 0, done.stdout + done.stderr
-    files = sorted(tmp_path.glob("steps-*.jsonl"))
-    steps = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    assert len(files) == TRAINERS
-    assert len(steps) == TRAINERS * STEPS
-    if mode == "sync":
-        assert sorted(step["version"] for step in steps) == sorted([*range(STEPS)] * TRAINERS)
-    ages = [step["version"] - used for step in steps for used in step["used"]]
-    assert set(ages) <= {*range(BOUND + 1)}, "nothing too old is used, nor anything of a version that is still to come"
-
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["first_reward"] < 0.1 < 0.2 <= result["last_reward"]
-    assert (result["used"], result["used_beyond_bound"]) == (len(ages), 0)
-    (killed_at, killed), (added_at, added) = result["events"]
-    assert (killed, added) == ("rollout-0 is killed", "rollout-2 is added")
-    written: dict[str, list[int]] = {}
-    for step in steps:
-        for version, name in zip(step["used"], step["rollouts"], strict=True):
-            written.setdefault(name, []).append(version)
-    assert written.keys() == {"rollout-0", "rollout-1", "rollout-2"}, "each was of use"
-    assert max(written["rollout-0"]) <= killed_at, "what had been written before"
-    assert min(written["rollout-2"]) >= added_at
-    assert max(written["rollout-1"]) > added_at, "the third went on meanwhile"
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    check(tmp_path, mode, STEPS, TRAINERS, BOUND)
 
 
 def groups(name: str, *versions: int) -> list[dict[str, Any]]:

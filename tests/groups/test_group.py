@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +22,12 @@ from ps_protocol.identity import Identity
 from ps_protocol.messages.workers import SavedState
 from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
 from ps_runtime.credentials import PLAINTEXT
+from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.value_rounds import GroupRounds
 from ps_worker.group import Group, PlaceLost, RaisedByAll
-from tests.tools.cluster import Cluster
+from ps_worker.state import ending
+from tests.tools.cluster import Cluster, until
 
 DAY = 24 * 3600.0
 WAIT_SECONDS = 60
@@ -61,6 +64,22 @@ def test_what_members_say_is_heard_where_the_place_is_lost(alone: Group) -> None
     assert highest == [1]
     with pytest.raises(InvalidRequest, match="not so"):
         alone.compare(InvalidRequest("not so"), True)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (["1 optimizer.step", "1 session.mean"], "is in optimizer.step, and member 1 in session.mean"),
+        (["1 optimizer.step", "0 "], "is in optimizer.step, and member 1 in another call"),
+        (["1 optimizer.step", "2 optimizer.step"], "is in part 1 of optimizer.step, and member 1 in part 2 of opt"),
+    ],
+)
+def test_members_at_different_places_are_told_of_both(
+    alone: Group, monkeypatch: pytest.MonkeyPatch, told: list[str], said: str
+) -> None:
+    monkeypatch.setattr(alone, "_gather", lambda *_: [each.encode() + bytes(8) for each in told])
+    with pytest.raises(InvalidRequest, match=said):
+        alone._raise_unlike()
 
 
 class Failing:
@@ -145,6 +164,63 @@ def test_a_late_answer_about_a_lost_place_ends_nothing_in_the_next(
         assert answered.wait(WAIT_SECONDS)
         assert step() is connection
         assert session.clock == 2
+
+
+@pytest.mark.parametrize("mode", ["sync", "local:2"])
+def test_no_member_waits_for_the_others_where_signals_are_held(
+    make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Nor where the job is rolled back: another member may hang."""
+    cluster = make_cluster(lease=30.0, checkpoint_dir=tmp_path / "checkpoints", checkpoint_every="2steps")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    model: Any = fully_shard(nn.Sequential(nn.Linear(3, 2)), mesh=mesh)
+    held: list[bool] = []
+    meet = Group._meet
+    monkeypatch.setattr(Group, "_meet", lambda *given: (held.append(ending._ending._held), meet(*given))[1])
+    with cluster.connect(mode, job=job) as session:
+        outer = {"outer": {"warm_up": 0}} if mode != "sync" else {}
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), group=mesh, **outer)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+        coordinated, store = cluster.coordinator.job(job), CheckpointStore(tmp_path / "checkpoints")
+        until(lambda: (step(), store.names(job))[1] != [], "a checkpoint")
+        cluster.start_again(1)
+        until(lambda: (step(), coordinated.members.restore_count)[1] > 0, "the rollback")
+    assert held
+    assert not any(held)
+
+
+def test_a_signal_acts_in_a_wait_of_an_undisturbed_block_and_not_beside_it() -> None:
+    done: list[str] = []
+
+    def act(*, before: bool = False, within: bool = False, after: bool = False) -> None:
+        with ending.undisturbed():
+            _interrupt_if(before)
+            done.append("before")
+            with ending.interruptible():
+                _interrupt_if(within)
+                done.append("within")
+            _interrupt_if(after)
+            done.append("after")
+
+    for when, reached in (("before", 1), ("within", 1), ("after", 3)):
+        done.clear()
+        with pytest.raises(KeyboardInterrupt):
+            act(**{when: True})
+        assert done == ["before", "within", "after"][:reached]
+    done.clear()
+    act()
+    assert len(done) == 3
+
+
+def _interrupt_if(wanted: bool) -> None:
+    if wanted:
+        signal.raise_signal(signal.SIGINT)
 
 
 class Losing(membership_pb2_grpc.MembershipServiceServicer):  # type: ignore[misc,unused-ignore]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -205,6 +206,17 @@ def test_members_that_make_unlike_calls_are_told_of_both_and_may_go_on(
     assert all((tmp_path / f"met-0-{member}").exists() for member in (0, 1))
 
 
+def test_a_step_after_one_in_which_a_member_was_interrupted_is_not_taken_for_a_part_of_that(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    """The other member is in the step before still, and compares for the second time."""
+    options = Options(groups=1, mode="async", interrupted=3)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        groups.ended()
+    said = "member 0 of this worker's group is in part 1 of optimizer.step, and member 1 in part 2 of optimizer.step"
+    assert all(said in (tmp_path / f"refused-0-{member}").read_text() for member in (0, 1))
+
+
 def test_a_member_says_that_it_waits_for_the_others(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
 ) -> None:
@@ -217,6 +229,20 @@ def test_a_member_says_that_it_waits_for_the_others(
         groups.let_go(options.steps)
         groups.ended()
     assert groups.logs().count(said) == 1
+
+
+def test_a_member_that_waits_for_the_others_is_ended_by_a_signal(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    """Ctrl-C is an exception in Python, whatever waits below."""
+    options = Options(groups=1, mode="async", late=True)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        until((tmp_path / f"held-{options.steps}-1").exists, "member 1 to be late")
+        until(lambda: "waits in session.global_weights" in groups.logs(), "member 0 to wait")
+        groups.processes[0, 0].send_signal(signal.SIGINT)
+        assert groups.processes[0, 0].wait(WAIT_SECONDS) != 0
+        assert "KeyboardInterrupt" in groups.logs()
+        assert groups.processes[0, 1].poll() is None
 
 
 def where_member_1_leaves_a_step_out(options: Options) -> Tensors:

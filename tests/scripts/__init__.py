@@ -2,6 +2,8 @@
 
 train_everything.py       Trains in whichever way its launcher chooses, and leaves its weights in a file
 train_in_group.py         One member of a group, with a model that fully_shard has cut
+train_cut_anew.py         A process of a job whose checkpoint is restored with another cut of its groups
+train_with_dcp.py         A process that saves and loads by torch.distributed.checkpoint
 train_with_state.py       Dropout, BatchNorm, shuffling, schedulers, noise: all that decides how a run ends
 train_two_stages.py       Two stages, each with an optimizer of its own
 train_with_frameworks.py  Trains with each framework under a launcher, in sync and in async

@@ -14,7 +14,7 @@ import random
 import sys
 from collections.abc import Callable
 from concurrent.futures import wait
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ class Options:
     given:      its gradients are `given_gradient`s, whatever the weights are. Those of so many last steps are zeros; 0:
                 its gradients are its own
     baseless:   the clock at which member 1 of group 0 has lost the base of its round
+    interrupted: the clock at which Ctrl-C comes to member 0 in a step that the others are in still. It goes on with the
+                next one, which is the last
     unpushed:   the clock after which member 1 of group 0 fails before it has pushed anything
     """
 
@@ -94,6 +96,7 @@ class Options:
     slow: int = -1
     scaled: int = -1
     unpushed: int = -1
+    interrupted: int = -1
     poison_value: float = math.nan
     leaves: list[int] = field(default_factory=list)
     meets: int = -1
@@ -207,6 +210,18 @@ def fail_before_push(session: Session) -> None:
         raise LimitExceeded("no thread can be started")
 
     connection.push_pull = failing
+
+
+def interrupt_next_wait(session: Session) -> None:
+    """Has Ctrl-C come while this member waits for the others, who have not come."""
+    group = participation_of(session).group
+    usual = group._await
+
+    def interrupted(work: Any) -> None:
+        group._await = usual
+        raise KeyboardInterrupt
+
+    group._await = interrupted
 
 
 def say_assigned(session: Session, said: Path) -> None:
@@ -351,6 +366,9 @@ class Member:
                 refuse_assignments(session)
             if step == options.poison and (self.group, self.member) == (0, 1):
                 self.model[0].weight.grad.to_local()[0, 0] = options.poison_value
+            if session is not None and step == options.interrupted:
+                self.interrupted_step(session)
+                return
             try:
                 self.optimizer.step()
             except (NonFiniteGradient, LimitExceeded) as error:
@@ -367,6 +385,16 @@ class Member:
         for index, parameter in enumerate(self.model.parameters()):
             own = parameter.grad.to_local()
             own.copy_(given_gradient(self.options, step, self.member, index, own.shape))
+
+    def interrupted_step(self, session: Session) -> None:
+        if self.member == 0:
+            interrupt_next_wait(session)
+            with suppress(KeyboardInterrupt):
+                self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except InvalidRequest as error:
+            (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
 
     def part_ways(self, session: Session) -> None:
         """Makes another call than the other members."""

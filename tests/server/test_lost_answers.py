@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,6 +44,23 @@ def test_a_coordinator_that_came_back_asks_the_shards_once_more(cluster: OneProc
     worker._push(1, worker.clock + 1, PushKind.GRADIENT, -torch.ones(worker.layout.buckets[1].numel))
     worker.clock += 1
     assert worker.pull().tolist() == [2.0] * 32
+
+
+def test_a_repeated_call_has_the_state_of_the_first_answer_and_so_has_a_process_in_its_place(
+    cluster: OneProcess,
+) -> None:
+    """The state that a worker leaves is newer than the last checkpoint's, and is kept until the next worker has it."""
+    worker = DirectWorker(cluster, vector_job("job", "async", 32, 2), 0)
+    DirectWorker(cluster, worker.spec, 1)
+    worker.initialise()
+    worker.clock = 1
+    worker.save_state()
+    worker.leave((100, b"left"))
+    request = JoinRequest(pid=7, host="here", attempt=77, run=worker.run)
+    assert worker.join(request).state == (100, b"left")
+    assert worker.join(request).state == (100, b"left"), "the answer was lost"
+    assert worker.join(replace(request, pid=8, attempt=78)).state == (100, b"left"), "so was the process"
+    assert worker.join(replace(request, pid=8, attempt=78)).state == (100, b"left")
 
 
 def test_a_repeated_call_takes_no_second_place_of_a_coordinator_that_lives(cluster: OneProcess, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from ps_protocol.layout import BucketSpec, ParameterSpec, PiecePlace, bucket_lay
 from ps_protocol.modes import parse_mode
 from ps_protocol.stages import StageSpec
 from ps_protocol.tensors import TORCH_DTYPES
-from ps_server.core import other_cut
 from ps_server.core.other_cut import OtherCut
 from ps_server.core.snapshot import BucketSnapshot
 
@@ -168,11 +167,7 @@ def test_what_is_joined_and_cut_is_what_would_have_been_cut_alike(job: JobSpec, 
     ]
     before, after = (cut(job, *how) for how in each)
     after = replace(after, bucket_bytes=data.draw(st.sampled_from([64, 128, 4096])))
-    chunk, other_cut._CHUNK = other_cut._CHUNK, data.draw(st.integers(1, 20))
-    try:
-        found = restored(before, after, snapshots(before, wholes := made_up(job)), random.Random(0))
-    finally:
-        other_cut._CHUNK = chunk
+    found = restored(before, after, snapshots(before, wholes := made_up(job)), random.Random(0))
     expected = snapshots(after, wholes)
     assert found.keys() == expected.keys()
     assert all(same(found[index], expected[index]) for index in expected)

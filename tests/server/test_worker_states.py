@@ -30,3 +30,20 @@ def test_a_worker_that_joins_late_finds_the_newest_state_of_any_rank() -> None:
     assert states.newest(6) is None, "what was told is as new"
     states.leave(3, (7, b"left"))
     assert states.newest(6) == (7, b"left")
+
+
+@pytest.mark.parametrize("told", ["heartbeat", "state"])
+def test_what_a_worker_has_taken_over_takes_room_until_it_tells_of_itself(told: str) -> None:
+    states = WorkerStates(SharedRoom(10))
+    states.leave(0, (4, bytes(10)))
+    states.joined(0)
+    assert states.of(0) == (4, bytes(10))
+    assert states.left_at() == {}, "the rank is live"
+    with pytest.raises(LimitExceeded):
+        states.save(1, 5, bytes(1))
+    if told == "heartbeat":
+        states.joined(0, has_place=True)
+    else:
+        states.save(0, 5, b"")
+    assert states.of(0) is None
+    states.save(1, 5, bytes(10))
