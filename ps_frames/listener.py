@@ -1,9 +1,9 @@
 """Where workers open data connections: a TCP port, and a unix socket for those on this host.
 
-A connection has a thread of its own from its good ticket on. Until then one thread has all of them. A stranger costs a
-descriptor, and no thread: 1,000 silent connections over TLS once took 1,000 threads, each in a handshake. Here the
-handshake and the ticket are read as bytes come. A connection that is silent for a few seconds is closed. When too many
-are here, the host that has most of them loses its oldest, so that no host keeps another out.
+From its good ticket on a connection shares the threads of reading.py. Until then one thread has all of them. A stranger
+costs a descriptor, and no thread: 1,000 silent connections over TLS once took 1,000 threads, each in a handshake. Here
+the handshake and the ticket are read as bytes come. A connection that is silent for a few seconds is closed. When too
+many are here, the host that has most of them loses its oldest, so that no host keeps another out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from ps_frames.reading import ReadingThreads
 from ps_frames.server import Opener, ServerConnection, Serving, Tickets
 from ps_frames.sockets import frames_over
 from ps_frames.wire import HEADER_BYTES, TICKET_BYTES, Kind, Offer, read_header
@@ -246,13 +248,28 @@ class Where:
     directory: Path
 
 
+@dataclass
+class _Admitted:
+    """A connection with a good ticket.
+
+    caller: whose it is; None: it has had to make room for another caller's
+    left:   is called when it has ended; None: the shard has not been asked yet
+    """
+
+    made: ServerConnection
+    caller: str | None
+    host: str
+    left: Callable[[], None] | None = None
+
+
 class DataListener:
     """Takes connections until it is stopped.
 
     admit: is called with the opener of a connection and what ends it; returns what is to be called when it has ended.
            Raises PSError where the worker's place is lost
-    most:  connections at a time, each with a thread. Past that the caller with the most of them loses one to a caller
-           that would still have fewer with it; another caller's connection is refused
+    most:  connections at a time. Each may need a thread: while its request arrives slowly. Past that the caller with
+           the most of them loses one to a caller that would still have fewer with it; another caller's connection is
+           refused
     """
 
     def __init__(
@@ -268,12 +285,11 @@ class DataListener:
         self._lock = threading.Lock()
         self._arrivals = Arrivals(hosts)
         self._handshakes = Handshakes(self._open, handshake_seconds, self._arrivals)
-        self._connections: dict[int, ServerConnection] = {}
-        # By number, the oldest first: with the caller of the connection, None once it has had to make room.
-        self._threads: dict[int, tuple[threading.Thread, str | None]] = {}
+        self._connections: dict[int, _Admitted] = {}  # by number, the oldest first
         self._next = 0
         self._is_stopping = False
         self._troubles = Troubles(log, None)
+        self._threads = ReadingThreads("data", self._troubles)
         self._path: Path | None = None
         self.offer = Offer()
 
@@ -313,27 +329,30 @@ class DataListener:
         return name, inode
 
     def _open(self, connection: socket.socket, ticket: bytes, host: str) -> None:
-        """Has a connection served in a thread of its own, if its ticket is good."""
+        """Has a connection served, if its ticket is good."""
         opener = self._tickets.redeem(ticket, lambda opener: _is_of(connection, opener))
-        if opener is None or not self._start(connection, opener, host):
+        if opener is None or not self._begin(connection, opener, host):
             connection.close()
             self._arrivals.goes(host)
 
-    def _start(self, connection: socket.socket, opener: Opener, host: str) -> bool:
-        """Starts a connection's thread; returns whether there is room for it, and a thread can be had."""
+    def _begin(self, connection: socket.socket, opener: Opener, host: str) -> bool:
+        """Begins to read from a connection; returns whether there is room for it, and a thread."""
+        try:
+            frames = frames_over(connection)
+        except OSError:  # it has gone
+            return False
         with self._lock:
-            if self._is_stopping or (len(self._threads) >= self._most and not self._make_room(opener.caller)):
+            if self._is_stopping or (len(self._connections) >= self._most and not self._make_room(opener.caller)):
                 return False
             self._next += 1
             number = self._next
-            arguments = connection, opener, number, host
-            thread = threading.Thread(target=self._run, args=arguments, name="data", daemon=True)
-            self._threads[number] = thread, opener.caller
+            each = _Admitted(ServerConnection(frames, opener, self._serving, number), opener.caller, host)
+            self._connections[number] = each
         try:
-            start(thread)
+            self._threads.add(frames.fileno(), partial(self._read, each), partial(self._end, number))
         except TryLater as error:  # no thread can be had: the worker goes on over gRPC, and asks again later
             with self._lock:
-                del self._threads[number]
+                del self._connections[number]
             self._troubles.met("", "a data connection is refused: %s", error)
             return False
         self._troubles.over("")
@@ -341,41 +360,33 @@ class DataListener:
 
     def _make_room(self, caller: str) -> bool:
         """Ends a connection of the caller that has most, if this one has two fewer; returns whether it did."""
-        counts = Counter(other for _, other in self._threads.values() if other is not None)
+        counts = Counter(each.caller for each in self._connections.values() if each.caller is not None)
         most = max(counts, key=counts.__getitem__, default=caller)
         if counts[caller] + 1 >= counts[most]:
             return False
-        number = next((number for number in self._connections if self._threads[number][1] == most), None)
-        if number is not None:
-            self._threads[number] = self._threads[number][0], None
-            self._connections[number].cancel()
-        return number is not None
+        oldest = next(each for each in self._connections.values() if each.caller == most)
+        oldest.caller = None
+        oldest.made.cancel()
+        return True
 
-    def _run(self, connection: socket.socket, opener: Opener, number: int, host: str) -> None:
-        try:
-            guarded("data-connections", lambda: self._serve(connection, opener, number))
-        finally:
-            connection.close()
-            self._arrivals.goes(host)
-            with self._lock:
-                del self._threads[number]
+    def _read(self, each: _Admitted) -> bool:
+        """Reads what has come on a connection; the first time, asks the shard whether the worker has its place."""
+        if each.left is None:
+            try:
+                each.left = self._admit(each.made.opener, each.made.cancel)
+            except PSError:  # its worker's place is lost
+                return False
+            each.made.begin()
+        return each.made.read()
 
-    def _serve(self, connection: socket.socket, opener: Opener, number: int) -> None:
-        made = ServerConnection(frames_over(connection), opener, self._serving, number)
+    def _end(self, number: int) -> None:
+        each = self._connections[number]
+        each.made.end()
+        if each.left is not None:
+            each.left()
+        self._arrivals.goes(each.host)
         with self._lock:
-            if self._is_stopping:
-                return
-            self._connections[number] = made
-        try:
-            with contextlib.suppress(OSError, PSError):  # it has gone, or its worker's place is lost
-                ended = self._admit(opener, made.cancel)
-                try:
-                    made.serve()
-                finally:
-                    ended()
-        finally:
-            with self._lock:
-                del self._connections[number]
+            del self._connections[number]
 
     def stop(self) -> None:
         """Ends all connections and threads."""
@@ -385,12 +396,10 @@ class DataListener:
             self._path.unlink(missing_ok=True)
         self._handshakes.stop()
         with self._lock:
-            connections, threads = list(self._connections.values()), [thread for thread, _ in self._threads.values()]
-        for connection in connections:
-            connection.cancel()
-        for thread in threads:
-            if thread.ident is not None:  # one that is about to start ends at once
-                thread.join()
+            connections = list(self._connections.values())
+        for each in connections:
+            each.made.cancel()
+        self._threads.stop()
 
 
 def _is_of(connection: socket.socket, opener: Opener) -> bool:

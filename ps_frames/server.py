@@ -2,7 +2,7 @@
 
 A ticket binds a connection to the call that asked for it: to its caller, and to a worker in its place. Every request is
 then handled behind the same permissions, limits and counters as one that comes by gRPC. Both kinds of calls are a
-`ServerCall` to them. One thread of each connection receives requests and carries them out: none waits for another
+`ServerCall` to them. A thread that reads (reading.py) receives a request and carries it out: none waits for another
 worker. sender.py sends the answers.
 """
 
@@ -358,19 +358,28 @@ class ServerConnection(Cancellable):
         self.sender = FrameSender(frames, serving.senders, lambda: serving.limited(self))
         self._lock = threading.Lock()
         self._calls: dict[int, FrameCall] = {}
+        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._received = 0  # bytes of the next header
 
-    def serve(self) -> None:
-        """Carries out calls until the connection ends, in this thread."""
-        header = memoryview(bytearray(HEADER_BYTES))
+    def begin(self) -> None:
+        """Tells the worker that its ticket is good."""
+        self.sender.put([write_header(0, Kind.OPENED, 0)])
+
+    def read(self) -> bool:
+        """Carries out the next request, once its header has come, in this thread. Returns whether the connection goes
+        on.
+        """
         try:
-            self.sender.put([write_header(0, Kind.OPENED, 0)])
             while True:
-                self._frames.receive_into(header)
-                self._carry_out(read_header(header, self._serving.message_bytes))
+                self._received += self._frames.receive_now(self._header[self._received :])
+                if self._received < HEADER_BYTES:
+                    return True
+                self._received = 0
+                self._carry_out(read_header(self._header, self._serving.message_bytes))
+                if not self._frames.has_bytes():
+                    return True
         except (OSError, InvalidRequest, CallBroken):
-            pass  # the worker has gone, or sends what is no frame
-        finally:
-            self._end()
+            return False  # the worker has gone, or sends what is no frame
 
     def _carry_out(self, header: Header) -> None:
         if header.kind is Kind.CANCEL:
@@ -408,16 +417,21 @@ class ServerConnection(Cancellable):
                 self._frames.receive_into(piece)
                 count -= len(piece)
 
+    def fileno(self) -> int:
+        """Returns the descriptor."""
+        return self._frames.fileno()
+
     def forget(self, call: int) -> None:
         """Removes a call that is over."""
         with self._lock:
             self._calls.pop(call, None)
 
     def cancel(self) -> None:
-        """Ends the connection, from any thread; `serve` returns."""
+        """Breaks the connection off, from any thread; `read` then returns False."""
         self._frames.abort()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Ends the calls under way, and closes the connection."""
         self.sender.end()
         self._frames.abort()
         with self._lock:

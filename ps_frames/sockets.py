@@ -19,6 +19,7 @@ from typing import Protocol
 from ps_protocol.framing import Buffer
 
 _TLS_PIECE = 256 * 2**10  # sent or received in one turn: OpenSSL makes records of 16 KiB of it
+_CLOSED = "the other end has closed the connection"
 # A peer whose host is gone is noticed after about a minute.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 4))
 
@@ -62,6 +63,15 @@ class FrameSocket(Protocol):
         moved: called now and then, when a part of the bytes has arrived
         """
 
+    def receive_now(self, target: memoryview) -> int:
+        """Fills a part of the target with bytes that have come. Returns how many these were; 0: none have."""
+
+    def has_bytes(self) -> bool:
+        """Whether bytes have come that the descriptor does not show: TLS has received them, and keeps them."""
+
+    def fileno(self) -> int:
+        """Returns the descriptor."""
+
     def watch(self, seconds: float, look: Callable[[], None]) -> None:
         """Sets a function that the receiving thread calls after each `seconds` seconds without bytes, and `moved` about
         as often while bytes arrive. An error that it raises ends the receiving."""
@@ -103,6 +113,12 @@ class _Socket(FrameSocket):
     def wait_for_room(self) -> None:
         _is_ready(self._socket, self._sends_after)
 
+    def has_bytes(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def close(self) -> None:
         self._socket.close()
 
@@ -141,9 +157,18 @@ class PlainSocket(_Socket):
                 self._look()
                 continue
             if not count:
-                raise ConnectionResetError("the other end has closed the connection")
+                raise ConnectionResetError(_CLOSED)
             target = target[count:]
             moved()
+
+    def receive_now(self, target: memoryview) -> int:
+        try:
+            count = self._socket.recv_into(target, len(target), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        if not count:
+            raise ConnectionResetError(_CLOSED)
+        return count
 
     def watch(self, seconds: float, look: Callable[[], None]) -> None:
         self._look = look
@@ -157,6 +182,8 @@ class PlainSocket(_Socket):
 
 class TlsSocket(_Socket):
     """A connection with TLS. OpenSSL allows one thread at a time: none waits while it is there."""
+
+    _socket: ssl.SSLSocket
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         """Takes the connection over, after its handshake."""
@@ -205,9 +232,23 @@ class TlsSocket(_Socket):
                     self._look()
                 continue
             if not count:
-                raise ConnectionResetError("the other end has closed the connection")
+                raise ConnectionResetError(_CLOSED)
             target = target[count:]
             moved()
+
+    def receive_now(self, target: memoryview) -> int:
+        try:
+            with self._turn:
+                count = self._socket.recv_into(target, len(target))
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return 0
+        if not count:
+            raise ConnectionResetError(_CLOSED)
+        return count
+
+    def has_bytes(self) -> bool:
+        with self._turn:
+            return self._socket.pending() > 0
 
     def watch(self, seconds: float, look: Callable[[], None]) -> None:
         self._look, self._look_milliseconds = look, seconds * 1000
@@ -238,7 +279,7 @@ def receive_exactly(connection: socket.socket, count: int, until: float) -> byte
         connection.settimeout(max(until - time.monotonic(), 0.001))
         piece = connection.recv(count - len(received))
         if not piece:
-            raise ConnectionResetError("the other end has closed the connection")
+            raise ConnectionResetError(_CLOSED)
         received += piece
     return received
 

@@ -14,7 +14,7 @@ POOLS_OF_EACH, POOLS_OF_A_SHARD, POOLS_OF_A_COORDINATOR = 2, 6, 2  # of calls: o
 
 @dataclass(frozen=True)
 class ThreadShares:
-    """How many threads each pool of calls has at most, and how many data connections there are, each with one."""
+    """How many threads each pool of calls has at most, and how many data connections there are: each may need one."""
 
     pool: int
     connections: int

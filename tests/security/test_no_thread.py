@@ -241,7 +241,7 @@ HERE: dict[str, Callable[[Path], None]] = {
 }
 # By the test that holds it, or why none does.
 ELSEWHERE = {
-    "ps_frames/listener.py DataListener._start": (
+    "ps_frames/reading.py ReadingThreads._start": (
         "tests/security/test_handshakes.py",
         "test_where_no_thread_can_be_had_a_connection_is_closed_and_the_next_one_works",
     ),
