@@ -24,7 +24,7 @@ _ONCE = select.EPOLLIN | select.EPOLLONESHOT  # until it is armed again: no othe
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _Readable:
     ready: Callable[[], bool]
     ended: Callable[[], None]
 
@@ -45,7 +45,7 @@ class ReadingThreads:
         self._epoll.register(self._woken, select.EPOLLIN)  # stays readable, so that it wakes every thread
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._readers: dict[int, _Reader] = {}  # by descriptor
+        self._readers: dict[int, _Readable] = {}  # by descriptor
         self._threads: set[threading.Thread] = set()
         self._waiting = 0  # threads without a connection
         self._is_stopping = False
@@ -60,7 +60,7 @@ class ReadingThreads:
         Raises TryLater if there is no thread, and none can be started.
         """
         with self._lock:
-            self._readers[descriptor] = _Reader(ready, ended)
+            self._readers[descriptor] = _Readable(ready, ended)
             is_first = not self._threads
         if is_first:
             try:
@@ -137,14 +137,14 @@ class ReadingThreads:
         else:
             self._troubles.over(self._name)
 
-    def _goes_on(self, reader: _Reader) -> bool:
+    def _goes_on(self, reader: _Readable) -> bool:
         try:
             return reader.ready()
         except Exception:
             note_error(self._name)
             return False
 
-    def _end(self, descriptor: int, reader: _Reader) -> None:
+    def _end(self, descriptor: int, reader: _Readable) -> None:
         self._epoll.unregister(descriptor)  # before it is closed, and given to another connection
         with self._lock:
             del self._readers[descriptor]
