@@ -156,9 +156,9 @@ class ShardReader:
         self._channel.close()
 
 
-def _error_of(futures: Iterable[Future[T]]) -> BaseException:
-    """Returns the first error, by shard, of calls of which one has failed."""
-    error = next(filter(None, (each.exception() for each in futures if each.done())))
+def _error_of(failed: Future[T]) -> BaseException:
+    error = failed.exception()
+    assert error is not None
     return TryLater("the connections are closed") if isinstance(error, Closed) else error
 
 
@@ -184,10 +184,11 @@ class EachShard:
         futures = [pool.submit(each) for pool, each in zip(self._pools, calls, strict=True)]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
-            if any(each.done() and each.exception() is not None for each in futures):
-                self.cancel()
+            failed = [number for number, each in enumerate(futures) if each.done() and each.exception() is not None]
+            if failed:
+                self.cancel()  # the errors of these calls say nothing
                 wait(futures)
-                raise _error_of(futures)
+                raise _error_of(futures[failed[0]])
             return [future.result() for future in futures]
         finally:
             # The traceback of an error refers to this frame. If the frame referred to the error, all that the calls
