@@ -381,12 +381,16 @@ class DataListener:
 
     def _end(self, number: int) -> None:
         each = self._connections[number]
-        each.made.end()
-        if each.left is not None:
-            each.left()
-        self._arrivals.goes(each.host)
-        with self._lock:
-            del self._connections[number]
+        try:
+            each.made.end()
+        finally:
+            try:
+                if each.left is not None:
+                    each.left()
+            finally:
+                self._arrivals.goes(each.host)
+                with self._lock:
+                    del self._connections[number]
 
     def stop(self) -> None:
         """Ends all connections and threads."""

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ps_frames.sockets import nothing
 from ps_protocol.errors import TryLater
-from ps_runtime.background import note_error, start
+from ps_runtime.background import guarded, note_error, start
 from ps_runtime.troubles import Troubles
 
 IDLE_SECONDS = 10.0  # after which a thread ends for which there was nothing to do, where there are more than KEPT
@@ -57,19 +58,21 @@ class ReadingThreads:
                Reads without waiting for the first of them; returns whether the connection goes on
         ended: called after `ready` has returned False or raised. Closes the descriptor
 
-        Raises TryLater if there is no thread, and none can be started.
+        Raises TryLater if there is no thread, and none can be started, or if the kernel watches no more.
         """
         with self._lock:
             self._readers[descriptor] = _Readable(ready, ended)
-            is_first = not self._threads
-        if is_first:
-            try:
+            lacks_thread, is_first = self._lacks_thread(), not self._threads
+        try:
+            if is_first:
                 self._start()
-            except TryLater:
-                with self._lock:
-                    del self._readers[descriptor]
-                raise
-        self._epoll.register(descriptor, _ONCE | select.EPOLLOUT)
+            elif lacks_thread:  # those that there are have a request each
+                self._start_another()
+            self._epoll.register(descriptor, _ONCE | select.EPOLLOUT)
+        except (TryLater, OSError) as error:
+            with self._lock:
+                del self._readers[descriptor]
+            raise TryLater(f"this process can watch no more connections: {error}") from None
 
     def stop(self) -> None:
         """Waits until all connections have ended, which the caller has broken off. Ends the threads."""
@@ -86,6 +89,10 @@ class ReadingThreads:
         os.close(self._woken)
         os.close(self._wake)
 
+    def _lacks_thread(self) -> bool:
+        """Returns whether no thread waits for connections, of which one has no thread. The caller holds the lock."""
+        return not self._waiting and len(self._threads) < len(self._readers)
+
     def _start(self) -> None:
         """Starts a thread. Raises TryLater."""
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -101,6 +108,7 @@ class ReadingThreads:
             raise
 
     def _run(self) -> None:
+        guarded(self._name, nothing)  # its errors are counted from now on, from 0
         while self._turn():
             pass  # nothing here refers to a connection, so that one that has ended gives its memory back
 
@@ -117,8 +125,8 @@ class ReadingThreads:
             descriptor = events[0][0]
             reader = self._readers[descriptor]
             self._waiting -= 1
-            is_last = not self._waiting and len(self._threads) < len(self._readers)
-        if is_last:
+            lacks_thread = self._lacks_thread()
+        if lacks_thread:
             self._start_another()
         if self._goes_on(reader):
             with self._lock:
@@ -129,7 +137,7 @@ class ReadingThreads:
         return True
 
     def _start_another(self) -> None:
-        """Starts a thread for the other connections, while this one has a request to carry out."""
+        """Starts a thread for other connections, while those that there are have a request each to carry out."""
         try:
             self._start()
         except TryLater as error:
@@ -148,10 +156,7 @@ class ReadingThreads:
         self._epoll.unregister(descriptor)  # before it is closed, and given to another connection
         with self._lock:
             del self._readers[descriptor]
-        try:
-            reader.ended()
-        except Exception:
-            note_error(self._name)
+        guarded(self._name, reader.ended)
         with self._changed:
             self._waiting += 1
             self._changed.notify_all()

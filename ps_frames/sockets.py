@@ -240,8 +240,10 @@ class TlsSocket(_Socket):
         try:
             with self._turn:
                 count = self._socket.recv_into(target, len(target))
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        except ssl.SSLWantReadError:
             return 0
+        except ssl.SSLWantWriteError:  # it asks for new keys, which workers do not, and does not take the answer
+            raise ConnectionResetError("the other end does not read") from None
         if not count:
             raise ConnectionResetError(_CLOSED)
         return count

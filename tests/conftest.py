@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -40,6 +41,14 @@ def pytest_sessionfinish() -> None:
     """Has the collections with which pytest ends, ten of them, find nothing: this one has found what tests left."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, whatever an earlier test has run in this process: a command leaves its handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

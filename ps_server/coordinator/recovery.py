@@ -252,11 +252,15 @@ def _check_other_cut(before: JobSpec, spec: JobSpec, manifest: Manifest) -> None
     were, are = (f"groups of {n}" if n > 1 else "workers of one process" for n in (before.group_size, spec.group_size))
     if any(part.disk for part in manifest.shards.values()):
         raise JobMismatch(
-            f"job {spec.name!r}: its checkpoint {manifest.name} is of {were}, and this one has {are}: each shard then "
-            "reads what others have, and they keep it on disks of their own. Train with groups that cut the model as "
-            "before, or export the checkpoint"
+            f"job {spec.name!r}: its checkpoint {manifest.name} is of {were}, and this one has {are}, cut otherwise: "
+            "each shard then reads what others have, and they keep it on disks of their own. Train with "
+            "groups that cut the model as before, or export the checkpoint"
         )
     log.info("job %s: checkpoint %s of %s is cut anew for %s", spec.name, manifest.name, were, are)
+    if 0 not in manifest.workers:
+        what = "job %s: checkpoint %s has no state of worker 0: buffers and schedules are %s"
+        others = "those of another worker" if manifest.workers else "as the job began"
+        log.warning(what, spec.name, manifest.name, others)
 
 
 def _own_files(job: PlacedJob, manifest: Manifest, shard: int) -> tuple[StoredPart, ...]:

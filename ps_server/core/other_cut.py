@@ -196,7 +196,8 @@ class OtherCut:
                 if self._refuses and not torch.equal(before[1], values):
                     self._refuse(
                         f"the optimizer's state {name!r} of {parameter.name!r} is {before[1].item():g} in one piece "
-                        f"and {values.item():g} in another: they cannot be joined"
+                        f"and {values.item():g} in another: they cannot be joined. Train with "
+                        "the cut of before, or export the checkpoint"
                     )
                 made.scalars[key] = max(before, (head.version, values.clone()), key=lambda each: each[0])
             else:
@@ -248,7 +249,8 @@ class OtherCut:
             elif position >= 0 and self._refuses:
                 parameter = self._spec.parameters[cut.parameter].name
                 self._refuse(
-                    f"only some pieces of {parameter!r} have the optimizer's state {name!r}: they cannot be joined"
+                    f"only some pieces of {parameter!r} have the optimizer's state {name!r}: they cannot be joined. "
+                    "Train with the cut of before, or export the checkpoint"
                 )
         return replace(_head(made, self._spec), weights=made.weights, sent=made.sent, state=state)
 

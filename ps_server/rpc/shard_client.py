@@ -49,6 +49,10 @@ class ShardClient:
         self.address = address
         self._channel = open_channel(address, access)
         self._stub = ShardServiceStub(self._channel)
+        # Calls that take seconds, one for each job: with more jobs than a connection has calls at a time, others would
+        # wait behind them, a join for one.
+        self._slow_channel = open_channel(address, access)
+        self._slow_stub = ShardServiceStub(self._slow_channel)
         self._takes_several = True  # workers in one call
 
     def create_job(self, spec: JobSpec, buckets: list[int], run: str, shards: int) -> None:
@@ -117,12 +121,12 @@ class ShardClient:
     def await_snapshot(self, job: str, checkpoint: str, run: str) -> ShardSnapshot:
         """Returns the shard's part, once it is on disk. Raises TryLater after a few seconds."""
         request = shard_pb2.AwaitSnapshotRequest(job=job, checkpoint=checkpoint, run=run)
-        return shard_messages.shard_snapshot(self._call(self._stub.AwaitSnapshot, request))
+        return shard_messages.shard_snapshot(self._call(self._slow_stub.AwaitSnapshot, request))
 
     def restore_job(self, request: RestoreRequest) -> RestoreProgress:
         """Has the shard hold a job as a checkpoint has it; answers within seconds how far it is."""
         return shard_messages.restore_progress(
-            self._call(self._stub.RestoreJob, shard_messages.restore_message(request))
+            self._call(self._slow_stub.RestoreJob, shard_messages.restore_message(request))
         )
 
     def statistics(self) -> ShardStatistics:
@@ -138,8 +142,9 @@ class ShardClient:
         return self._call(self._stub.GetShardStatus, request, min(STATUS_SECONDS, self._seconds))
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connections."""
         self._channel.close()
+        self._slow_channel.close()
 
     def _call(self, method: Callable[..., Any], request: Any, seconds: float | None = None) -> Any:
         request.coordinator_term = self._charge.term

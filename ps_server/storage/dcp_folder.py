@@ -33,7 +33,8 @@ def write_folder(
     names:  of the parameters, by number
     kinds:  by group, the name of its optimizer's class
     """
-    from torch.distributed.checkpoint.state_dict_saver import save  # whose import takes as long as torch's own
+    from torch.distributed.checkpoint.api import CheckpointException  # whose import takes as long as torch's own
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     of_optimizer: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in state.items():
@@ -44,8 +45,12 @@ def write_folder(
         for kind, group in zip(kinds, groups, strict=True)
     ]
     content = {"model": dict(model), "optimizer": {"state": of_optimizer, "param_groups": named}}
-    with warnings.catch_warnings(action="ignore"):  # of there being no process group, and of a folder that is replaced
-        save(content, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group, and that a folder is replaced
+        try:
+            save(content, checkpoint_id=folder, no_dist=True)
+        except CheckpointException as error:  # no Exception: torch has it for an error of any rank
+            raise OSError(f"{folder}: {error}") from None
 
 
 def _settings(kind: str) -> dict[str, Any]:

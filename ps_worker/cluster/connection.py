@@ -158,9 +158,12 @@ class Connection:
         """Sends initial values."""
         return self._note([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
 
-    def tell(self, bucket: BucketSpec, payload: memoryview) -> Future[PushResult]:
-        """Sends what readers of the weights are to get of a bucket that no optimizer steps. No step waits for it."""
-        return self._network[self._shard_of[bucket.index]].tell(self.clock, bucket, payload)
+    def tell(self, bucket: BucketSpec, number: int, payload: memoryview) -> Future[PushResult]:
+        """Sends what readers of the weights are to get of a bucket that no optimizer steps. No step waits for it.
+
+        number: the step that it is of; shards keep what has the highest
+        """
+        return self._network[self._shard_of[bucket.index]].tell(number, bucket, payload)
 
     def begin_tables(self, tables: Sequence[FirstRows], ask: bool = False) -> list[Future[int | None]]:
         """Sends the initial content of all tables to every shard; see RowTransport.begin."""

@@ -34,6 +34,7 @@ class ToldBuffers:
         self._due = 0.0
         self._place: JoinResult | None = None  # from which it was told: in a later one the shards may have lost it
         self._told: dict[int, int] = {}  # by bucket, the checksum of what was told
+        self._numbers: dict[int, int] = {}  # by bucket, of what was told last
         self._sent: list[Future[PushResult]] = []
 
     def stepped(self, changed: Callable[[], Collection[int]], is_last: bool = False) -> None:
@@ -54,10 +55,17 @@ class ToldBuffers:
                 checksum = zlib.crc32(payload)
                 if self._told.get(bucket.index) != checksum:
                     self._told[bucket.index] = checksum
-                    self._sent.append(connection.tell(bucket, payload))
+                    # A script may change buffers after its last step, as torch.optim.swa_utils.update_bn does. Shards
+                    # take what has a higher number than what they have.
+                    number = max(connection.clock, self._numbers.get(bucket.index, 0) + 1)
+                    self._numbers[bucket.index] = number
+                    self._sent.append(connection.tell(bucket, number, payload))
         self._sent = [each for each in self._sent if not self._is_over(each)]
         if is_last:
             wait(self._sent, LAST_SECONDS)
+            self._sent = [each for each in self._sent if not self._is_over(each)]
+            if self._sent:
+                log.warning("readers of the weights do not get the last buffers of rank 0: %s", self._sent[0])
 
     def _is_over(self, sent: Future[PushResult]) -> bool:
         """Whether a message has arrived, or is lost: then all are sent again."""

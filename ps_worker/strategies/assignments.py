@@ -182,9 +182,13 @@ class Assignments:
         as it is on the shards. fetch: returns the latter, of all optimizers
         """
         parameters = stage.parameters_of(optimizer)
-        states = self._loaded(parameters)
-        own = self._by_tensor(parameters, fetch() if states is None else states)
-        return with_empty_shards(group, tensors_in(stage.optimizers[optimizer]), own)
+        with in_call(group, "optimizer.state_dict"):
+            states = self._loaded(parameters)
+            lacks = states is None
+            if group is not None:  # a fetch is a call of all members, and one may have none of these parameters
+                lacks = b"lacks" in group.gather(b"lacks" if lacks else b"")
+            own = self._by_tensor(parameters, {**(fetch() if lacks else {}), **(states or {})})
+            return with_empty_shards(group, tensors_in(stage.optimizers[optimizer]), own)
 
     def _loaded(self, parameters: Set[int]) -> States | None:
         """Returns the state of these parameters if the script has set that of all of them since the last step;

@@ -144,9 +144,9 @@ class JobTraining:
         state = None
         try:
             state = self._last_state()
+            self.checkpoint.close()
         except Exception:
             log.exception("this worker's state could not be caught")  # the worker leaves all the same
-        self.checkpoint.close()
         self._sender.close()
         self.participation.close(state, done=not is_cut_short())
         self._sender.join()

@@ -96,6 +96,20 @@ def test_the_last_edition_evaluates_as_the_model_of_rank_0(shared: Cluster, job:
         assert feed.wait_for().buffers_version == 5
 
 
+def test_buffers_that_change_after_the_last_step_come_too(shared: Cluster, job: str, always: None) -> None:
+    with ps.subscribe(shared.address, job) as feed, shared.connect("sync", job=job) as session:
+        trainer = NormTrainer(session)
+        model = feed.load(normed())
+        trainer.steps(2)
+        session.unwrap(trainer.model).train()(torch.full((4, 6), 9.0))  # as torch.optim.swa_utils.update_bn does
+        wanted = trainer.evaluated()
+        session.close()
+        until(lambda: feed.ended, "the end")
+        with feed.reading(model):
+            assert torch.equal(evaluated(model), wanted)
+        assert feed.wait_for().buffers_version == 3
+
+
 def test_buffers_come_while_the_job_trains_and_say_of_which_step_they_are(
     shared: Cluster, job: str, trainer: NormTrainer, always: None
 ) -> None:
@@ -173,12 +187,15 @@ class Told:
 
     def __init__(self, rank: int) -> None:
         self.place = SimpleNamespace(identity=Identity("sums", rank, 1))
+        self.clock = 5
         self.error: Exception | None = None
         self.came: list[bytes] = []
+        self.numbers: list[int] = []
 
-    def tell(self, bucket: BucketSpec, payload: memoryview) -> Future[None]:
+    def tell(self, bucket: BucketSpec, number: int, payload: memoryview) -> Future[None]:
         answer: Future[None] = Future()
         self.came.append(bytes(payload))
+        self.numbers.append(number)
         answer.set_exception(self.error) if self.error else answer.set_result(None)
         return answer
 
@@ -201,6 +218,7 @@ def test_what_has_not_changed_is_told_once_in_each_place_and_again_where_it_was_
     connections[0].error = None
     telling.stepped(lambda: changed)
     assert connections[0].came == [b"first", b"second", b"second"]
+    assert connections[0].numbers == [5, 6, 7], "it has changed since that step was told"
     connections.append(Told(0))
     telling.stepped(lambda: changed, is_last=True)
     assert connections[1].came == [b"second"], "the shard may have been restored"

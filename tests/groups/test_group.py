@@ -201,6 +201,7 @@ def test_no_member_waits_for_the_others_where_signals_are_held(
     assert not any(held)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_signal_acts_in_a_wait_of_an_undisturbed_block_and_not_beside_it() -> None:
     done: list[str] = []
 

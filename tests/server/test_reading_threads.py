@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +100,27 @@ def test_requests_that_arrive_slowly_keep_no_other_waiting(connect: Callable[[],
     for echo in slow:
         echo.there.sendall(MESSAGE[1:])
         assert echo.there.recv(len(MESSAGE)) == MESSAGE
+
+
+def test_a_connection_that_comes_while_all_threads_have_a_request_does_not_wait(connect: Callable[[], Echo]) -> None:
+    for _ in range(3):
+        connect().there.sendall(MESSAGE[:1])
+        assert connect().ask() == MESSAGE
+
+
+def test_a_connection_that_the_kernel_does_not_watch_is_refused(
+    threads: ReadingThreads, connect: Callable[[], Echo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = SimpleNamespace(register=raises_no_space, poll=threads._epoll.poll)
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "_epoll", full)
+        with pytest.raises(TryLater, match="No space left"):
+            threads.add(0, lambda: True, lambda: None)
+    assert connect().ask() == MESSAGE
+
+
+def raises_no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_threads_that_are_not_needed_end(connect: Callable[[], Echo], monkeypatch: pytest.MonkeyPatch) -> None:

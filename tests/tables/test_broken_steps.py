@@ -79,6 +79,7 @@ def test_a_model_is_evaluated_in_inference_mode(shared: Cluster, job: str, trans
                 assert training.model(ids).item() == -9.0 * steps
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_interrupt_in_the_middle_of_a_step_waits_until_all_of_it_is_on_its_way(
     shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
@@ -93,21 +94,17 @@ def test_an_interrupt_in_the_middle_of_a_step_waits_until_all_of_it_is_on_its_wa
             os.kill(os.getpid(), signal.SIGINT)
         return step(self, *arguments, **more)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with shared.connect("async", job=job, transport=transport) as session:
-            training = Training(session)
-            monkeypatch.setattr(RowTransport, "step", interrupted)
+    with shared.connect("async", job=job, transport=transport) as session:
+        training = Training(session)
+        monkeypatch.setattr(RowTransport, "step", interrupted)
+        training.step(torch.arange(4))
+        with pytest.raises(KeyboardInterrupt):
             training.step(torch.arange(4))
-            with pytest.raises(KeyboardInterrupt):
-                training.step(torch.arange(4))
-            assert session.clock == 2
-            training.step(torch.arange(4))
-            assert training.rows(5) == [-3.0] * 4 + [0.0]
-            assert training.weight == -3.0
-            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+        assert session.clock == 2
+        training.step(torch.arange(4))
+        assert training.rows(5) == [-3.0] * 4 + [0.0]
+        assert training.weight == -3.0
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_worker_that_lost_its_place_goes_on_though_its_next_rows_need_more_memory(
@@ -207,24 +204,21 @@ def test_a_graph_that_is_kept_gives_its_gradient_again_after_zero_grad(training:
     assert (training.rows(2), training.weight) == ([-1.0, -1.0], -1.0)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_second_interrupt_does_not_wait() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        interrupts = 0
+    interrupts = 0
 
-        def interrupt_twice() -> None:
-            nonlocal interrupts
-            with undisturbed():
-                while interrupts < 3:
-                    interrupts += 1
-                    os.kill(os.getpid(), signal.SIGINT)
+    def interrupt_twice() -> None:
+        nonlocal interrupts
+        with undisturbed():
+            while interrupts < 3:
+                interrupts += 1
+                os.kill(os.getpid(), signal.SIGINT)
 
-        with pytest.raises(KeyboardInterrupt):
-            interrupt_twice()
-        assert interrupts == 2
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_twice()
+    assert interrupts == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 class _Breaks(torch.autograd.Function):
