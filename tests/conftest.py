@@ -45,7 +45,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, whatever an earlier test has run in this process: a command leaves its handler."""
+    """SIGINT raises KeyboardInterrupt, whatever earlier tests have run here: a command leaves its handler."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
