@@ -117,7 +117,7 @@ def test_a_checkpoint_on_the_shards_own_disks_is_not_cut_anew(tmp_path: Path) ->
             worker.initialise()
             train(worker, 1)
             worker.leave()
-        with pytest.raises(JobMismatch, match="is of workers of one process, and this one has groups of 2, cut otherwise: "):
+        with pytest.raises(JobMismatch, match="of one process, and this one has groups of 2, cut otherwise: "):
             RawWorker(first.address, GROUP, 0)
     finally:
         for server in (shard, first):
