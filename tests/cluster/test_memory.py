@@ -15,7 +15,7 @@ from tests.tools.launching import python, resident
 from tests.tools.raw_worker import RawWorker, vector_job
 
 KIB = 1024
-AT_ONCE = 50
+AT_ONCE = 24  # pulls, and as many pushes: a connection may have STREAMS_OF_A_CONNECTION calls at a time
 ROUNDS = 10  # a leak grows in each of them
 
 

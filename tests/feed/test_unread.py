@@ -24,7 +24,7 @@ from tests.tools.cluster import until
 from tests.tools.followed_trainer import FollowedTrainer
 from tests.tools.launching import Commands, resident
 
-READERS, OF_A_CONNECTION = 1000, 100
+READERS, OF_A_CONNECTION = 1000, 40  # a connection may have STREAMS_OF_A_CONNECTION calls at a time
 BUCKET_BYTES = 128 * 1024
 WIDTH = 100_000  # 16 MB of weights
 # Without these gRPC's client takes in, on a fast link, what nobody has asked for.
