@@ -193,8 +193,8 @@ def _dialled(address: tuple[str, int]) -> socket.socket:
         except ConnectionRefusedError:  # the trainer is still importing
             time.sleep(0.05)
             continue
-        # To a port of this host at which nobody listens yet, a connection may get that port as its own: TCP then
-        # connects it to itself, and the trainer could not listen there.
+        # Where nobody listens yet at a port of this host, the kernel may give that port to the connecting socket: TCP
+        # then connects the socket to itself, and the trainer could not listen there.
         if connection.getsockname() != connection.getpeername():
             return connection
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # the port is free at once

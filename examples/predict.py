@@ -118,7 +118,7 @@ class Request(BaseHTTPRequestHandler):
 
 
 def parse_arguments() -> argparse.Namespace:
-    """What is not given comes from PS_* variables, as for a training script."""
+    """Parses the arguments. Options that are not given come from PS_* variables, as for a training script."""
     parser = argparse.ArgumentParser(description="Answer predictions of clicks while training goes on.")
     parser.add_argument("--server", help="HOST:PORT of the coordinator (PS_SERVER)")
     parser.add_argument("--job", help="the job's name (PS_JOB, default)")

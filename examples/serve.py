@@ -163,7 +163,7 @@ def application(served: Served, late: float, max_behind: int | None) -> FastAPI:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """What is not given comes from PS_* variables, as for a training script."""
+    """Parses the arguments. Options that are not given come from PS_* variables, as for a training script."""
     parser = argparse.ArgumentParser(description="Serve the GPT of char_gpt.py while it trains.")
     parser.add_argument("--server", help="HOST:PORT of the coordinator (PS_SERVER)")
     parser.add_argument("--job", help="the job's name (PS_JOB, default)")

@@ -20,7 +20,10 @@ import ps_torch as ps
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """What is not given comes from PS_* variables. words: None: those of the command line"""
+    """Parses the arguments. Options that are not given come from PS_* variables.
+
+    words: the arguments; None: those of the command line
+    """
     parser = argparse.ArgumentParser(description="Write texts with the newest weights.")
     parser.add_argument("--server", help="HOST:PORT of the coordinator (PS_SERVER)")
     parser.add_argument("--job", help="the job's name (PS_JOB, default)")

@@ -83,7 +83,10 @@ def make_steps(session: ps.Session, arguments: argparse.Namespace) -> None:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """What is not given comes from PS_* variables. words: None: those of the command line"""
+    """Parses the arguments. Options that are not given come from PS_* variables.
+
+    words: the arguments; None: those of the command line
+    """
     parser = argparse.ArgumentParser(description="Learn from what rollout processes write.")
     parser.add_argument("--pool", default="127.0.0.1:8100", help="HOST:PORT of pool.py (%(default)s)")
     parser.add_argument("--steps", type=int, default=150, help="steps of each trainer (%(default)s)")

@@ -276,6 +276,17 @@ def test_members_go_on_from_one_clock_where_the_push_of_one_fails(
     assert [int(each["clock"]) for each in found] == [options.steps] * 2
 
 
+def after_a_refused_push(
+    nursery: Nursery, shared: Cluster, job: str, directory: Path, options: Options
+) -> dict[str, torch.Tensor]:
+    """What both members of a group end with, after a step that raised in both."""
+    with Groups(nursery, shared.address, job, directory, options) as groups:
+        found = groups.ended()
+    assert {path.name for path in directory.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
+    assert all(same(each, found[0]) for each in found)
+    return found[0]
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_what_the_wire_rounds_off_counts_once_where_the_push_of_one_member_fails(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
@@ -284,10 +295,7 @@ def test_what_the_wire_rounds_off_counts_once_where_the_push_of_one_member_fails
     other member goes on with what it had rounded off before."""
     more: dict[str, Any] = {"connected": {"transport": "tcp"}, "prepared": {"gradient_wire": "int8"}}
     options = Options(groups=1, mode=mode, unpushed=3, optimizer="plain SGD", given=3, **more)
-    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
-        found = groups.ended()
-    assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
-    assert all(same(each, found[0]) for each in found)
+    found = after_a_refused_push(nursery, shared, job, tmp_path, options)
     model = make_model()
     [group] = make_optimizer(options.optimizer, model).param_groups
     for index, whole in enumerate(model.parameters()):
@@ -295,7 +303,7 @@ def test_what_the_wire_rounds_off_counts_once_where_the_push_of_one_member_fails
             for step in range(options.steps):
                 if (member, step) != (1, options.unpushed):
                     piece -= group["lr"] * given_gradient(options, step, member, index, piece.shape)
-    assert distance(found[0], dict(model.state_dict())) <= 1e-6
+    assert distance(found, dict(model.state_dict())) <= 1e-6
 
 
 def test_what_the_wire_rounds_off_of_a_round_counts_once_where_the_push_of_one_member_fails(
@@ -305,10 +313,7 @@ def test_what_the_wire_rounds_off_of_a_round_counts_once_where_the_push_of_one_m
     outer = {"warm_up": 0, "lr": 0.5, "momentum": 0.0, "nesterov": False}
     more: dict[str, Any] = {"prepared": {"outer": outer, "gradient_wire": "int8"}, "connected": {"transport": "tcp"}}
     options = Options(groups=1, mode="local:2", steps=13, unpushed=3, optimizer="plain SGD", given=5, **more)
-    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
-        found = groups.ended()
-    assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
-    assert all(same(each, found[0]) for each in found)
+    found = after_a_refused_push(nursery, shared, job, tmp_path, options)
     model = make_model()
     [group] = make_optimizer(options.optimizer, model).param_groups
     for index, whole in enumerate(model.parameters()):
@@ -317,7 +322,7 @@ def test_what_the_wire_rounds_off_of_a_round_counts_once_where_the_push_of_one_m
                 if step != 4 and (member, step) not in ((1, 2), (1, 3)):
                     change = group["lr"] * given_gradient(options, step, member, index, piece.shape)
                     piece -= outer["lr"] * change
-    assert distance(found[0], dict(model.state_dict())) <= 1e-6
+    assert distance(found, dict(model.state_dict())) <= 1e-6
 
 
 def test_members_go_on_from_one_clock_where_servers_refuse_the_push_of_one(
