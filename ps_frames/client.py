@@ -1,8 +1,8 @@
 """A data connection to one shard: concurrent calls of push and pull over frames.
 
-The calling thread sends a request; its payload is not copied. One thread receives: it writes the payload of an answer
-to the memory that the call names, and notifies the call. If the connection ends, for any reason, every unanswered call
-fails. Its caller may repeat it by gRPC.
+The calling thread sends a request; its payload is not copied. A thread that the connections of all shards share
+(reading.py) receives: it writes the payload of an answer to the memory that the call names, and notifies the call. If
+the connection ends, for any reason, every unanswered call fails. Its caller may repeat it by gRPC.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Protocol
 
 from google.rpc import code_pb2
 
+from ps_frames.reading import ReadingThreads
 from ps_frames.sockets import FrameSocket, frames_over, nothing, receive_exactly
 from ps_frames.wire import HEADER_BYTES, Header, Kind, Offer, frame, read_header, write_header
 from ps_protocol.errors import InvalidRequest, PSError, TryLater, Unreachable
@@ -31,12 +32,17 @@ from ps_runtime.credentials import Access
 from ps_runtime.grpc_status import CallFailed, failure_in
 from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
 from ps_runtime.tls_contexts import client_context
+from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_worker")
 
 CONNECT_SECONDS = 2.0  # a port that a firewall closes gives no answer, and gRPC is there meanwhile
 AGAIN_SECONDS = 5.0  # from one try to the next; twice as long after each that fails
 AGAIN_AT_MOST_SECONDS = 80.0
+
+# A worker receives from all shards with so many threads; with one for each shard, sixteen shards took sixteen. To land
+# an answer is a copy in memory, for which two cores are enough.
+MOST_READERS = 4
 
 _LOOK_SECONDS = 1.0
 _SMALL_BYTES = 4096  # that surely fit where there is room
@@ -104,23 +110,31 @@ class ClientCall:
         self.due = time.monotonic() + self._seconds
 
 
+def reading_threads() -> ReadingThreads:
+    """Returns the threads that receive for the connections of one worker."""
+    return ReadingThreads("receive", Troubles(log, None), MOST_READERS, _LOOK_SECONDS)
+
+
 class ClientConnection:
     """An open connection. Methods may be called from any thread.
 
-    thread: the receiving thread; it ends soon after `close`
+    reading: the threads that receive
+    Raises TryLater if they take no more connections; this one is closed then.
     """
 
-    def __init__(self, frames: FrameSocket) -> None:
+    def __init__(self, frames: FrameSocket, reading: ReadingThreads) -> None:
         self._frames = frames
         self._lock = threading.Lock()
         self._calls: dict[int, ClientCall] = {}
         self._next = 0
+        self._error: CallFailed | None = None  # the first, which has broken the connection
         self._ended: CallFailed | None = None
+        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._received = 0  # bytes of the next header
         self._scratch = bytearray()
         frames.watch(_LOOK_SECONDS, self._look)
-        self.thread = threading.Thread(target=self._receive, name="data", daemon=True)
         try:
-            start(self.thread)
+            reading.add(frames.fileno(), self._read, self._end_calls, self._end_if_late)
         except TryLater:
             frames.close()
             raise
@@ -188,25 +202,46 @@ class ClientConnection:
 
     # -- the thread that receives ------------------------------------------------------------------------------------
 
-    def _receive(self) -> None:
-        error = CallFailed(code_pb2.UNAVAILABLE, "the data connection ended")
-        header = memoryview(bytearray(HEADER_BYTES))
+    def _read(self) -> bool:
+        """Takes the answers that have come. Returns whether the connection goes on."""
         try:
             while True:
-                self._frames.receive_into(header)
-                self._take(read_header(header, MAX_MESSAGE_BYTES))
+                count = self._frames.receive_now(self._header[self._received :])
+                if not count:
+                    return True
+                self._received += count
+                if self._received == HEADER_BYTES:
+                    self._received = 0
+                    self._take(read_header(self._header, MAX_MESSAGE_BYTES))
         except TimeoutError:
-            error = CallFailed(code_pb2.DEADLINE_EXCEEDED, "no answer over the data connection")
+            self._note(_late())
         except Exception as broken:
-            error = CallFailed(code_pb2.UNAVAILABLE, f"the data connection ended: {broken}")
+            self._note(CallFailed(code_pb2.UNAVAILABLE, f"the data connection ended: {broken}"))
+        return False
+
+    def _end_calls(self) -> None:
+        """Fails the calls that are left, and closes the connection."""
         self._frames.abort()
         with self._lock:
-            self._ended = error
+            error = self._ended = self._error or CallFailed(code_pb2.UNAVAILABLE, "the data connection ended")
             calls, self._calls = list(self._calls.values()), {}
         for call in calls:
             call.done.set_exception(error)
         with self._frames.sending:  # the thread that was sending has got its error
             self._frames.close()
+
+    def _end_if_late(self) -> None:
+        """Ends the connection if a call has waited too long. For any thread."""
+        try:
+            self._look()
+        except TimeoutError:
+            self._note(_late())
+            self._frames.abort()
+
+    def _note(self, error: CallFailed) -> None:
+        """Notes the error with which calls end, unless an earlier one has broken the connection."""
+        with self._lock:
+            self._error = self._error or error
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -286,6 +321,10 @@ class ClientConnection:
             size -= len(self._filled(self._scratch_of(min(size, 2**16))))
 
 
+def _late() -> CallFailed:
+    return CallFailed(code_pb2.DEADLINE_EXCEEDED, "no answer over the data connection")
+
+
 # -- as long as a worker has its place -------------------------------------------------------------------------------
 
 
@@ -348,9 +387,8 @@ class DataLink:
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """Its threads, which end soon after `close`."""
-        receives = None if self._data is None else self._data.thread
-        return [thread for thread in (receives, self._opener) if thread is not None]
+        """The thread that opens it again, if there was one; it ends soon after `close`."""
+        return [] if self._opener is None else [self._opener]
 
     def close(self) -> None:
         """Ends the connection, and fails its calls. Once they have failed, no answer is written to memory any more."""
@@ -362,12 +400,13 @@ class DataLink:
 
 
 def open_data_connection(
-    offer: Offer, address: str, access: Access, directory: Path | None, peer: str
+    offer: Offer, address: str, access: Access, directory: Path | None, peer: str, reading: ReadingThreads
 ) -> ClientConnection:
     """Opens the connection that a shard offers.
 
     address:   that of the shard's gRPC port
     directory: the directory of unix sockets on this host; None: use TCP only
+    reading:   the threads that receive
 
     Raises Unreachable if no connection is possible, TryLater if it cannot be opened now.
     """
@@ -384,7 +423,7 @@ def open_data_connection(
         kind = read_header(first, 0).kind
         if kind is not Kind.OPENED:
             raise InvalidRequest(f"expected a frame OPENED, got {kind.name}")
-        return ClientConnection(frames_over(connection))
+        return ClientConnection(frames_over(connection), reading)
     except (OSError, InvalidRequest) as error:
         if connection is not None:
             connection.close()

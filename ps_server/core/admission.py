@@ -39,6 +39,7 @@ class RequestKind(enum.Enum):
     LARGE = "large"  # jobs, states, values
     EXCHANGE = "exchange"  # pushes that come with a pull: mostly without a payload, and the pull waits for them
     DATA = "data"  # pushes
+    FRAMED = "framed"  # what comes over data connections: none of it waits for what comes by gRPC
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def terms(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[Re
         RequestKind.LARGE: 1,
         RequestKind.EXCHANGE: int(is_shard),
         RequestKind.DATA: int(is_shard),
+        RequestKind.FRAMED: int(is_shard),
     }
     windows = limits.all_calls * WINDOW_BYTES
     places = (limits.receiving_bytes - windows) // limits.message_bytes
@@ -95,13 +97,20 @@ def terms(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[Re
     wanted = ([RequestKind.EXCHANGE, RequestKind.LARGE] if is_shard else [])[: places - needed]
     for kind in wanted:
         least[kind] += 1
-    least[RequestKind.DATA if is_shard else RequestKind.LARGE] += min(places - needed - len(wanted), pool // 4)
+    left = places - needed - len(wanted)
+    if is_shard:
+        least[RequestKind.DATA] += min(left // 2, pool // 4)
+        least[RequestKind.FRAMED] += left - left // 2
+    else:
+        least[RequestKind.LARGE] += min(left, pool // 4)
     quick = min(limits.request_seconds, limits.upload_seconds)
     return {
         RequestKind.QUICK: Terms(least[RequestKind.QUICK], _WAITING, quick, 0.5),
         RequestKind.LARGE: Terms(least[RequestKind.LARGE], _WAITING, limits.upload_seconds, 5.0),
         RequestKind.EXCHANGE: Terms(least[RequestKind.EXCHANGE], _WAITING, limits.upload_seconds, 1.0),
-        RequestKind.DATA: Terms(least[RequestKind.DATA], _WAITING, limits.upload_seconds, 10.0),
+        RequestKind.DATA: Terms(least[RequestKind.DATA], _WAITING, limits.upload_seconds, 3.0),
+        # A worker whose data connection is broken off repeats the call by gRPC, and opens another connection.
+        RequestKind.FRAMED: Terms(least[RequestKind.FRAMED], _WAITING, limits.upload_seconds, 2.0),
     }
 
 

@@ -103,7 +103,7 @@ class Limits:
     )
     message_bytes: int = _limit(MAX_MESSAGE_BYTES, "bytes of one message, either way")
     metadata_bytes: int = _limit(16 * 2**10, "bytes of a call's metadata")
-    receiving_bytes: int = _limit(168 * 2**20, "bytes of all requests that are not whole yet", _LARGEST_SIZE)
+    receiving_bytes: int = _limit(232 * 2**20, "bytes of all requests that are not whole yet", _LARGEST_SIZE)
     request_seconds: float = _limit(2.0, "seconds that a request of a few bytes may take to arrive")
     upload_seconds: float = _limit(30.0, "seconds that any other request may take to arrive")
     stall_seconds: float = _limit(30.0, "seconds that an answer may lie unread")

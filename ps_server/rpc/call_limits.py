@@ -266,14 +266,17 @@ class CallLimits:
     def receiving(self, method: str, caller: Principal, call: ServerCall) -> contextlib.AbstractContextManager[None]:
         """Holds a place for a request while it is received: the call is cancelled if that takes too long.
 
-        A small one whose size is known before it comes takes no place.
+        A small one on a data connection takes no place.
 
         Raises Refused if too many wait for a place.
         """
-        if call.request_bytes is not None and call.request_bytes <= SMALL_BYTES:
-            return self._within(self._limits.upload_seconds, call)
+        kind = kind_of(method)
+        if call.request_bytes is not None:  # a frame says its size before it comes
+            if call.request_bytes <= SMALL_BYTES:
+                return self._within(self._limits.upload_seconds, call)
+            kind = RequestKind.FRAMED
         peer = call.peer()
-        return self._receiving.place(method, (caller.name, host_of(peer), peer), call)
+        return self._receiving.place(kind, (caller.name, host_of(peer), peer), call)
 
     def receive_later(
         self,
@@ -286,7 +289,7 @@ class CallLimits:
     ) -> None:
         """As `receiving`, but no thread waits for the place: see Receiving.later."""
         peer = call.peer()
-        self._receiving.later(method, (caller.name, host_of(peer), peer), call, submit, receive, refuse)
+        self._receiving.later(kind_of(method), (caller.name, host_of(peer), peer), call, submit, receive, refuse)
 
     def may_wait(self, method: str) -> bool:
         """Counts in a call of a unary method whose thread waits until its request is read, and returns True; returns

@@ -75,10 +75,10 @@ class Receiving:
             return sum(kind.received + kind.waiting for kind in self._kinds.values())
 
     @contextlib.contextmanager
-    def place(self, method: str, origin: Origin, call: ServerCall) -> Iterator[None]:
+    def place(self, of: RequestKind, origin: Origin, call: ServerCall) -> Iterator[None]:
         """Holds a place for the request of a call, for which this thread waits. Raises Refused if too many wait."""
         decided = threading.Event()
-        kind, waiting = self._kind(method), _Call(call, lambda _: decided.set())
+        kind, waiting = self._kinds[of], _Call(call, lambda _: decided.set())
         is_decided = self._ask(kind, waiting, origin)
         try:
             if not is_decided and call.add_callback(decided.set):
@@ -94,7 +94,7 @@ class Receiving:
 
     def later(
         self,
-        method: str,
+        of: RequestKind,
         origin: Origin,
         call: ServerCall,
         submit: Callable[[Callable[[], object]], object],
@@ -107,7 +107,7 @@ class Receiving:
         receive: gets the place, which it enters while it reads: in this thread where there is one already
         refuse:  is called instead if too many wait for one
         """
-        kind = self._kind(method)
+        kind = self._kinds[of]
 
         def decided(waiting: _Call) -> None:
             if waiting.is_admitted:
@@ -137,9 +137,6 @@ class Receiving:
         """Returns whether a request has been broken off since the last time that this was asked."""
         was, self._was_broken_off = self._was_broken_off, False
         return was
-
-    def _kind(self, method: str) -> RequestPlaces[_Call]:
-        return self._kinds[kind_of(method)]
 
     def _ask(self, kind: RequestPlaces[_Call], call: _Call, origin: Origin) -> bool:
         """Asks for a place. Returns whether it is decided already; if not, the call is told when it is."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import grpc
 
 from ps_frames.client import Answers, ClientConnection, DataLink, EachAnswer, OneAnswer, open_data_connection
+from ps_frames.reading import ReadingThreads
 from ps_frames.wire import KINDS, Offer
 from ps_protocol.errors import TryLater, Unreachable
 from ps_protocol.framing import Parts, split_head, split_message
@@ -62,11 +63,12 @@ class ShardCalls:
 
     # -- the data connection -----------------------------------------------------------------------------------------
 
-    def open_data_connection(self, request: bytes, must: bool) -> None:
+    def open_data_connection(self, request: bytes, must: bool, reading: ReadingThreads) -> None:
         """Opens a data connection, which later calls use. If it breaks, another one is opened.
 
         request: the bytes of an OpenDataConnectionRequest
         must:    True: use TCP, and retry for as long as any call; False: try once now, and again later
+        reading: the threads that receive
 
         Raises Unreachable if no data connection is possible, TryLater if there is none now, and other PSErrors as any
         call.
@@ -80,7 +82,7 @@ class ShardCalls:
             except grpc.RpcError as error:
                 raise failure_of(error) from None
             offer = Offer(answer.port, answer.location, answer.socket_inode, answer.ticket)
-            return open_data_connection(offer, self._address, self._access, directory, str(self.peer))
+            return open_data_connection(offer, self._address, self._access, directory, str(self.peer), reading)
 
         link, retry = DataLink(make, str(self.peer), self.closing), self._retry()
         while True:
@@ -347,17 +349,18 @@ def _follow(first: Future[T], second: Future[T]) -> None:
     first.add_done_callback(ended)
 
 
-def open_data_connections(calls: Iterable[ShardCalls], request: bytes, transport: str) -> None:
+def open_data_connections(calls: Iterable[ShardCalls], request: bytes, transport: str, reading: ReadingThreads) -> None:
     """Opens a data connection to each shard with which it is possible.
 
     request:   the bytes of an OpenDataConnectionRequest
+    reading:   the threads that receive from all of them
     transport: "tcp": every shard must have one over TCP; Unreachable is raised if one cannot
     """
     must, shards = transport == "tcp", list(calls)
 
     def open_one(shard: ShardCalls) -> None:
         try:
-            shard.open_data_connection(request, must)
+            shard.open_data_connection(request, must, reading)
         except (TryLater, Unreachable) as error:
             if must:
                 raise

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ps_frames.client import reading_threads
+from ps_frames.reading import ReadingThreads
 from ps_protocol.batches import DataRange
 from ps_protocol.errors import PSError
 from ps_protocol.identity import Identity
@@ -95,13 +97,15 @@ class Connection:
             index: ShardCalls(index, address, options.connect_timeout, options.access, options.shared_directory)
             for index, address in shard_map.addresses.items()
         }
+        self._reading: ReadingThreads | None = None  # of data connections
         try:
             segment, sharing = share_memory(
                 model.spec, model.layout, self._calls, place.identity, options.transport, options.shared_directory
             )
             if options.transport != "grpc":
+                self._reading = reading_threads()
                 request = write_open(place.identity)
-                open_data_connections(self._calls.values(), request, options.transport)
+                open_data_connections(self._calls.values(), request, options.transport, self._reading)
             shared_rows = share_rows(
                 model.spec, self._calls, place.identity, options.transport, options.shared_directory
             )
@@ -367,6 +371,8 @@ class Connection:
         draft = self._draft
         if draft is not None:
             draft.settle(False)
+        if self._reading is not None:
+            self._reading.close()
         for call in self._calls.values():
             call.close()
 
@@ -382,6 +388,8 @@ class Connection:
 
     def _threads(self) -> Iterator[threading.Thread]:
         yield from (*self._pushers.threads, *self._pullers.threads, *self._rows.threads)
+        if self._reading is not None:
+            yield from self._reading.threads
         for calls in self._calls.values():
             yield from calls.threads
         for transport in {*self._network.values(), *self._transports.values()}:

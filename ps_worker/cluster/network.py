@@ -30,15 +30,16 @@ from ps_worker.values import BucketAssignment, PullResult, PushResult
 # rather than finish last by itself. With 4 workers and 4 shards on links of 200 Mbit/s, a round of 32 MiB over bare
 # gRPC took 1.48 s with four in flight in one order, and 1.71 s with one to each shard. With one shard on 1 Gbit/s, two
 # in flight were faster than one or four; and a shard that stays slow is not to gather all that is in flight.
-PUSHES_IN_FLIGHT, PUSHES_TO_ONE_SHARD = 4, 2
+PUSHES_IN_FLIGHT, PUSHES_TO_ONE_SHARD, MOST_PUSHES = 4, 2, 8
 
 
 def network_pushers(shards: int) -> DaemonPool:
     """Returns the pool of threads that push to `shards` shards.
 
-    It has PUSHES_IN_FLIGHT threads, or one for each shard if that is more, and at most PUSHES_TO_ONE_SHARD for each.
+    It has PUSHES_IN_FLIGHT threads, or one for each shard if that is more, up to MOST_PUSHES; and at most
+    PUSHES_TO_ONE_SHARD for each.
     """
-    return DaemonPool(min(max(PUSHES_IN_FLIGHT, shards), PUSHES_TO_ONE_SHARD * shards), "push")
+    return DaemonPool(min(max(PUSHES_IN_FLIGHT, min(shards, MOST_PUSHES)), PUSHES_TO_ONE_SHARD * shards), "push")
 
 
 def pullers(shards: int) -> DaemonPool:

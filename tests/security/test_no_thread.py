@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_frames.client import ClientConnection, DataLink
+from ps_frames.client import ClientConnection, DataLink, reading_threads
 from ps_frames.listener import Handshakes
 from ps_frames.sockets import frames_over
 from ps_launch.lifeline import Lifeline
@@ -173,9 +173,11 @@ def pools_of_a_session(_: Path) -> None:
 
 def data_connection(_: Path) -> None:
     here, there = socket.socketpair()
+    reading = reading_threads()
     with there:
-        at_start(lambda: ClientConnection(frames_over(here)))
+        at_start(lambda: ClientConnection(frames_over(here), reading))
         assert there.recv(1) == b"", "it is closed"
+    reading.close()
 
 
 def data_link(_: Path) -> None:
@@ -232,7 +234,7 @@ HERE: dict[str, Callable[[Path], None]] = {
     "ps_server/storage/lease.py Lease.__init__": lease,
     "ps_server/shard/threads.py OwnThreads.repeat": notices,
     "ps_runtime/daemon_pool.py DaemonPool._add_thread": pools_of_a_session,
-    "ps_frames/client.py ClientConnection.__init__": data_connection,
+    "ps_frames/reading.py ReadingThreads._start": data_connection,
     "ps_frames/client.py DataLink.current": data_link,
     "ps_worker/cluster/local_segment.py LocalSegment.__init__": segments,
     "ps_worker/row_feed.py RowFeed.__init__": row_feed,
@@ -241,10 +243,6 @@ HERE: dict[str, Callable[[Path], None]] = {
 }
 # By the test that holds it, or why none does.
 ELSEWHERE = {
-    "ps_frames/reading.py ReadingThreads._start": (
-        "tests/security/test_handshakes.py",
-        "test_where_no_thread_can_be_had_a_connection_is_closed_and_the_next_one_works",
-    ),
     "ps_worker/cluster/own_membership.py OwnMembership.join": (
         "tests/security/test_no_thread.py",
         "test_a_worker_without_a_thread_for_its_place_leaves_and_says_why",

@@ -109,7 +109,7 @@ def test_all_shares_together_are_no_more_than_there_may_be(most: int, pools: int
 
 
 @pytest.mark.parametrize("pool", [LEAST_OF_A_POOL, 100, 1024])
-@pytest.mark.parametrize("receiving", [168 * 2**20, 2**36])
+@pytest.mark.parametrize("receiving", [232 * 2**20, 2**36])
 def test_requests_that_wait_for_a_place_never_have_all_threads_of_a_pool(pool: int, receiving: int) -> None:
     of = terms(Limits(receiving_bytes=receiving), is_shard=True, pool=pool)
     together = [RequestKind.QUICK, RequestKind.EXCHANGE, RequestKind.DATA]  # pulls and the like

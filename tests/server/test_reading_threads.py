@@ -108,6 +108,28 @@ def test_a_connection_that_comes_while_all_threads_have_a_request_does_not_wait(
         assert connect().ask() == MESSAGE
 
 
+def test_connections_whose_end_takes_long_keep_no_other_waiting(
+    threads: ReadingThreads, connect: Callable[[], Echo]
+) -> None:
+    goes_on, ending = threading.Event(), threading.Semaphore(0)
+
+    class SlowEnd(Echo):
+        def ended(self) -> None:
+            ending.release()
+            goes_on.wait(5 * SECONDS)
+            super().ended()
+
+    slow = [SlowEnd(threads) for _ in range(3)]
+    for echo in slow:
+        echo.there.close()
+        assert ending.acquire(timeout=SECONDS)
+    try:
+        connect().there.sendall(MESSAGE[:1])
+        assert connect().ask() == MESSAGE
+    finally:
+        goes_on.set()
+
+
 def test_a_connection_that_the_kernel_does_not_watch_is_refused(
     threads: ReadingThreads, connect: Callable[[], Echo], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from google.rpc import code_pb2
 from torch import nn
 
 from ps_frames import client
-from ps_frames.client import ClientConnection, EachAnswer, OneAnswer
+from ps_frames.client import ClientConnection, EachAnswer, OneAnswer, reading_threads
 from ps_frames.sender import FrameSender
 from ps_frames.sockets import frames_over
 from ps_frames.wire import HEADER_BYTES, Kind, Offer, read_header, write_header
@@ -176,14 +176,32 @@ def test_connections_that_break_in_the_middle_of_steps_lose_nothing(
             breaking.join()
 
 
+def test_a_worker_receives_from_many_shards_with_few_threads(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(shards=client.MOST_READERS + 2)
+    with cluster.connect("sync", job="many", transport="tcp") as session:
+        trained(session, 3)
+        assert all(each is not None and each.is_open for each in connections(session))
+        receiving = [thread for thread in threading.enumerate() if thread.name == "receive"]
+        assert 1 <= len(receiving) <= client.MOST_READERS
+    assert not any(thread.is_alive() for thread in receiving), "they end with the session"
+
+
 # -- one connection --------------------------------------------------------------------------------------------------
+
+
+def connection_over(ours: socket.socket) -> ClientConnection:
+    """A connection with threads of its own, which end with it."""
+    reading = reading_threads()
+    connection = ClientConnection(frames_over(ours), reading)
+    reading.close()
+    return connection
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[ClientConnection, socket.socket]]:
     """A connection, and the shard's end of it."""
     ours, theirs = socket.socketpair()
-    connection = ClientConnection(frames_over(ours))
+    connection = connection_over(ours)
     yield connection, theirs
     connection.close()
     theirs.close()
@@ -247,7 +265,7 @@ def test_a_shard_that_does_not_answer_is_given_up(
 ) -> None:
     ours, shard = socket.socketpair()
     monkeypatch.setattr(client, "_LOOK_SECONDS", 0.02)
-    connection = ClientConnection(frames_over(ours))
+    connection = connection_over(ours)
     call = connection.call(Kind.PUSH, Parts(b""), OneAnswer(), 0.1)
     with pytest.raises(CallFailed) as caught:
         call.done.result(20.0)
@@ -260,7 +278,7 @@ def test_a_connection_of_which_a_shard_reads_nothing_ends_with_its_deadline(monk
     """The thread that sends is stuck in the kernel until then."""
     ours, shard = socket.socketpair()
     monkeypatch.setattr(client, "_LOOK_SECONDS", 0.02)
-    connection = ClientConnection(frames_over(ours))
+    connection = connection_over(ours)
     began = time.monotonic()
     call = connection.call(Kind.PUSH, Parts(b"", bytes(64 * 2**20)), OneAnswer(), 0.1)
     with pytest.raises(CallFailed):
@@ -289,7 +307,7 @@ PART = 2**20
 def test_a_request_that_leaves_slowly_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     ours, shard = socket.socketpair()
-    connection = ClientConnection(frames_over(ours))
+    connection = connection_over(ours)
     made: list[client.ClientCall] = []
     connection_call = client.ClientCall
     monkeypatch.setattr(client, "ClientCall", lambda *given: made.append(connection_call(*given)) or made[-1])
@@ -320,7 +338,7 @@ def test_an_answer_that_comes_slowly_is_not_given_up_nor_is_what_waits_behind_it
 ) -> None:
     clock = Clock(monkeypatch)
     ours, shard = socket.socketpair()
-    connection = ClientConnection(frames_over(ours))
+    connection = connection_over(ours)
     slow = connection.call(Kind.PULL, Parts(b""), EachAnswer(lambda *_: None), 10.0)
     behind = connection.call(Kind.PUSH, Parts(b""), OneAnswer(), 10.0)
     numbers = [request_of(shard), request_of(shard)]
