@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ps_server.view import watch
+from ps_worker.cluster import own_membership
+from tests.tools.cluster import Cluster
 from tests.tools.forkserver import Nursery, address_in
 
 
@@ -17,3 +21,15 @@ def server(nursery: Nursery, tmp_path: Path) -> Iterator[tuple[str, int]]:
     process = nursery.serve(["shard", *flags], tmp_path / "log")
     yield address_in(tmp_path / "log"), process.pid
     process.kill()
+
+
+@pytest.fixture
+def lively(make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
+    """Clusters of which much is told soon: sessions beat four times a second, and the coordinator looks ten times.
+
+    Their lease outlasts all. One of a second has as many heartbeats, and ends on a busy machine.
+    """
+    lease = 30.0
+    monkeypatch.setattr(own_membership, "HEARTBEATS_PER_LEASE", 4 * lease)
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.1)
+    return partial(make_cluster, lease=lease)

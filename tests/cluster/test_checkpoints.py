@@ -42,6 +42,7 @@ from tests.tools.forkserver import Nursery, address_in
 from tests.tools.launching import END_SECONDS, Command
 from tests.tools.optimizers import UNUSUAL, make
 from tests.tools.raw_worker import RawWorker, joined, vector_job
+from tests.tools.rollbacks import LEASE
 
 MakeCluster = Callable[..., Cluster]
 ROSTER: dict[int, Live] = {}
@@ -286,7 +287,7 @@ def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_eve
     make_cluster: MakeCluster, tmp_path: Path, mode: str
 ) -> None:
     """Each step adds one to every cell: a bucket that was copied in the middle of an update would show it."""
-    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="5steps", keep=100)
+    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="5steps", keep=100, lease=LEASE)
     store, cells = CheckpointStore(tmp_path), 256
     workers = [RawWorker(cluster.address, vector_job("job", mode, cells, 2), rank) for rank in range(2)]
     workers[0].initialise()
@@ -320,7 +321,7 @@ def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_eve
 
 
 def test_what_checkpoints_do_is_in_the_metrics(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(any_state=0.1))
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=LEASE, timing=Timing(any_state=0.1))
     with joined(cluster.address, vector_job("job", "async", 64, 1)) as [worker]:
         worker.step(torch.zeros(64))
         worker.pull()

@@ -8,7 +8,6 @@ events, and the tests wait for what the servers say about themselves.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -185,23 +184,18 @@ def test_with_many_waiting_pulls_on_one_shard_pushes_still_go_through(
 
 
 @pytest.mark.parametrize("mode", ["sync", "ssp:0"])
-def test_a_dead_worker_is_waited_for_no_longer_than_its_lease(make_cluster: Callable[..., Cluster], mode: str) -> None:
-    lease = 1.0
-    cluster = make_cluster(lease=lease)
-
-    def live() -> float:
-        with cluster.connect(mode, 0, 2) as session:
-            worker = Marker(session)  # returns when rank 1 has joined
-            begun = time.monotonic()
-            assert worker.step() == [1, 0, 0], "whoever is left steps alone"
-            return time.monotonic() - begun
+def test_a_dead_worker_is_waited_for_no_longer_than_its_lease(shared: Cluster, job: str, mode: str) -> None:
+    def live() -> list[int]:
+        with shared.connect(mode, 0, 2, job=job) as session:
+            return Marker(session).step()  # prepared when rank 1 has joined
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(live)
-        spec = until(lambda: cluster.coordinator.jobs().get("default")).spec
-        with RawWorker(cluster.address, spec, 1):  # joins, and never shows a sign of life
-            waited = waiting.result(60)
-    assert waited < lease + 1.5, f"waited {waited:.1f} s for a dead worker with a lease of {lease} s"
+        spec = until(lambda: shared.coordinator.jobs().get(job)).spec
+        with RawWorker(shared.address, spec, 1):  # joins, and never shows a sign of life
+            until(lambda: shared.waits(job) == {0: (1, [1])}, "worker 0 to wait for the dead one")
+            shared.end_lease(1, job)
+            assert waiting.result(60) == [1, 0, 0], "whoever is left steps alone"
 
 
 def test_a_fenced_worker_is_refused_and_changes_nothing(shared: Cluster, job: str) -> None:

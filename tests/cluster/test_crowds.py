@@ -51,7 +51,7 @@ class Watching:
 def test_workers_that_join_at_once_get_each_rank_once_hear_of_all_and_go_at_once(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    cluster = make_cluster(shards=2)
+    cluster = make_cluster(shards=2, lease=600.0)  # nobody sends a heartbeat
     spec = vector_job("job", "async", CELLS, WORKERS)
     with open_channel(cluster.address) as channel, open_channel(cluster.address) as other:
         JobServiceStub(channel).RegisterJob(jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))

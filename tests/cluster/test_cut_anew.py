@@ -18,7 +18,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.checkpoint_files import CLOCK, filled, write_checkpoint
 from tests.tools.cluster import START_SECONDS, Cluster
 from tests.tools.raw_worker import RawWorker, vector_job
-from tests.tools.rollbacks import CELLS, QUICK, join_again, make_checkpoint, train
+from tests.tools.rollbacks import CELLS, LEASE, QUICK, join_again, make_checkpoint, train
 
 PLAIN = vector_job("job", "sync", CELLS, 1)
 FIRST = 24  # cells of the first member: the plain job's second bucket has some of both
@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 @pytest.fixture
 def cluster(make_cluster: Callable[..., Cluster], store: CheckpointStore) -> Cluster:
-    return make_cluster(checkpoint_dir=store.directory, restore=True, timing=QUICK)
+    return make_cluster(checkpoint_dir=store.directory, restore=True, lease=LEASE, timing=QUICK)
 
 
 def test_a_worker_of_one_process_goes_on_with_a_groups_weights_and_without_its_members_states(
@@ -85,7 +85,7 @@ def test_what_cannot_be_cut_anew_is_refused_by_name_and_leaves_nothing_on_any_sh
     sizes = {bucket.index: bucket.slices[0].length for bucket in layout if bucket.member}
     states = {index: {0: {"momentum_buffer": torch.ones(size)}} for index, size in sizes.items()}
     write_checkpoint(store, group, [replace(each, state=states.get(each.index, {})) for each in filled(group)])
-    cluster = make_cluster(checkpoint_dir=tmp_path, restore=True, timing=QUICK)
+    cluster = make_cluster(checkpoint_dir=tmp_path, restore=True, lease=LEASE, timing=QUICK)
     with pytest.raises(JobMismatch, match="only some pieces of 'cells' have the optimizer's state 'momentum_buffer'"):
         RawWorker(cluster.address, replace(PLAIN, groups=values), 0)
     assert not any(shard.jobs() for shard in cluster.shards)
@@ -101,14 +101,15 @@ def test_a_damaged_checkpoint_of_another_cut_is_left_for_the_one_before_it(
     data = bytearray(file.read_bytes())
     data[-3] ^= 4
     file.write_bytes(data)
-    cluster = make_cluster(checkpoint_dir=store.directory, restore=True, timing=QUICK)
+    cluster = make_cluster(checkpoint_dir=store.directory, restore=True, lease=LEASE, timing=QUICK)
     with RawWorker(cluster.address, PLAIN, 0) as worker:
         assert torch.equal(worker.pull(), torch.full((CELLS,), 2.0))
     assert "checkpoint 000002 cannot be used, trying the one before" in caplog.text
 
 
 def test_a_checkpoint_on_the_shards_own_disks_is_not_cut_anew(tmp_path: Path) -> None:
-    first = Server(ServerConfig(shard_count=1, checkpoint_dir=tmp_path / "coordinator", timing=QUICK, restore=True))
+    where = tmp_path / "coordinator"
+    first = Server(ServerConfig(shard_count=1, checkpoint_dir=where, lease=LEASE, timing=QUICK, restore=True))
     config = ServerConfig(index=0, coordinator=first.address, checkpoint_dir=tmp_path / "shard", own_disk=True)
     shard = Server(config)
     try:

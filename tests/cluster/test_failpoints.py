@@ -32,10 +32,10 @@ from ps_server.storage.checkpoints import CheckpointStore
 from tests.chaos.cluster import free_ports
 from tests.simulation.faults import AT_SHARDS, AT_THE_COORDINATOR
 from tests.tools.cases import cases
-from tests.tools.cluster import scrape, until
+from tests.tools.cluster import TEST_SECONDS, scrape, until
 from tests.tools.forkserver import ROOT, Forked, Nursery
 from tests.tools.launching import Command
-from tests.tools.oracle_run import Ended, Run
+from tests.tools.oracle_run import STEPS, Ended, Run
 
 LEASE = 30.0  # a worker loses its place because a shard was restored, and for no other reason
 EVERY = 5
@@ -234,6 +234,9 @@ def test_a_shard_that_dies_while_it_sends_an_edition_costs_its_reader_a_rollback
     def follow(rank: int, clock: int) -> None:
         if rank == 0 and not feeds and CheckpointStore(servers.checkpoints).names("default"):
             feeds.append(ps.subscribe(servers.address, "default"))
+            feeds[0].wait_for()  # the next step makes the second edition
+        elif feeds and rank == 0 and clock >= STEPS - 5:
+            assert servers.happened.wait(TEST_SECONDS), "before the job is at its end"
 
     run.stepped = follow
     ended = to_the_end(servers, run, "edition-half-sent@1=2", ["shard 1"])

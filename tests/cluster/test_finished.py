@@ -54,8 +54,8 @@ def values(seen: dict[str, Any], job: str) -> list[float]:
     return [x for each in series if (each["job"], each["name"]) == (job, "value.loss") for x in each["values"]]
 
 
-def test_a_job_stays_with_its_curves_and_its_end(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
-    cluster = make_cluster(lease=1.0, checkpoint_dir=tmp_path)
+def test_a_job_stays_with_its_curves_and_its_end(lively: Callable[..., Cluster], tmp_path: Path) -> None:
+    cluster = lively(checkpoint_dir=tmp_path)
     seen = train_one(cluster, "first")
     [finished] = seen["finished_jobs"]
     assert (finished["job"], finished["text"]) == ("first", "the job has finished")
@@ -77,8 +77,8 @@ def test_a_job_stays_with_its_curves_and_its_end(make_cluster: Callable[..., Clu
     assert again["job"] == "first"
 
 
-def test_a_new_job_of_the_name_takes_its_place(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(lease=1.0)
+def test_a_new_job_of_the_name_takes_its_place(lively: Callable[..., Cluster]) -> None:
+    cluster = lively()
     train_one(cluster, "again")
     with cluster.connect("async", job="again") as session:
         model = nn.Linear(4, 1)
@@ -86,9 +86,9 @@ def test_a_new_job_of_the_name_takes_its_place(make_cluster: Callable[..., Clust
         until(lambda: (seen := view(cluster.address))["jobs"] and not seen["finished_jobs"])
 
 
-def test_what_is_told_of_its_end_is_what_its_workers_had_come_to(make_cluster: Callable[..., Cluster]) -> None:
-    """Heartbeats come every quarter of a lease, and this job takes less: what workers say as they leave counts."""
-    cluster = make_cluster(lease=600.0)
+def test_what_is_told_of_its_end_is_what_its_workers_had_come_to(lively: Callable[..., Cluster]) -> None:
+    """No heartbeat comes in so short a job: what workers say as they leave counts."""
+    cluster = lively(lease=3600.0)
     with cluster.connect("async", job="short") as session:
         model = nn.Linear(4, 1)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))

@@ -19,21 +19,29 @@ from ps_worker.cluster import heartbeat_child
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Forked, Nursery
 
-LEASE = 2.0
+LEASE = 4.0  # one that beats has to start within it, on a busy machine, too
+SHORT_LEASE = 1.0  # of one that is to lose its place
 END_SECONDS = 60.0
 
 # Makes a step, then does what it is told, and a second step when the test has written into the pipe. Arguments: how.
 SCRIPT = """
-import ctypes, multiprocessing, os, signal, sys, threading
-import psutil, torch
+import ctypes, os, signal, sys, threading
+import torch
 import ps_worker
+from ps_worker.cluster.heartbeat_process import HeartbeatProcess
+
+told, turn = threading.Event(), HeartbeatProcess.turn
+
+def turn_and_tell(process, message):
+    turn(process, message)
+    told.set()
+
+HeartbeatProcess.turn = turn_and_tell
 
 session = ps_worker.connect()
 model, optimizer = session.prepare(model := torch.nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
 pipe = os.open("pipe", os.O_RDWR)
-beats = os.environ.get("PS_BUSY_SECONDS") != "0"
-while beats and not psutil.Process().children():  # `prepare` does not wait for the process beside it
-    threading.Event().wait(0.01)
+told.wait()  # `prepare` does not wait until the process beside it has been told what to send
 for how in (sys.argv[1], "end"):
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
@@ -79,10 +87,10 @@ class Worker:
         return self.member() is None and not any(rosters)
 
     def outlives_its_lease(self) -> None:
-        """Waits until heartbeats came that are later than a lease from now."""
+        """Waits until heartbeats came for longer than its lease after the last one of before."""
         first = self.member()
         assert first is not None, "it has its place"
-        until(lambda: (self.member() or first).heard > first.heard + 2 * LEASE, "heartbeats", END_SECONDS)
+        until(lambda: (self.member() or first).heard > first.heard + 1.25 * LEASE, "heartbeats", END_SECONDS)
         now = self.member()
         assert now is not None
         assert now.incarnation == first.incarnation
@@ -151,8 +159,8 @@ def test_so_it_does_over_tls_with_a_certificate_and_a_token(
     worker.goes_on()
 
 
-def test_a_worker_that_is_stopped_is_silent(cluster: Cluster, start: Callable[..., Worker]) -> None:
-    worker = start(cluster, "stopped")
+def test_a_worker_that_is_stopped_is_silent(make_cluster: Callable[..., Cluster], start: Callable[..., Worker]) -> None:
+    worker = start(make_cluster(shards=1, lease=SHORT_LEASE), "stopped")
     until(worker.beside, "the process beside it")
     until(worker.is_taken_off, "the end of its lease", END_SECONDS)
     worker.process.send_signal(signal.SIGCONT)
@@ -162,9 +170,9 @@ def test_a_worker_that_is_stopped_is_silent(cluster: Cluster, start: Callable[..
 
 @pytest.mark.parametrize("seconds", ["0", "1"])
 def test_a_worker_that_keeps_the_gil_for_longer_than_it_may_counts_as_hung(
-    cluster: Cluster, start: Callable[..., Worker], seconds: str
+    make_cluster: Callable[..., Cluster], start: Callable[..., Worker], seconds: str
 ) -> None:
-    worker = start(cluster, "busy", PS_BUSY_SECONDS=seconds)
+    worker = start(make_cluster(shards=1, lease=SHORT_LEASE), "busy", PS_BUSY_SECONDS=seconds)
     until(lambda: len(worker.beside()) == (seconds != "0"), "the process beside it, if there is one")
     until(lambda: worker.member() is None, "the end of its lease", END_SECONDS)
     worker.goes_on()

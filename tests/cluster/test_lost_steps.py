@@ -14,7 +14,7 @@ from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, until
 from tests.tools.raw_worker import RawWorker, vector_job
-from tests.tools.rollbacks import CELLS, QUICK, job_of, join_again, make_checkpoint, train
+from tests.tools.rollbacks import CELLS, LEASE, QUICK, job_of, join_again, make_checkpoint, train
 
 MakeCluster = Callable[..., Cluster]
 
@@ -22,7 +22,7 @@ MakeCluster = Callable[..., Cluster]
 @pytest.fixture
 def cluster(make_cluster: MakeCluster, tmp_path: Path) -> Cluster:
     """Two shards that keep checkpoints."""
-    return make_cluster(checkpoint_dir=tmp_path, timing=QUICK)
+    return make_cluster(checkpoint_dir=tmp_path, lease=LEASE, timing=QUICK)
 
 
 def lost(cluster: Cluster) -> int:
@@ -49,7 +49,7 @@ def test_of_a_worker_that_joined_after_the_checkpoint_only_its_own_steps_are_los
 def test_a_dead_worker_is_counted_once_however_often_shards_die_after_it(
     make_cluster: MakeCluster, tmp_path: Path
 ) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, lease=60.0, timing=QUICK)
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=LEASE, timing=QUICK)
     with job_of(cluster, "async", workers=2) as [zero, one]:
         assert make_checkpoint(cluster, zero, one) == 0
         train(one, 3)
@@ -66,7 +66,7 @@ def test_a_dead_worker_is_counted_once_however_often_shards_die_after_it(
 def test_of_a_worker_that_was_gone_before_the_shard_was_the_steps_are_counted_too(
     make_cluster: MakeCluster, tmp_path: Path, goes: str
 ) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, lease=60.0, timing=QUICK)
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=LEASE, timing=QUICK)
     with job_of(cluster, "async", workers=2) as [zero, one]:
         assert make_checkpoint(cluster, zero, one) == 0
         train(zero, 2)

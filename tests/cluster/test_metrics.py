@@ -160,6 +160,9 @@ def test_pushes_pulls_and_updates_are_counted(cluster: Cluster, transport: str) 
         'ps_staged_bytes{job="j"}': 0,
         'ps_waiting_pulls{job="j"}': 0,
     }
+    # What is sent is counted a moment after it has arrived.
+    pulled = [name for name in expected if name.startswith("ps_pull_")]
+    until(lambda: all(total(cluster, name) >= expected[name] for name in pulled), "all that was sent")
     assert {name: total(cluster, name) for name in expected} == expected
     for server in cluster.servers:
         samples = scrape(server.metrics_address)
@@ -245,8 +248,12 @@ def test_the_time_waited_is_told_with_the_rank_that_was_waited_for(cluster: Clus
 def test_a_round_is_split_into_steps_and_the_exchange_that_a_worker_waits_for(
     shared: Cluster, job: str, mode: str
 ) -> None:
-    """Rank 0 waits for rank 1, which comes late to each round's last step."""
-    sessions, rounds, late = [shared.connect(mode, rank, 2, job=job) for rank in range(2)], 3, 0.2
+    """Rank 0 waits for rank 1, which comes to each round's last step when rank 0 has waited for it."""
+    sessions, rounds, late = [shared.connect(mode, rank, 2, job=job) for rank in range(2)], 3, HELD_SECONDS
+
+    def waited() -> float:
+        waits = status.waits(status.fetch(shared.address), job).get(0, [])
+        return max((wait["wait_duration"] for wait in waits), default=0.0)
 
     def work(rank: int) -> dict[str, float]:
         model = vector()
@@ -255,7 +262,8 @@ def test_a_round_is_split_into_steps_and_the_exchange_that_a_worker_waits_for(
         )
         for number in range(2 * rounds):
             if rank == 1 and number % 2:
-                spend(late)
+                before = waited()  # which may be more than nothing, where this thread was held up
+                until(lambda before=before: waited() > before + late, "rank 0 to wait")  # type: ignore[misc]
             model(torch.ones(CELLS)).backward()
             optimizer.step()
         return scrape(sessions[rank].metrics_address)
@@ -266,8 +274,7 @@ def test_a_round_is_split_into_steps_and_the_exchange_that_a_worker_waits_for(
         for phase in ("steps", "exchange"):
             assert found[f'{name}_count{{phase="{phase}"}}'] == rounds == sessions[0].round
     assert slow[f'{name}_sum{{phase="steps"}}'] >= rounds * late
-    assert fast[f'{name}_sum{{phase="exchange"}}'] >= rounds * late / 2
-    assert fast[f'{name}_sum{{phase="steps"}}'] < slow[f'{name}_sum{{phase="steps"}}']
+    assert fast[f'{name}_sum{{phase="exchange"}}'] >= rounds * late
     for session in sessions:
         session.close()
 
@@ -412,8 +419,8 @@ def test_the_standard_grpc_counters_are_there(cluster: Cluster) -> None:
         assert calls("msg_sent_total", "Push") == 2
         assert calls("handling_seconds_count", "Push") == 3
         assert calls("started_total", "Pull") == 1
+        until(lambda: calls("handled_total", "Pull", 'grpc_code="OK",') == 1)  # a moment after its answer has arrived
         assert calls("msg_sent_total", "Pull") == 1
-        until(lambda: calls("handled_total", "Pull", 'grpc_code="OK",') == 1)
 
 
 # -- what is gone is gone --------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tests.tools.cluster import START_SECONDS, Cluster, until
 from tests.tools.forkserver import Nursery, address_in
 from tests.tools.launching import END_SECONDS
 from tests.tools.raw_worker import RawWorker, vector_job
-from tests.tools.rollbacks import CELLS, QUICK, job_of, join_again, make_checkpoint, train
+from tests.tools.rollbacks import CELLS, LEASE, QUICK, job_of, join_again, make_checkpoint, train
 
 DISK = re.compile("[0-9a-f]{16}")
 
@@ -34,7 +34,8 @@ class Machines:
 
     def __init__(self, root: Path, shards: int = 2, **more: object) -> None:
         self.root = root
-        first = ServerConfig(shard_count=shards, checkpoint_dir=root / "coordinator", timing=QUICK, **more)  # type: ignore[arg-type]
+        where = root / "coordinator"
+        first = ServerConfig(shard_count=shards, checkpoint_dir=where, lease=LEASE, timing=QUICK, **more)  # type: ignore[arg-type]
         self.alone = Server(first)
         self.address = self.alone.address
         self.servers = [self._start(index, root / f"machine-{index}") for index in range(shards)]

@@ -113,7 +113,8 @@ def train(cluster: Cluster, job: str) -> Any:
     return session
 
 
-def test_the_view_is_json_that_brings_what_is_new(cluster: Cluster) -> None:
+def test_the_view_is_json_that_brings_what_is_new(lively: Callable[..., Cluster]) -> None:
+    cluster = lively()
     address = metrics_of(cluster)
 
     def view(**told: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cases import cases, crossed
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.raw_worker import RawWorker, vector_job
-from tests.tools.rollbacks import CELLS, QUICK, job_of, join_again, make_checkpoint, step, train
+from tests.tools.rollbacks import CELLS, LEASE, QUICK, job_of, join_again, make_checkpoint, step, train
 
 MakeCluster = Callable[..., Cluster]
 
@@ -27,14 +27,14 @@ MakeCluster = Callable[..., Cluster]
 @pytest.fixture
 def cluster(make_cluster: MakeCluster, tmp_path: Path) -> Cluster:
     """Two shards that keep checkpoints."""
-    return make_cluster(checkpoint_dir=tmp_path, timing=QUICK)
+    return make_cluster(checkpoint_dir=tmp_path, lease=LEASE, timing=QUICK)
 
 
 @pytest.mark.parametrize("which", cases([0], [1]))
 def test_in_sync_a_job_goes_back_to_the_one_clock_of_its_checkpoint(
     make_cluster: MakeCluster, tmp_path: Path, which: int
 ) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="4steps", timing=QUICK)
+    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="4steps", lease=LEASE, timing=QUICK)
     with job_of(cluster, "sync") as [worker]:
         store = CheckpointStore(tmp_path)
         until(lambda: train(worker, 1) is not None and len(store.names("job")) == 2, "two checkpoints")
@@ -77,7 +77,7 @@ def test_a_job_goes_on_on_another_number_of_shards(
     make_cluster: MakeCluster, tmp_path: Path, mode: str, shards: int
 ) -> None:
     spec = vector_job("job", mode, CELLS, 2, frozen=8)
-    first = make_cluster(checkpoint_dir=tmp_path, timing=QUICK)
+    first = make_cluster(checkpoint_dir=tmp_path, lease=LEASE, timing=QUICK)
     workers = [RawWorker(first.address, spec, rank) for rank in range(2)]
     workers[0].initialise()
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_a_job_goes_on_on_another_number_of_shards(
     first.stop()
     first.servers.clear()
 
-    second = make_cluster(shards=shards, checkpoint_dir=tmp_path, restore=True)
+    second = make_cluster(shards=shards, checkpoint_dir=tmp_path, restore=True, lease=LEASE)
     with RawWorker(second.address, spec, 0) as zero, RawWorker(second.address, spec, 1) as one:
         assert (zero.clock, one.clock) == (3, 3)
         assert zero.incarnation > workers[1].incarnation
@@ -98,7 +98,7 @@ def test_a_job_goes_on_on_another_number_of_shards(
 
 
 def test_a_restored_job_has_to_be_the_same(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, restore=True, timing=QUICK)
+    cluster = make_cluster(checkpoint_dir=tmp_path, restore=True, lease=LEASE, timing=QUICK)
     with job_of(cluster, "sync") as [worker]:
         train(worker, 1)
         make_checkpoint(cluster, worker)
@@ -123,7 +123,7 @@ def test_without_restore_a_job_of_the_same_name_begins_anew_and_never_goes_back_
 
 
 def test_a_job_without_checkpoints_ends_with_a_shard_and_says_why(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster()
+    cluster = make_cluster(lease=LEASE)
     with job_of(cluster, "async") as [worker]:
         train(worker, 1)
         with pytest.raises(NoCheckpoints):
@@ -150,7 +150,7 @@ def test_the_workers_wait_for_each_other_after_the_job_was_set_back(cluster: Clu
 def test_the_coordinator_comes_back_and_its_workers_notice_nothing(make_cluster: MakeCluster, tmp_path: Path) -> None:
     """The coordinator alone in its process: no shard is lost with it."""
     directory = tmp_path / "checkpoints"
-    alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=20.0))
+    alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=LEASE))
     shard = Server(ServerConfig(index=0, coordinator=alone.address, checkpoint_dir=directory))
     try:
         assert shard.wait_ready(20)
@@ -160,7 +160,7 @@ def test_the_coordinator_comes_back_and_its_workers_notice_nothing(make_cluster:
             alone.stop()
             assert torch.equal(step(worker), torch.full((CELLS,), 2.0)), "training does not need it"
             port = int(alone.address.rpartition(":")[2])
-            alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=20.0, port=port, resume=True))
+            alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=LEASE, port=port, resume=True))
 
             def heard() -> bool:
                 try:

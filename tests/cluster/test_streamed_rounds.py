@@ -229,6 +229,7 @@ def test_a_job_that_lost_a_shard_ends_with_the_weights_of_an_undisturbed_run(
 ) -> None:
     """From copies in memory of the worker's own weights and moments: they are too large for the checkpoint here."""
     monkeypatch.setattr(inner, "MOST_BYTES", 0)
+    monkeypatch.setattr(inner, "COPIES", 20)  # on a busy machine several checkpoints in a row are not completed
     assert same(after_a_lost_shard(make_cluster, tmp_path, MODE, run, in_the_middle(at), transport), alone)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -136,8 +137,10 @@ def test_one_worker_agrees_with_nobody_and_gradients_are_not_looked_at(shared: C
     ],
 )
 def test_status_tells_the_bytes_of_a_step_beside_those_of_sync_in_float32(
-    cluster: Cluster, mode: str, wire: str, said: str
+    lively: Callable[..., Cluster], mode: str, wire: str, said: str
 ) -> None:
+    cluster = lively()
+
     def work(rank: int) -> None:
         with cluster.connect(mode, rank, 2, transport="tcp") as session:
             weights = wire if mode == "sync" else "float32"

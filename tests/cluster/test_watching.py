@@ -72,8 +72,8 @@ def figures_of(address: str, job: str, ready: Callable[[dict[str, Any]], object]
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def test_figures_and_logged_values_ride_with_the_heartbeat(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(lease=1.0)
+def test_figures_and_logged_values_ride_with_the_heartbeat(lively: Callable[..., Cluster]) -> None:
+    cluster = lively()
     with cluster.connect("ssp:1", job="j") as session:
         train(session, 5, broken=math.nan)
         figures = figures_of(cluster.address, "j", lambda figures: figures["step_count"] == 5)
@@ -174,7 +174,8 @@ def test_a_shard_says_what_it_measured_of_itself_and_of_each_job(cluster: Cluste
 # -- the stream --------------------------------------------------------------------------------------------------------
 
 
-def test_a_reader_is_told_all_at_first_and_then_what_is_new(cluster: Cluster) -> None:
+def test_a_reader_is_told_all_at_first_and_then_what_is_new(lively: Callable[..., Cluster]) -> None:
+    cluster = lively()
     with cluster.connect("ssp:1", job="j") as session:
         train(session, 3)
         first = until(lambda: (seen := view(cluster.address))["jobs"] and len(seen["history"]["times"]) > 1 and seen)
@@ -269,9 +270,9 @@ def test_too_many_readers_and_wrong_periods_are_refused(make_cluster: Callable[.
 TOKENS = {"cluster": "c" * 32, "reader": "r" * 32, "reader:mine": "m" * 32, "worker": "w" * 32}
 
 
-def test_a_reader_sees_the_jobs_that_its_role_lets_it_see(tmp_path: Path, make_cluster: Callable[..., Cluster]) -> None:
+def test_a_reader_sees_the_jobs_that_its_role_lets_it_see(tmp_path: Path, lively: Callable[..., Cluster]) -> None:
     (tmp_path / "tokens").write_text("".join(f"{role} {token}\n" for role, token in TOKENS.items()))
-    cluster = make_cluster(tokens=tmp_path / "tokens")
+    cluster = lively(tokens=tmp_path / "tokens")
     (tmp_path / "worker").write_text(TOKENS["worker"])
     sessions = [cluster.connect("ssp:1", job=job, token_file=str(tmp_path / "worker")) for job in ("mine", "others")]
     for session in sessions:
@@ -359,9 +360,9 @@ class Enough(Exception):
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
 def test_status_watch_shows_the_race(
-    make_cluster: Callable[..., Cluster], kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+    lively: Callable[..., Cluster], kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = make_cluster(lease=1.0)
+    cluster = lively()
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("LINES", "60")
     out = kind()
@@ -387,7 +388,8 @@ def test_status_watch_shows_the_race(
     assert "ROLE" in last, "the table of `status`"
 
 
-def test_no_text_of_a_peer_does_anything_to_the_terminal(cluster: Cluster) -> None:
+def test_no_text_of_a_peer_does_anything_to_the_terminal(lively: Callable[..., Cluster]) -> None:
+    cluster = lively()
     with cluster.connect("ssp:4", job="j") as session:
         train(session, 1)
         seen = until(lambda: (found := view(cluster.address))["jobs"] and found)
@@ -411,8 +413,8 @@ def test_a_window_that_is_too_low_says_how_much_is_missing(monkeypatch: pytest.M
     assert all(len(line.removesuffix("\x1b[K")) <= 40 for line in lines)
 
 
-def test_status_json_is_json_whatever_is_logged(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(lease=1.0)
+def test_status_json_is_json_whatever_is_logged(lively: Callable[..., Cluster]) -> None:
+    cluster = lively()
     with cluster.connect("ssp:4", job="j") as session:
         train(session, 1, broken=math.nan, endless=-math.inf)
         figures_of(cluster.address, "j", lambda figures: figures["values"])

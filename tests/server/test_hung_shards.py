@@ -3,9 +3,11 @@ booked as far as it was done, and no other job, and no other shard's workers, wa
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from tests.tools.raw_worker import vector_job
 
 CELLS = 64
 HANGS = 600.0  # seconds: what waits for a call that hangs waits longer than any test
+LEASE = 60.0  # ends where a test says so
 
 
 class HangingShard(DirectShard):
@@ -81,6 +84,14 @@ class Threaded:
     def counted(self, shard: int, job: str) -> list[int]:
         return sorted(self.shards[shard].jobs()[job].state.roster)
 
+    def die(self, *names: str) -> None:
+        """Has the leases of all live workers of these jobs be over: the thread that looks finds it."""
+        for name in names:
+            members = self.coordinator.job(name).members
+            with members._lock:
+                live = members._membership.members
+                live.update({rank: replace(member, expires=-math.inf) for rank, member in live.items()})
+
     def stop(self) -> None:
         for api in self.apis:
             api.goes_on.set()
@@ -89,7 +100,7 @@ class Threaded:
 
 @pytest.fixture
 def threaded() -> Iterator[Threaded]:
-    cluster = Threaded(lease=2.0)
+    cluster = Threaded(lease=LEASE)
     yield cluster
     cluster.stop()
 
@@ -100,6 +111,7 @@ def test_a_hung_shard_keeps_no_dead_worker_on_another_one(threaded: Threaded) ->
         for rank in range(2):
             threaded.join(vector_job(name, "async", CELLS, 0), rank)
     threaded.apis[1].goes_on.clear()
+    threaded.die("first", "second")
     until(lambda: not threaded.counted(0, "first") and not threaded.counted(0, "second"))
     assert threaded.counted(1, "first") == [0, 1], "it has not heard yet"
     threaded.apis[1].goes_on.set()
@@ -113,6 +125,7 @@ def test_a_join_that_waits_for_a_hung_shard_holds_up_nothing_else_of_its_job(thr
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(threaded.join, spec, 1)
         until(lambda: threaded.apis[1].waiting > 0 and threaded.counted(0, "job") == [0, 1])
+        threaded.die("job")
         until(lambda: threaded.counted(0, "job") == [1])  # worker 0 died, and the join still waits
         job = threaded.coordinator.job("job")
         assert (job.statistics().workers, job.members.empty()) == ((), False)

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from ps_protocol.errors import TryLater
 from ps_runtime.background import Background
 from ps_runtime.daemon_pool import DaemonPool
 from ps_runtime.pools import FairPool, Pool
+from ps_server.coordinator.members import JobMembers
 from ps_server.shard.threads import OwnThreads
-from tests.tools.cluster import Cluster
+from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.raw_worker import joined, vector_job
 
 ROOT = Path(__file__).parents[2]
@@ -65,16 +67,22 @@ def test_a_server_without_another_thread_goes_on_with_joins_pushes_pulls_and_hea
 ) -> None:
     """grpcio's own thread calls `submit`, and would end with its exception: then nothing is answered any more."""
     cluster = Cluster(shards=1)
+    heartbeat = JobMembers.heartbeat
+
+    def beat(*arguments: Any) -> int:
+        until(lambda: not refused.empty(), "a thread for the other one")
+        return heartbeat(*arguments)
+
+    monkeypatch.setattr(JobMembers, "heartbeat", beat)
     try:
         refused = refuse_threads(monkeypatch)
         with joined(cluster.address, vector_job("job", "sync", 16, 2)) as workers:
+            in_parallel(2, lambda rank: workers[rank].heartbeat())
             waiting = [worker.ask(1, [0]) for worker in workers]
             for worker in workers:
                 worker.step(torch.ones(16))
-                worker.heartbeat()
             for worker, call in zip(workers, waiting, strict=True):
                 assert next(worker.answers(call)).buckets[0].version == 1
-        assert not refused.empty(), "a thread was wanted"
         monkeypatch.undo()
     finally:
         cluster.stop()

@@ -201,8 +201,8 @@ def test_an_error_of_a_connection_ends_that_one(connect: Callable[[], Echo], cap
 
 
 def test_workers_that_are_silent_take_no_thread_of_a_shard(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(shards=1)
-    count = 64
+    cluster = make_cluster(shards=1, lease=600.0)  # nobody sends a heartbeat
+    count = 32
     with ExitStack() as stack:
         workers = stack.enter_context(joined(cluster.address, vector_job("job", "async", 16, count)))
         clients = []

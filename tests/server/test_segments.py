@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -84,16 +85,22 @@ def directory(tmp_path: Path) -> Path:
 
 
 # What other threads of this process open and close meanwhile: those of a hidden segment, of gRPC, of servers.
-OF_OTHERS = ("socket:", "pipe:", "anon_inode:", "/proc/")
+OF_OTHERS = ("socket:", "pipe:", "anon_inode:", "/proc/", "/sys/")
 
 
-def open_files() -> list[str]:
-    """What this process has open, of all that could be a segment."""
-    files = []
+def open_files() -> Counter[tuple[str, int]]:
+    """What this process has open, of all that could be a segment, by name and inode."""
+    files = Counter[tuple[str, int]]()
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return sorted(file for file in files if not file.startswith(OF_OTHERS))
+            path = f"/proc/self/fd/{descriptor}"
+            files[os.readlink(path), os.stat(path).st_ino] += 1
+    return Counter({file: count for file, count in files.items() if not file[0].startswith(OF_OTHERS)})
+
+
+def opened_since(before: Counter[tuple[str, int]]) -> list[str]:
+    """What is open that was not. What earlier tests have left to threads of servers may be closed meanwhile."""
+    return sorted(name for name, _ in (open_files() - before).elements())
 
 
 def test_both_ends_see_the_same_memory_and_nothing_is_left_of_the_handover(plan: SegmentPlan, directory: Path) -> None:
@@ -107,7 +114,7 @@ def test_both_ends_see_the_same_memory_and_nothing_is_left_of_the_handover(plan:
     assert torch.equal(there.gradients["float32"][:1000], torch.full((1000,), 3.0)), "they do not overlap"
     assert segment.memory[:NONCE_BYTES] == segment.offer.nonce
     assert list(directory.iterdir()) == []
-    assert open_files() == sorted([*before, *["/memfd:ps-torch (deleted)"] * 2]), "one in each mapping"
+    assert opened_since(before) == ["/memfd:ps-torch (deleted)"] * 2, "one in each mapping"
 
 
 def test_several_shards_attach_the_same_segment_at_once(plan: SegmentPlan, directory: Path) -> None:
@@ -256,7 +263,7 @@ def test_what_is_no_segment_of_this_job_is_refused_and_nothing_of_it_is_kept(
     before = open_files()
     with giver(directory, plan, give) as offer, pytest.raises(NotShared, match=says):
         attach(offer, plan.size, directory)
-    assert open_files() == before
+    assert opened_since(before) == []
 
 
 def test_a_worker_that_sends_nothing_is_not_waited_for(
@@ -500,7 +507,7 @@ def test_memory_that_the_kernel_refuses_is_no_error_of_the_script(
     before = open_files()
     with pytest.raises(NotShared, match=r"no memory file of 12288 bytes can be made \(No space"):
         LocalSegment(plan.size, directory)
-    assert open_files() == before
+    assert opened_since(before) == []
 
 
 def test_a_name_that_another_process_has_taken_is_noticed(directory: Path) -> None:

@@ -397,6 +397,24 @@ def test_the_straggler_is_named_from_what_workers_and_shards_report() -> None:
     assert sample["wait_fraction", None] == pytest.approx(0.4)
 
 
+def test_how_long_a_job_still_takes_is_known_from_the_second_report_of_each_worker_on() -> None:
+    maker, workers = ViewMaker(), [member(0), member(1)]
+
+    def look(*measured: float) -> tuple[float | None, float | None]:
+        figures = {
+            (rank, rank + 1): WorkerFigures(seconds, int(2 * seconds), phases(), total=100, done=int(2 * seconds))
+            for rank, seconds in enumerate(measured)
+        }
+        seen = made(maker, 100.0, job(workers, figures=figures), Answer(7)).jobs["job"]
+        return seen.done, seen.left
+
+    assert look(10.0, 20.0) == (pytest.approx(0.3), None)
+    assert look(15.0, 20.0) == (pytest.approx(0.35), None), "of the other one there is one report"
+    assert look(15.0, 25.0) == (pytest.approx(0.4), pytest.approx(35.0)), (
+        "the slower one has 70 steps to make, two a second"
+    )
+
+
 def test_what_several_workers_log_is_sampled_with_its_least_and_its_most() -> None:
     figures = {
         (rank, rank + 1): WorkerFigures(1.0, 1, values=(LoggedValue("loss", last, mean),))

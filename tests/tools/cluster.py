@@ -114,6 +114,12 @@ class Cluster:
                 if not (is_live and rank in live and live[rank].incarnation == incarnation):
                     return
 
+    def take_off(self, rank: int, job: str = "default") -> None:
+        """As `end_lease`, and waits until no shard counts the worker: what it pushes before that counts there."""
+        self.end_lease(rank, job)
+        members = self.coordinator.job(job).members
+        until(lambda: not members.pending_removals(), f"the removal of worker {rank} from all shards")
+
     def waits(self, job: str) -> dict[int, tuple[int, list[int]]]:
         """Who waits, as `ps-server status` tells it: by rank, its clock and the ranks it waits for."""
         waits = status.waits(status.fetch(self.address), job)

@@ -14,7 +14,9 @@ from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 CELLS = 64  # four buckets of 16, on two shards
 # Workers that stand still are not waited for when a checkpoint is asked for, and a shard that is new is found at once.
-QUICK = Timing(asked_checkpoint=0.1, checkpoint_look=0.02, recovery_look=0.02)
+# The disk of a busy machine has its time.
+QUICK = Timing(asked_checkpoint=0.1, checkpoint_look=0.02, recovery_look=0.02, fallback=60.0)
+LEASE = 600.0  # these workers send heartbeats only where a test has them do so
 
 
 def job_of(
@@ -26,6 +28,8 @@ def job_of(
 
 def make_checkpoint(cluster: Cluster, *workers: RawWorker) -> int:
     """Has a checkpoint made while these workers do nothing but send their state; its clock."""
+    for worker in workers:  # before it is asked for: QUICK waits a tenth of a second for it
+        worker.save_state(worker.clock, b"state of %d" % worker.clock)
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(cluster.coordinator.job(workers[0].spec.name).checkpoint)
 
