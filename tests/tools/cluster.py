@@ -114,6 +114,12 @@ class Cluster:
                 if not (is_live and rank in live and live[rank].incarnation == incarnation):
                     return
 
+    def lose_place(self, rank: int, job: str = "default") -> None:
+        """As `end_lease`; and each shard has heard of it, so that the worker's next call there is refused."""
+        members = self.coordinator.job(job).members
+        self.end_lease(rank, job)
+        until(lambda: not members.removals.pending(), "its removal from all shards")
+
     def waits(self, job: str) -> dict[int, tuple[int, list[int]]]:
         """Who waits, as `ps-server status` tells it: by rank, its clock and the ranks it waits for."""
         waits = status.waits(status.fetch(self.address), job)
