@@ -10,6 +10,9 @@ All members make the same calls of a session. All that they do together begins w
 which each says in which call it is, and how often it has met the others there. So a call that one member makes alone
 fails on all of them, with the names of both calls; without that, gloo would wait for ever in two unlike collectives. So
 does the next call of a member that was interrupted in one, which the others are in still.
+
+An exchange may take two collectives. A signal that ends it may come between these, and the others are in the second one
+then, or go there. So a member that was interrupted makes the rest of the exchange before its next one.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import ctypes
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -30,10 +33,12 @@ import torch.distributed as dist
 from ps_protocol.errors import BY_REASON, InvalidRequest, PSError
 from ps_protocol.messages.workers import JoinResult, member_states
 from ps_runtime.signals import HEARD_SECONDS
+from ps_worker.state.ending import undisturbed
 
 log = logging.getLogger("ps_worker")
 
 T = TypeVar("T")
+Collectives = Generator[Any, None, T]  # an exchange: yields its collectives, one after the other, as each has begun
 
 NOTICE_SECONDS = 30.0  # after which a member says that it waits for the others
 
@@ -73,6 +78,7 @@ class Group:
         self._gloo: Any = dist.new_group(list(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
         self._call, self._met = "", 0  # of the script, and how often the members have met in it
+        self._under_way: tuple[Collectives[Any], Any] | None = None  # an exchange, and its collective that has begun
         self._waits_since: float | None = None
         self._has_said = False
 
@@ -88,25 +94,33 @@ class Group:
         finally:
             self._call, self._met = "", 0
 
-    def _meet(self, *numbers: int) -> list[int]:
-        """Returns of each number the highest of any member.
-
-        Raises InvalidRequest, on all members, if they are in different calls of the script, or at different places of
-        one.
-        """
-        self._met += bool(self._call)
-        call = zlib.crc32(self._where)
-        own = [call, -call, *numbers, *[0] * (_NUMBERS - len(numbers))]
-        numbers_of_all = torch.tensor(own, dtype=torch.int64, device="cpu")  # a script may have set another default
+    def _make(self, exchange: Collectives[T]) -> T:
+        """Makes an exchange with the other members, after the rest of one that was interrupted. Returns its result."""
         self._has_said, self._waits_since = False, time.monotonic()
         try:
-            self._await(dist.all_reduce(numbers_of_all, op=dist.ReduceOp.MAX, group=self._gloo, async_op=True))
+            self._end_interrupted()
+            return self._go_on(exchange)
         finally:
             self._waits_since = None
-        highest, lowest, *found = numbers_of_all.tolist()
-        if highest != -lowest:
-            self._raise_unlike()
-        return found[: len(numbers)]
+
+    def _end_interrupted(self) -> None:
+        """Makes the rest of an exchange that was interrupted: the others may wait for it. Nobody wants its result."""
+        if self._under_way is not None:
+            exchange, begun = self._under_way
+            with suppress(InvalidRequest):  # as they are told that this member was in another call
+                self._await(begun)
+                self._go_on(exchange)
+
+    def _go_on(self, exchange: Collectives[T]) -> T:
+        while True:
+            with undisturbed():  # a collective that has begun is known to have
+                self._under_way = None
+                try:
+                    begun = next(exchange)
+                except StopIteration as end:
+                    return end.value  # type: ignore[no-any-return]
+                self._under_way = exchange, begun
+            self._await(begun)
 
     def _await(self, work: Any) -> None:
         """Waits for a collective. Raises its error. Signals are handled meanwhile: in torch's wait none is."""
@@ -119,7 +133,11 @@ class Group:
             # of the process: it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
             raise
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError:
+            self._under_way = None  # its rest cannot be made
+            raise
 
     def say_if_waiting(self) -> None:
         """Logs, once, that this member has waited for the others for a while. For the heartbeat's thread: those that
@@ -133,35 +151,43 @@ class Group:
                 *(self.member, self._call or "a call"),
             )
 
-    @property
-    def _where(self) -> bytes:
-        return f"{self._met} {self._call}".encode()[:_NAME_BYTES]
+    def _meet(self, *numbers: int) -> list[int]:
+        """Returns of each number the highest of any member.
 
-    def _raise_unlike(self) -> None:
-        """Raises InvalidRequest, on all members, with the calls that they are in."""
-        told = [each.rstrip(b"\0").decode(errors="replace") for each in self._gather(self._where, _NAME_BYTES)]
-        member = next((index for index, each in enumerate(told) if each != told[0]), 0)
-        (first, call), (second, other) = (told[index].split(" ", 1) for index in (0, member))
-        if call == other:  # its name says nothing of what differs
-            call, other = f"part {first} of {call}", f"part {second} of {other}: one of them was interrupted in it"
-        raise InvalidRequest(
-            "the members of a group make the same calls of a session, in one order: member 0 of this worker's group is "
-            f"in {call or 'another call'}, and member {member} in {other or 'another call'}"
-        )
+        Raises InvalidRequest, on all members, if they are in different calls of the script, or at different places of
+        one.
+        """
+        return self._make(self._meeting(*numbers))
 
-    def _gather(self, own: bytes, size: int) -> list[bytes]:
-        """Returns so many bytes of each member, by member. own: those of this one, or fewer"""
+    def _meeting(self, *numbers: int) -> Collectives[list[int]]:
+        self._met += bool(self._call)
+        where = f"{self._met} {self._call}".encode()[:_NAME_BYTES]
+        call = zlib.crc32(where)
+        own = [call, -call, *numbers, *[0] * (_NUMBERS - len(numbers))]
+        numbers_of_all = torch.tensor(own, dtype=torch.int64, device="cpu")  # a script may have set another default
+        yield dist.all_reduce(numbers_of_all, op=dist.ReduceOp.MAX, group=self._gloo, async_op=True)
+        highest, lowest, *found = numbers_of_all.tolist()
+        if highest != -lowest:
+            raise unlike_calls((yield from self._gathering(where, _NAME_BYTES)))
+        return found[: len(numbers)]
+
+    def _gathering(self, own: bytes, size: int) -> Collectives[list[bytes]]:
+        """Gathers so many bytes of each member, by member. own: those of this one, or fewer"""
         padded = torch.zeros(size, dtype=torch.uint8, device="cpu")
         padded[: len(own)] = _tensor(own)
         parts = [torch.zeros_like(padded) for _ in range(self.size)]
-        self._await(dist.all_gather(parts, padded, group=self._gloo, async_op=True))
+        yield dist.all_gather(parts, padded, group=self._gloo, async_op=True)
         return [part.numpy().tobytes() for part in parts]
 
     def gather(self, own: bytes) -> list[bytes]:
         """Returns what each member gives, by member."""
-        [most] = self._meet(len(own))
-        size = len(own).to_bytes(_SIZE_BYTES, "little")
-        parts = self._gather(size + own, _SIZE_BYTES + most)
+
+        def exchange() -> Collectives[list[bytes]]:
+            [most] = yield from self._meeting(len(own))
+            size = len(own).to_bytes(_SIZE_BYTES, "little")
+            return (yield from self._gathering(size + own, _SIZE_BYTES + most))
+
+        parts = self._make(exchange())
         return [part[_SIZE_BYTES:][: int.from_bytes(part[:_SIZE_BYTES], "little")] for part in parts]
 
     def from_first(self, make: Callable[[], bytes]) -> bytes:
@@ -187,10 +213,14 @@ class Group:
 
     def _broadcast(self, made: bytes) -> bytes:
         """Returns what the first member has made. Each member needs memory for that alone."""
-        [size] = self._meet(len(made))
-        content = _tensor(made) if self.member == 0 else torch.zeros(size, dtype=torch.uint8, device="cpu")
-        self._await(dist.broadcast(content, self._first, group=self._gloo, async_op=True))
-        return made if self.member == 0 else content.numpy().tobytes()
+
+        def exchange() -> Collectives[bytes]:
+            [size] = yield from self._meeting(len(made))
+            content = _tensor(made) if self.member == 0 else torch.zeros(size, dtype=torch.uint8, device="cpu")
+            yield dist.broadcast(content, self._first, group=self._gloo, async_op=True)
+            return made if self.member == 0 else content.numpy().tobytes()
+
+        return self._make(exchange())
 
     def check_alike(self, own: str) -> None:
         """Raises InvalidRequest, on all members, where one says another thing of this worker than the first one."""
@@ -241,6 +271,22 @@ class Group:
         if worst == LOST:
             return error if isinstance(error, PlaceLost) else PlaceLost(), highest
         return None, highest
+
+
+def unlike_calls(where: Sequence[bytes]) -> InvalidRequest:
+    """Returns the error for members that are in unlike calls.
+
+    where: by member, how often it has met the others, and in which call
+    """
+    told = [each.rstrip(b"\0").decode(errors="replace") for each in where]
+    member = next((index for index, each in enumerate(told) if each != told[0]), 0)
+    (first, call), (second, other) = (told[index].split(" ", 1) for index in (0, member))
+    if call == other:  # its name says nothing of what differs
+        call, other = f"part {first} of {call}", f"part {second} of {other}: one of them was interrupted in it"
+    return InvalidRequest(
+        "the members of a group make the same calls of a session, in one order: member 0 of this worker's group is "
+        f"in {call or 'another call'}, and member {member} in {other or 'another call'}"
+    )
 
 
 def in_call(group: Group | None, call: str) -> AbstractContextManager[None]:

@@ -35,8 +35,9 @@ class Ending:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Delays a signal that ends this process, and Ctrl-C, until the end of the block, in the main thread."""
-        if threading.current_thread() is not threading.main_thread():
+        """Delays a signal that ends this process, and Ctrl-C, until the end of the block, in the main thread. A block
+        within another one changes nothing."""
+        if self._held or threading.current_thread() is not threading.main_thread():
             yield
             return
         self._begin()

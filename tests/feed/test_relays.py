@@ -66,8 +66,9 @@ def test_editions_pass_two_relays_to_the_bit_and_their_versions_rise(
     ):
         editions: list[Any] = [feed.wait_for()]
         reader = in_background(lambda: editions.extend(feed))
-        last = trainer.steps(20)
-        feed.wait_for(last)
+        for _ in range(4):
+            last = trainer.steps(5)
+            until(lambda: editions[-1].version == last, "the last edition")  # noqa: B023
         assert (feed.behind, feed.trouble) == (0, None)
         feed.close()
         reader.join()
@@ -135,11 +136,12 @@ def test_readers_with_different_needs_share_a_relay(shared: Cluster, job: str, t
 
 def test_a_relay_that_starts_with_nothing_says_so_until_it_has_a_whole_edition(make_cluster: Any) -> None:
     with relay("127.0.0.1:1") as lost, ps.subscribe(lost.address) as feed:
+        until(lambda: isinstance(feed.trouble, TryLater) and "127.0.0.1:1" in str(feed.trouble), "the trouble")
         with pytest.raises(Unreachable, match=r"did not come to version 0: .*127\.0\.0\.1:1"):
-            feed.wait_for(timeout=3.0)
-        assert isinstance(feed.trouble, TryLater)
+            feed.wait_for(timeout=0.1)
     running = make_cluster(shards=1)
     with relay(running.address) as near:
+        until(lambda: (near.relayed.jobs(), near.relayed.upstream.looked)[1], "the first look at the servers")
         with pytest.raises(NotFound, match=r"no job 'default' at 127\.0\.0\.1:\d+"):
             near.relayed.get("default", "float32")
         with ps.subscribe(near.address) as feed, running.connect("sync") as session:
@@ -207,7 +209,7 @@ def test_a_job_is_fetched_only_while_somebody_reads_it(
     shared: Cluster, job: str, trainer: FollowedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with relay(shared.address) as near:
-        assert job in known_at(near.address, PLAINTEXT).jobs
+        until(lambda: job in known_at(near.address, PLAINTEXT).jobs, "the first look at the servers")
         assert not near.relayed.followed()
         with ps.subscribe(near.address, job) as feed:
             feed.wait_for()
@@ -270,9 +272,10 @@ def test_a_relay_has_the_roles_of_the_servers(tmp_path: Path) -> None:
             with (
                 relay(running.address, token_file=str(tmp_path / "other")) as narrow,
                 ps.subscribe(narrow.address, "own") as feed,
-                pytest.raises(Unreachable, match="no job 'own'"),
             ):
-                feed.wait_for(timeout=2.0)
+                until(lambda: "no job 'own'" in str(feed.trouble), "the trouble")
+                with pytest.raises(Unreachable, match="no job 'own'"):
+                    feed.wait_for(timeout=0.1)
     finally:
         running.stop()
 

@@ -52,9 +52,8 @@ def test_status_says_in_one_line_how_a_job_is_read(shared: Cluster, job: str, tr
         last = trainer.steps(3)
         for each in (feed, narrow):
             each.wait_for(last)
-        until(lambda: ", 2 readers, " in shown(shared, job), "that both wait for the next")
         expected = rf"edition {last}, \d+\.\d s old, 0 updates behind, 2 readers, \S+ \w+ in memory, \S+ \w+ sent"
-        assert re.fullmatch(expected, shown(shared, job)), shown(shared, job)
+        until(lambda: re.fullmatch(expected, shown(shared, job)), "that both wait for the next")
 
 
 def test_status_says_what_changes_have_saved(shared: Cluster, job: str, trainer: FollowedTrainer) -> None:
@@ -71,8 +70,7 @@ def test_status_says_why_readers_get_no_newer_weights(
         feed.wait_for()
         monkeypatch.setattr("ps_server.shard.editions.free_bytes", lambda: 99)
         trainer.steps(2)
-        until(lambda: "no room for an edition" in shown(shared, job), "that it is said")
-        assert "; shard " in shown(shared, job)
+        until(lambda: re.search("; shard .*no room for an edition", shown(shared, job)), "that it is said")
         until(lambda: isinstance(feed.trouble, LimitExceeded), "that the reader is told, too")
         metrics = [scrape(server.metrics_address) for server in shared.servers]
         refused = f'ps_edition_refused_total{{job="{job}",reason="no_room"}}'
@@ -137,10 +135,10 @@ def test_an_edition_that_could_not_be_received_keeps_no_memory(
             trainer.step()
             until(lambda: isinstance(feed.trouble, LimitExceeded), "the trouble")
             feed.close()
-        gc.collect()
         assert isinstance(feed.trouble, LimitExceeded)
         assert arrived
-        assert [each() for each in arrived if each() is not None] == []
+        # gRPC's threads may have it yet.
+        until(lambda: gc.collect() >= 0 and all(each() is None for each in arrived), "the end of what came")
 
 
 class Part:

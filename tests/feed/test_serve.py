@@ -156,8 +156,9 @@ def test_the_model_is_served_while_it_trains_and_when_trainer_and_servers_are_go
 
     kill_family(trainer.process.pid)
     until(lambda: ask(address, "/healthz")[2]["unchanged_seconds"] > 2, "its saying that nothing changes")
-    code, version, health = ask(address, "/healthz")
-    assert (code, health["behind"]) == (200, 0), "it has the newest weights that there are"
+    # On a busy machine nothing may come for the second of --late.
+    _, version, health = until(lambda: found if (found := ask(address, "/healthz"))[0] == 200 else None, "its health")
+    assert health["behind"] == 0, "it has the newest weights that there are"
     assert ask(address, "/generate", {})[:2] == (200, version)
 
     kill_family(servers.process.pid)

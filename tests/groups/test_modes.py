@@ -217,6 +217,20 @@ def test_a_step_after_one_in_which_a_member_was_interrupted_is_not_taken_for_a_p
     assert all(said in (tmp_path / f"refused-0-{member}").read_text() for member in (0, 1))
 
 
+@pytest.mark.parametrize("when", ["waiting", "between"])
+def test_a_call_in_which_a_member_was_interrupted_keeps_no_other_waiting(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, when: str
+) -> None:
+    """The other one is in the second collective of the call, and the next call of the one that was interrupted begins
+    with a first one."""
+    options = Options(groups=1, mode="async", steps=1, cut_short=when)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        groups.ended()
+    said = "member 0 of this worker's group is in part 1 of session.gather, and member 1 in part 2 of session.gather"
+    assert all(said in (tmp_path / f"refused-0-{member}").read_text() for member in (0, 1))
+    assert all((tmp_path / f"met-0-{member}").exists() for member in (0, 1))
+
+
 def test_a_member_says_that_it_waits_for_the_others(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
 ) -> None:

@@ -70,6 +70,8 @@ class Options:
     baseless:   the clock at which member 1 of group 0 has lost the base of its round
     interrupted: the clock at which Ctrl-C comes to member 0 in a step that the others are in still. It goes on with the
                 next one, which is the last
+    cut_short:  "waiting" or "between": after its steps Ctrl-C comes to member 0 in a call of all members, in the first
+                of two collectives or between them. It makes the call once more
     unpushed:   the clock after which member 1 of group 0 fails before it has pushed anything
     """
 
@@ -105,6 +107,7 @@ class Options:
     late: bool = False
     baseless: int = -1
     given: int = 0
+    cut_short: str = ""
 
 
 def make_model(noisy: bool = False) -> nn.Sequential:
@@ -212,13 +215,15 @@ def fail_before_push(session: Session) -> None:
     connection.push_pull = failing
 
 
-def interrupt_next_wait(session: Session) -> None:
-    """Has Ctrl-C come while this member waits for the others, who have not come."""
+def interrupt_next_wait(session: Session, is_over: bool = False) -> None:
+    """Has Ctrl-C come while this member waits for the others, who have not come. is_over: just after, when they have"""
     group = participation_of(session).group
     usual = group._await
 
     def interrupted(work: Any) -> None:
         group._await = usual
+        if is_over:
+            usual(work)
         raise KeyboardInterrupt
 
     group._await = interrupted
@@ -293,6 +298,8 @@ class Member:
                 self.steps(session)
                 if self.options.part_ways:
                     self.part_ways(session)
+                if self.options.cut_short:
+                    self.gather_once_more(session)
                 if self.options.late:
                     ps_worker.group.NOTICE_SECONDS = 0.1
                     if self.member:
@@ -400,6 +407,17 @@ class Member:
         """Makes another call than the other members."""
         try:
             session.barrier() if self.member else session.global_weights()
+        except InvalidRequest as error:
+            (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
+
+    def gather_once_more(self, session: Session) -> None:
+        """Makes a call in which member 0 is interrupted, and makes it again."""
+        if self.member == 0:
+            interrupt_next_wait(session, is_over=self.options.cut_short == "between")
+            with suppress(KeyboardInterrupt):
+                session.gather(self.member)
+        try:
+            session.gather(self.member)
         except InvalidRequest as error:
             (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
 

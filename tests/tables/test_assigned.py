@@ -24,14 +24,15 @@ from ps_worker.tables.given_rows import GivenRows
 from tests.chaos.cluster import free_ports
 from tests.chaos.worker import incarnation_of
 from tests.tools.cases import crossed
-from tests.tools.cluster import Cluster, in_parallel
+from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.forkserver import ROOT, Nursery
-from tests.tools.rollbacks import QUICK
+from tests.tools.rollbacks import QUICK, await_first
 
 DIM, COUNT, RATE = 4, 300, 0.5
 IDS = torch.arange(COUNT) * 2**33 - 7
 VECTORS = torch.arange(COUNT * DIM, dtype=torch.float32).view(COUNT, DIM)
 SOME, VALUES = IDS[:3], VECTORS[:3] + 1000
+KEPT_BY = 20  # steps that a run makes before it waits for its first checkpoint
 
 
 class Run:
@@ -183,7 +184,7 @@ def test_a_rank_0_that_loses_its_place_in_the_middle_sends_all_vectors_again(
     def breaking(*args: Any) -> bytes:
         calls.append(args)
         if len(calls) == 20:
-            cluster.end_lease(0)
+            cluster.lose_place(0)
         return encoded(*args)
 
     monkeypatch.setattr(first_rows, "encoded", breaking)
@@ -268,10 +269,10 @@ def test_a_worker_that_joins_a_running_job_takes_its_rows(
             late.table.assign(SOME, VALUES)
             late.step()
             assert "is not taken over" in caplog.text
-            assert run.first() == [-2 * RATE] * 3
+            assert late.first() == run.first() == [-2 * RATE] * 3  # a worker's own lookup waits for its push
             late.table.assign(SOME, VALUES)
             late.step()
-            assert run.first() == (VALUES[:, 0] - RATE).tolist()
+            assert late.first() == run.first() == (VALUES[:, 0] - RATE).tolist()
 
 
 def test_of_several_workers_that_set_a_row_the_lowest_rank_counts_in_sync(shared: Cluster, job: str) -> None:
@@ -315,7 +316,7 @@ def test_assigned_rows_count_once_though_the_place_is_lost(
         nonlocal sent
         sent += 1
         if sent == message + 1 and armed:
-            cluster.end_lease(0)
+            cluster.lose_place(0)
         return push(*args)
 
     armed = False
@@ -326,7 +327,7 @@ def test_assigned_rows_count_once_though_the_place_is_lost(
         sent, armed = 0, True
         run.table.assign(IDS[:8], VECTORS[:8] + 1000)
         if not message:
-            cluster.end_lease(0)
+            cluster.lose_place(0)
         run.step()
         run.step()
         assert run.first(IDS[:8]) == [1000.0 + 4 * number - (number < 3) * 2 * RATE for number in range(8)]
@@ -370,6 +371,10 @@ def test_a_rollback_takes_assigned_rows_back_and_the_loop_sets_them_again(
         for _ in loader:
             value, clock = run.first()[0], session.clock  # a lookup may find out about the rollback
             seen.append((clock, value))
+            if not clock:
+                await_first(cluster)
+            if clock == KEPT_BY:
+                until(lambda: store.names("default"), "a checkpoint")
             at = at or (clock if store.names("default") else 0)
             if at and clock == at:
                 run.table.assign(SOME, VALUES)
@@ -436,6 +441,10 @@ def test_what_a_script_sets_at_the_end_of_a_batch_that_comes_again_does_not_coun
         run = Run(session)
         loader = session.prepare(torch.utils.data.DataLoader(list(range(200)), batch_size=2))
         for _ in loader:
+            if not session.clock:
+                await_first(cluster)
+            if session.clock == KEPT_BY:
+                until(lambda: store.names("default"), "a checkpoint")
             names = store.names("default")
             # Of a step before the last one: from one of that, no batch would come again.
             if not lost and names and store.manifest("default", names[-1]).clock < session.clock:

@@ -115,7 +115,7 @@ def test_a_worker_that_lost_its_place_goes_on_though_its_next_rows_need_more_mem
         training = Training(session)
         for count in (10, 200_000, 10):
             training.step(ids[:count])
-            cluster.end_lease(0)
+            cluster.lose_place(0)
         training.step(ids[:10])
         assert training.rows(10) == [-4.0] * 10, "each step counts on both shards, once"
 

@@ -16,8 +16,8 @@ import ps_worker
 from ps_server.core.limits import Limits
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cases import cases
-from tests.tools.cluster import Cluster, in_parallel
-from tests.tools.rollbacks import QUICK
+from tests.tools.cluster import Cluster, in_parallel, until
+from tests.tools.rollbacks import QUICK, await_first
 
 RATE = 0.5
 SAMPLES, BATCH, PASSES, COMMON = 64, 4, 3, -5
@@ -83,7 +83,10 @@ def test_a_lost_shard_takes_rows_and_weights_back_to_one_clock(
         with cluster.connect("sync", rank, 2) as session:
 
             def between() -> None:
-                if rank == 0 and not lost.is_set() and session.clock >= 8 and store.names("default"):
+                if not session.clock:
+                    await_first(cluster)
+                if rank == 0 and not lost.is_set() and session.clock >= 8:
+                    until(lambda: store.names("default"), "a checkpoint")
                     cluster.start_again(1)
                     lost.set()
 

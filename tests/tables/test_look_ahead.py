@@ -20,7 +20,7 @@ from ps_worker.strategies.row_reads import RowReads
 from tests.chaos.worker import incarnation_of
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
-from tests.tools.rollbacks import QUICK
+from tests.tools.rollbacks import QUICK, await_first
 from tests.tools.table_model import ITEMS, TableModel
 
 SAMPLES, BATCH = 60, 6  # of one worker's loop: ten steps
@@ -329,8 +329,7 @@ def test_rows_that_were_asked_for_from_a_lost_place_are_read_from_the_next(clust
         worker = Worker(session)
         counts = [worker.step(IDS, following=IDS)[0] for _ in range(3)]
         place = incarnation_of(session)
-        cluster.end_lease(0)
-        until(lambda: all(not shard.jobs()["default"].state.roster for shard in cluster.shards))
+        cluster.lose_place(0)
         seen = worker.own.rows(IDS)  # hears of it here, or in the step
         seen.sum().backward()
         worker.optimizer.step()
@@ -356,7 +355,10 @@ def test_a_rollback_reads_rows_and_batches_anew(make_cluster: Callable[..., Clus
             lost = not lose
             for _ in range(3):
                 for item, tags, wanted in batches:
-                    if not lost and session.clock >= 6 and store.names("default"):
+                    if lose and not session.clock:
+                        await_first(cluster)
+                    if not lost and session.clock >= 6:
+                        until(lambda: store.names("default"), "a checkpoint")
                         cluster.start_again(1)
                         lost = True
                     optimizer.zero_grad()

@@ -15,6 +15,7 @@ from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, TryLater, Un
 from ps_protocol.messages.rows import RoundBegin
 from ps_protocol.tables import Initializer
 from ps_server.core.limits import Limits
+from ps_server.shard.row_feeds import ShardFeed
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.cluster.feeds import RowWatch, shard_addresses
 from ps_worker.row_feed import RowFeed
@@ -226,8 +227,12 @@ def test_what_is_not_there_is_said(shared: Cluster, job: str, trainer: Trainer) 
         RowFeed("rows")
 
 
-def test_a_reader_that_never_reads_holds_nobody_up_and_is_cut_off(make_cluster: Callable[..., Cluster]) -> None:
+def test_a_reader_that_never_reads_holds_nobody_up_and_is_cut_off(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = make_cluster(shards=1, limits=Limits(stall_seconds=0.5))
+    begun, begin_feed = list[ShardFeed](), ShardFeed.begin
+    monkeypatch.setattr(ShardFeed, "begin", lambda feed: (begun.append(feed), begin_feed(feed))[1])
 
     class Wide(nn.Module):
         def __init__(self) -> None:
@@ -247,7 +252,7 @@ def test_a_reader_that_never_reads_holds_nobody_up_and_is_cut_off(make_cluster: 
         addresses, _ = shard_addresses(cluster.address)
         watch = RowWatch(0, addresses[0], ps_worker.config.access(), "default", "rows", b"", 0.1)  # type: ignore[attr-defined]
         hosted = cluster.shards[0].jobs()["default"]
-        until(hosted.feeds, "the feed")
+        until(lambda: begun, "the feed")
         for number in range(5):
             step(10_000 * number)
         until(lambda: not hosted.feeds(), "the end of a feed that is not read")

@@ -166,7 +166,7 @@ def test_a_rank_0_that_loses_its_place_in_the_middle_sends_all_again(
             calls += 1
             if calls == 30:
                 came.extend(len(table.weights) for shard in cluster.shards for table in tables_of(shard))
-                cluster.end_lease(0)
+                cluster.lose_place(0)
         return encoded(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(first_rows, "encoded", breaking)

@@ -23,7 +23,7 @@ from tests.chaos.worker import incarnation_of
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.forkserver import ROOT, Nursery
-from tests.tools.rollbacks import QUICK
+from tests.tools.rollbacks import QUICK, await_first
 from tests.tools.table_model import STEPS, LookUps, TableModel, batches, train
 
 SCRIPT = ROOT / "tests" / "scripts" / "train_tables.py"
@@ -377,8 +377,10 @@ def test_in_sync_a_lost_shard_takes_rows_back_to_the_one_clock_of_the_checkpoint
     def work(rank: int) -> tuple[list[float], int]:
         with cluster.connect("sync", rank, 2) as session:
             worker = Worker(session)
-            while session.clock < steps or not lost.is_set():
-                if rank == 0 and session.clock >= 6 and not lost.is_set() and store.names("default"):
+            await_first(cluster)
+            while session.clock < steps:
+                if rank == 0 and session.clock >= 6 and not lost.is_set():
+                    until(lambda: store.names("default"), "a checkpoint")
                     cluster.start_again(1)
                     lost.set()
                 worker.step(IDS)

@@ -24,6 +24,7 @@ object_store.py         A server of this machine that speaks S3, with one bucket
 rollbacks.py            A job whose workers train, have checkpoints made, and join again after a rollback
 optimizers.py           Each optimizer of a shard, with hyper-parameters that are not the defaults
 small_models.py         Weights and data that follow from a seed, one step, and comparisons of weights
+said.py                 What workers of a test have logged
 small_steps.py          A small model, its optimizers and its batches, for tests of local steps
 special_numbers.py      Numbers that show how something rounds: of all magnitudes, subnormal, and not finite
 row_gradients.py        What a step contributes to a table, from a gradient for each occurrence of an id

@@ -43,6 +43,13 @@ def make_checkpoint(cluster: Cluster, *workers: RawWorker) -> int:
         return made.result().clock
 
 
+def await_first(cluster: Cluster, job: str = "default") -> None:
+    """Waits until all shards have begun a job's first checkpoint. Call it before the first step: with the next ones the
+    checkpoint is made, however fast they are."""
+    shards = [shard.jobs()[job] for shard in cluster.shards]
+    until(lambda: all(shard.snapshot_task is not None for shard in shards), "the beginning of the first checkpoint")
+
+
 def step(worker: RawWorker, value: float = -1.0) -> torch.Tensor:
     """One step with the same gradient in every cell, and the weights after it."""
     worker.step(torch.full((CELLS,), value))

@@ -562,13 +562,15 @@ def test_a_coordinator_that_is_started_again_knows_the_rounds(
 
 
 def test_a_round_in_which_a_job_was_set_back_ends_where_others_repeat_steps_that_are_over_here(
-    keeping: tuple[Cluster, CheckpointStore],
+    make_cluster: MakeCluster, tmp_path: Path
 ) -> None:
     """Steps without a gradient would make another model of it than the one that was promised."""
-    cluster, store = keeping
+    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="1000steps", lease=LEASE)
+    store = CheckpointStore(tmp_path)
 
     def work(rank: int, worker: Worker) -> None:
         step_until_kept(worker, store)
+        worker.step()  # which no checkpoint has
         if rank == 0:
             with pytest.raises(InvalidRequest, match="rolled back to a checkpoint while this worker was in"):
                 worker.session.mean(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -279,11 +278,9 @@ def test_a_connection_of_which_a_shard_reads_nothing_ends_with_its_deadline(monk
     ours, shard = socket.socketpair()
     monkeypatch.setattr(client, "_LOOK_SECONDS", 0.02)
     connection = connection_over(ours)
-    began = time.monotonic()
     call = connection.call(Kind.PUSH, Parts(b"", bytes(64 * 2**20)), OneAnswer(), 0.1)
     with pytest.raises(CallFailed):
         call.done.result(20.0)
-    assert time.monotonic() - began < 20.0
     shard.close()
 
 

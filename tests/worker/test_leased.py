@@ -261,14 +261,15 @@ def test_the_rest_of_an_accumulation_is_not_waited_for(shared: Cluster, job: str
 
 
 def test_without_gradients_a_loader_yields_a_share_and_commits_nothing(
-    shared: Cluster, pair: tuple[Session, Session]
+    shared: Cluster, job: str, pair: tuple[Session, Session]
 ) -> None:
     loaders = [Loop(session).loader for session in pair]
     until(lambda: all(session.world_size == 2 for session in pair), "both know of each other")
     with torch.no_grad():
         seen = [int(x) for loader in loaders for batch in loader for x in batch]
     assert sorted(seen) == list(range(SAMPLES))
-    assert "loader 0" not in status.table(status.fetch(shared.address))
+    [known] = [known for known in status.fetch(shared.address)["jobs"] if known["name"] == job]
+    assert known["loaders"] == []
 
 
 def test_several_loaders_are_leased_each_for_itself(shared: Cluster, job: str) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ps_worker
 from ps_worker import Unsupported
 from tests.tools.cluster import Cluster
+from tests.tools.said import said_by_workers
 
 MODES = ["sync", "async", "local:2"]
 
@@ -85,7 +86,7 @@ def test_a_model_that_another_way_to_train_has_taken_over(
     with shared.connect(mode, job=job) as session:
         if mode == "single":
             session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            [record] = caplog.records
+            [record] = said_by_workers(caplog)
             assert pytest.raises(match=f"is refused: {said}").matches(Unsupported(record.getMessage()))
             return
         with pytest.raises(Unsupported, match=said):

@@ -18,6 +18,7 @@ from tests.chaos.cluster import free_ports
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster
 from tests.tools.forkserver import Nursery
+from tests.tools.said import said_by_workers
 from tests.tools.small_models import drawn, filled, same, step, weights_of
 
 MODES = ["sync", "ssp:2", "async", "local:2", "local:4/2"]
@@ -103,7 +104,7 @@ def test_a_step_in_one_process_warns_that_servers_would_refuse_it(caplog: pytest
         fresh = torch.optim.Adam(model.parameters())
         for number in range(2):
             step(model, fresh, drawn(number, 8, 3))
-    [said] = [record.getMessage() for record in caplog.records]
+    [said] = [record.getMessage() for record in said_by_workers(caplog)]
     assert said.startswith("in sync, ssp and async this is refused: Adam steps 0.weight, 0.bias, 2.weight and 1 more")
 
 
