@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ps_worker.cli
 from ps_launch.groups import by_cause
+from ps_protocol.errors import InvalidRequest
 from ps_server.core.membership import Member, Membership
 from tests.tools.cluster import Cluster
 from tests.tools.launching import Start, run, script
@@ -248,6 +249,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_a_group_that_lost_a_member_comes_back_as_a_whole_and_the_other_goes_on(tmp_path: Path) -> None:
     """The launcher reports its end: no lease is over before that of this test."""
     path = tmp_path / "train.py"
@@ -263,29 +265,28 @@ def test_a_group_that_lost_a_member_comes_back_as_a_whole_and_the_other_goes_on(
     assert "2 groups have joined, training begins" in done.stderr
 
 
-def test_a_script_that_gives_prepare_no_group_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(
-        "import torch, ps_torch\n"
-        "model = torch.nn.Linear(2, 1)\n"
-        "session = ps_torch.connect()\n"
-        "session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+def test_a_script_that_gives_prepare_no_group_is_told(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**OF_OURS, "PS_GROUP_SIZE": "2", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # what ours starts sets its own
+    model = torch.nn.Linear(2, 1)
+    said = (
+        "the launcher has started 2 processes as this worker (--group 2), and prepare got no group: give it "
+        "prepare(..., group=mesh), the mesh of all of them"
     )
-    done = run("--server", "127.0.0.1:1", "--mode", "sync", "--group", "2", str(path))
-    assert done.returncode == 1
-    assert (
-        "worker 0: the launcher has started 2 processes as this worker (--group 2), and prepare got no group: give it "
-        "prepare(..., group=mesh), the mesh of all of them" in done.stderr
-    )
+    with shared.connect("sync", job=job) as session, pytest.raises(InvalidRequest, match=re.escape(said)):
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_lines_of_json_name_the_member(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import ps_torch, logging\nps_torch.connect()\nlogging.getLogger('ps_worker').warning('here')\n")
-    done = run(*GROUPS, "--log-format", "json", str(path))
+    done = run("--mode", "single", "--group", "2", "--log-format", "json", str(path))
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     found = [(line["rank"], line["member"]) for line in lines if line["message"] == "here"]
-    assert sorted(found) == [(0, 0), (0, 1), (1, 0), (1, 1)], done.stderr
+    assert sorted(found) == [(0, 0), (0, 1)], done.stderr
 
 
 def test_the_launcher_is_stopped_with_all_members(start: Start, tmp_path: Path) -> None:
