@@ -6,11 +6,11 @@ collective of torch. So the group ends as a whole, and is started again as a who
 
 from __future__ import annotations
 
-import socket
 import time
 from dataclasses import dataclass, field
 
 from ps_launch.children import Children
+from ps_runtime.free_ports import free_port
 
 # For members whose neighbour has failed. The servers have what they trained, so there is nothing to save. One that is
 # in a collective does not hear SIGTERM before that returns.
@@ -86,7 +86,7 @@ class WorkerProcesses:
         return min((each.kill_at for each in self._ending.values() if each.kill_at is not None), default=None)
 
     def _begin(self, worker: int, after: float | None) -> None:
-        self._ports[worker] = _free_port(set(self._ports.values()))
+        self._ports[worker] = free_port(taken=set(self._ports.values()))  # the old one may be in use still
         for number in self._numbers(worker):
             self._left.add(number)
             self.children.start(number, after)
@@ -99,13 +99,3 @@ def by_cause(ended: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Returns numbers and codes of processes that were seen to have ended at one time, causes first: where a signal has
     ended a member of a group, the calls of its neighbours fail, and end them with a code."""
     return sorted(ended, key=lambda each: each[1] >= 0)
-
-
-def _free_port(taken: set[int]) -> int:
-    """Returns a port of this machine that is free, and that no other group is about to take."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if port not in taken:
-            return port

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -37,6 +36,7 @@ from ps_launch.own_servers import OwnServers, ServersPlan
 from ps_launch.restarts import Restarts
 from ps_launch.timelines import Timelines
 from ps_protocol.errors import InvalidRequest
+from ps_runtime.free_ports import free_port
 from ps_runtime.launch_id import (
     FINISHED_WITHOUT_CODE,
     GROUP_SIZE,
@@ -375,9 +375,7 @@ def rendezvous(plan: Launch) -> dict[str, str]:
             "ddp on several machines needs MASTER_ADDR and MASTER_PORT: "
             "an address on the machine of rank 0, the same for all"
         )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def _cores() -> int:

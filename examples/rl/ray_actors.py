@@ -74,15 +74,15 @@ class Actors:
         """Starts a rollout process, and returns its name."""
         name = f"rollout-{len(self._rollouts)}"
         actor = ray.remote(num_cpus=CPUS[1]["CPU"])(Rollout).remote()
-        actor.write.remote(
-            ["--server", self._settings.server, "--job", JOB, "--pool", self._pool, "--name", name, *words]
-        )
-        self._rollouts.append(actor)
+        flags = ["--server", self._settings.server, "--job", JOB, "--pool", self._pool, "--name", name, *words]
+        self._rollouts.append((actor, actor.write.remote(flags)))
         return name
 
     def kill(self) -> str:
-        """Kills the first rollout process, and returns its name."""
-        ray.kill(self._rollouts[0])
+        """Kills the first rollout process, and returns its name when it has ended."""
+        actor, texts = self._rollouts[0]
+        ray.kill(actor)
+        ray.wait([texts], timeout=60.0)  # it ends a moment later
         return "rollout-0"
 
     def are_learning(self) -> bool:

@@ -78,7 +78,7 @@ class Launch(Protocol):
         """Starts a rollout process, with these flags, and returns its name."""
 
     def kill(self) -> str:
-        """Kills the first rollout process, and returns its name."""
+        """Kills the first rollout process, and returns its name when it has ended."""
 
     def are_learning(self) -> bool:
         """Whether trainers have steps to make; takes a moment. Ends the program with an error where one has failed."""
@@ -118,6 +118,7 @@ class Processes:
     def kill(self) -> str:
         """Kills the first rollout process, as kill -9 does."""
         self._rollouts[0].kill()
+        self._rollouts[0].wait()
         return "rollout-0"
 
     def are_learning(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_runtime.credentials import is_loopback
+from ps_runtime.free_ports import free_port
 from ps_runtime.launch_id import new_launch_id
 from ps_runtime.quantities import counted, size_text
 from ps_worker.config import SETTINGS
@@ -218,9 +218,7 @@ class ParameterServer:
 def _free_address() -> str:
     """Returns an address of this node that nothing listens at: the coordinator has it for good."""
     host = ray.util.get_node_ip_address()
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return f"[{host}]:{probe.getsockname()[1]}" if ":" in host else f"{host}:{probe.getsockname()[1]}"
+    return f"[{host}]:{free_port(host)}" if ":" in host else f"{host}:{free_port(host)}"
 
 
 def _no_room(deployment: Deployment) -> str:

@@ -17,9 +17,11 @@ from tests.chaos.oracle import Violation
 from tests.chaos.processes import Kept, send
 
 STOP_SECONDS = 10.0
+KILL_SECONDS = 0.5  # at most, from a kill's time to the kill
 HALF = "two versions in one reading"
 FELL = "a version fell unsaid"
 UNEQUAL = "unequal bytes of one version"
+ENDED = "a reader ended by itself"
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,16 @@ class Seen:
 
 @dataclass
 class ReaderLife:
-    """What one reader process saw."""
+    """What one reader process saw.
+
+    born:  when it began
+    ended: when it ended by itself, and why; None: it has not said so
+    """
 
     number: int
     slot: int
+    born: float = 0.0
+    ended: tuple[float, str] | None = None
     seen: list[Seen] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
 
@@ -71,6 +79,27 @@ def judge_readers(lives: Iterable[ReaderLife]) -> list[Violation]:
                 if first != checksum:
                     where = {"bucket": bucket, "version": version, "timeline": timeline, "at": seen.at}
                     found.append(Violation(UNEQUAL, f"reader lives {other} and {life.number}", where))
+    return found
+
+
+def judge_ends(lives: Sequence[ReaderLife], kills: Iterable[tuple[int, float]], until: float) -> list[Violation]:
+    """What is wrong with how readers ended: the job goes on for all that is done to them and to servers.
+
+    kills: the slot of each reader that was killed, and when
+    until: when the job began to end, and readers with it
+    """
+    found: list[Violation] = []
+    for number, life in enumerate(lives):
+        where = {"life": life.number, "slot": life.slot}
+        following = next((other for other in lives[number + 1 :] if other.slot == life.slot), None)
+        if life.ended is not None:
+            at, why = life.ended
+            if at < until:
+                found.append(Violation(ENDED, why, {**where, "at": at}))
+        elif following is not None and not life.violations:
+            times = [at for slot, at in kills if slot == life.slot]
+            if not any(life.born - KILL_SECONDS <= at <= following.born for at in times):
+                found.append(Violation(ENDED, "without a word", where))
     return found
 
 
@@ -107,8 +136,10 @@ class Audience:
     def lives(self) -> Sequence[ReaderLife]:
         """Returns all lives of all readers, as far as they have written."""
         for number, line in self._lines.new():
-            life = self._lives.setdefault(number, ReaderLife(number, line.get("rank", 0)))
-            if "version" in line:
+            life = self._lives.setdefault(number, ReaderLife(number, line.get("rank", 0), line["at"]))
+            if "event" in line:
+                life.ended = line["at"], f"{line['event']}: {line['said']}"
+            elif "version" in line:
                 buckets = tuple((timeline, version, checksum) for timeline, version, checksum in line["buckets"])
                 about = line["run"], line["version"], line["restores"], line["told"], line["readings"]
                 life.seen.append(Seen(line["at"], *about, buckets))

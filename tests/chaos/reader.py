@@ -70,6 +70,7 @@ def main() -> None:
         # Every second one asks for changes, so that both ways of an edition are under way.
         with ps_worker.subscribe(server, task.job, changes=slot % 2 == 1) as feed:
             follow(feed, Cells(task.shape), task, ledger)
+        ledger.event("left", "the job has ended")
     except (NotFound, Unreachable) as error:  # the job has ended, or nothing was there for very long
         ledger.event(type(error).__name__, str(error))
     except BaseException as error:

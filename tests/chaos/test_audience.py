@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.chaos.audience import FELL, HALF, UNEQUAL, ReaderLife, Seen, judge_readers
+from tests.chaos.audience import ENDED, FELL, HALF, UNEQUAL, ReaderLife, Seen, judge_ends, judge_readers
 from tests.chaos.oracle import Rules, Shape, Violation
 from tests.chaos.reader import wrong
 
@@ -17,7 +17,7 @@ def seen(version: int, checksum: int = 1, restores: int = 0, told: int | None = 
 
 
 def kinds(*lives: list[Seen]) -> list[str]:
-    found = judge_readers(ReaderLife(number, number, each) for number, each in enumerate(lives))
+    found = judge_readers(ReaderLife(number, number, seen=each) for number, each in enumerate(lives))
     return [violation.kind for violation in found]
 
 
@@ -41,8 +41,19 @@ def test_unequal_bytes_of_one_version_are_found_whoever_has_them() -> None:
 
 
 def test_what_a_reader_has_written_down_counts() -> None:
-    life = ReaderLife(0, 0, [seen(1)], [Violation(HALF, "the model changed")])
+    life = ReaderLife(0, 0, seen=[seen(1)], violations=[Violation(HALF, "the model changed")])
     assert [violation.kind for violation in judge_readers([life])] == [HALF]
+
+
+def test_a_reader_that_ends_by_itself_before_its_job_is_found() -> None:
+    first, second = ReaderLife(0, 1, born=1.0), ReaderLife(1, 1, born=5.0)
+    kills = [(1, 4.0)]
+    assert judge_ends([first, second], kills, until=9.0) == []
+    second.ended = 9.5, "left: the job has ended"
+    assert judge_ends([first, second], kills, until=9.0) == []
+    assert [violation.kind for violation in judge_ends([first, second], [(0, 4.0)], until=9.0)] == [ENDED]
+    first.ended = 4.0, "NotFound: no job"
+    assert [violation.said for violation in judge_ends([first, second], kills, until=9.0)] == ["NotFound: no job"]
 
 
 def test_a_reading_that_has_buckets_of_two_versions_is_found() -> None:

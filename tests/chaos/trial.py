@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.audience import Audience, judge_readers
+from tests.chaos.audience import KILL_SECONDS, Audience, judge_ends, judge_readers
 from tests.chaos.cluster import read_weights
 from tests.chaos.crew import Crew
 from tests.chaos.faults import KINDS, Arena, Fault
@@ -31,7 +31,6 @@ MISSED_SECONDS = 5.0  # for which a fault is tried, beyond its time, where nothi
 SAVING_SECONDS = 30.0  # the same of one that waits for a checkpoint
 SAY_SECONDS = 60.0
 SETTLE_SECONDS = 2.0  # after a fault's end: a step before that may be one that was under way
-KILL_SECONDS = 0.5  # at most, from a kill's time to the kill
 QUIET_EVENTS = {"joined", "joined again", "held", "left"}
 
 
@@ -96,6 +95,7 @@ class Trial:
             violations.append(Violation("stuck", str(error), {"status": self._status()}))
         finally:
             self._heal(float("inf"))
+            left = time.monotonic()
             (self._folder / "leave").touch()
             code = self._arena.crew.end(PATIENCE_SECONDS)
             if code != 0:
@@ -108,7 +108,9 @@ class Trial:
         seen = [violation for record in records for violation in record.violations]
         violations += unexplained(seen, lives, self._rules)
         violations += too_stale(lives, self._rules, self._restored)
-        violations += [*self._odd_ends(records), *judge_readers(self.audience.lives())]
+        readers = self.audience.lives()
+        kills = [(fault.victim, fault.at) for fault in self._faults if fault.kind == "kill-reader"]
+        violations += [*self._odd_ends(records), *judge_readers(readers), *judge_ends(readers, kills, left)]
         violations += [Violation("relay error", text, {}) for text in unforeseen(self.audience.logs())]
         return Trace(begun, ended, records, self._faults, violations, self._missed)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +12,8 @@ from torch import nn
 
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
+from tests.tools.forkserver import Forked, Nursery
+from tests.tools.launching import START_SECONDS
 
 LEASE = 300.0  # longer than any test: a worker that is gone before has said so
 
@@ -34,23 +34,36 @@ train()
 """
 
 
-def start(cluster: Cluster, world_size: int, *arguments: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PS_SERVER": cluster.address, "PS_RANK": "0", "PS_WORLD_SIZE": str(world_size)}
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment, stderr=subprocess.DEVNULL)
+Start = Callable[..., Forked]
+
+
+@pytest.fixture
+def start(nursery: Nursery, tmp_path: Path) -> Start:
+    """Starts the script as rank 0: start(cluster, world_size, steps, how it ends)."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def begin(cluster: Cluster, world_size: int, *arguments: str) -> Forked:
+        told = {"PS_SERVER": cluster.address, "PS_RANK": "0", "PS_WORLD_SIZE": str(world_size)}
+        return nursery.run(script, arguments, tmp_path / "log", **told)
+
+    return begin
 
 
 @pytest.mark.parametrize(("how", "code"), cases([("raise", 1)], [("end", 0)]))
-def test_a_script_that_ends_or_fails_leaves_the_job(make_cluster: Callable[..., Cluster], how: str, code: int) -> None:
+def test_a_script_that_ends_or_fails_leaves_the_job(
+    make_cluster: Callable[..., Cluster], start: Start, how: str, code: int
+) -> None:
     cluster = make_cluster(lease=LEASE)
-    assert start(cluster, 1, "3", how).wait(60) == code
+    assert start(cluster, 1, "3", how).wait(START_SECONDS) == code
     assert cluster.coordinator.jobs() == {}
 
 
 def test_a_worker_that_is_terminated_while_it_waits_for_another_leaves_the_job(
-    make_cluster: Callable[..., Cluster],
+    make_cluster: Callable[..., Cluster], start: Start
 ) -> None:
     cluster = make_cluster(lease=LEASE)
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[Forked] = []
 
     def work(which: int) -> None:
         if which == 0:
@@ -61,7 +74,7 @@ def test_a_worker_that_is_terminated_while_it_waits_for_another_leaves_the_job(
             job = cluster.coordinator.jobs()["default"]
             until(lambda: any(b.waiters for e in cluster.shards for b in e.jobs()["default"].buckets.values()))
             running[0].send_signal(signal.SIGTERM)
-            assert running[0].wait(60) == 128 + signal.SIGTERM
+            assert running[0].wait(START_SECONDS) == 128 + signal.SIGTERM
             assert [member.rank for member in job.members.all()] == [1]
 
     in_parallel(2, work)

@@ -16,7 +16,7 @@ from ps_launch.failures import LONGEST_CAUSE, Cause, Failure
 from ps_launch.output import rank_prefix
 from ps_runtime.logs import JSON, Speaker, line_of
 from tests.tools.cluster import Cluster, until
-from tests.tools.launching import END_SECONDS, Start, environment, run, script
+from tests.tools.launching import END_SECONDS, Refusal, Start, environment, run, script
 
 LAUNCH = ("-m", "ps_worker", "run", "--server", "h:1", "--elastic", "--workers", "2")
 # Worker 1 fails; worker 0 waits for a signal, or for the file that the test makes.
@@ -140,10 +140,10 @@ def test_a_single_worker_that_is_not_shown_is_not_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "all", "0;1", "0,", "-1", "0-3"])
-def test_ranks_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
-    done = run("--server", "h:1", f"--show-ranks={text}", script(tmp_path, "say('here')"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"expected ranks with commas between, as 0 or 0,3, got {text!r}" in done.stderr
+def test_ranks_that_are_none_are_refused(text: str, refusal: Refusal) -> None:
+    code, said = refusal("--server", "h:1", f"--show-ranks={text}", __file__)
+    assert code == 2
+    assert f"expected ranks with commas between, as 0 or 0,3, got {text!r}" in said
 
 
 def test_ranks_have_colours_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,8 +20,11 @@ from torch import nn
 
 from ps_launch.output import LONGEST_LINE_BYTES, PROGRESS_SECONDS, OutputLines
 from ps_protocol.errors import LimitExceeded
+from ps_protocol.messages.workers import JoinResult
+from ps_worker.cluster import own_membership
+from ps_worker.cluster.own_membership import OwnMembership
 from tests.tools.cluster import Cluster, until
-from tests.tools.launching import ROOT, environment, run, script
+from tests.tools.launching import END_SECONDS, ROOT, START_SECONDS, Refusal, environment, run, script
 from tests.tools.raw_worker import RawWorker, vector_job
 
 TRAIN = """
@@ -53,7 +56,7 @@ here = Path(__file__).parent
 """
 
 
-CAPTURED: Any = {"capture_output": True, "text": True, "timeout": 90}
+CAPTURED: Any = {"capture_output": True, "text": True, "timeout": START_SECONDS}
 
 
 def training(directory: Path, change: str) -> str:
@@ -123,24 +126,46 @@ def test_in_an_elastic_job_no_worker_is_waited_for(launch: Launch) -> None:
     assert "[0] rank 0 has finished\n" in done.stdout
 
 
+@pytest.fixture
+def informed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Has the start timeout of a worker begin when it has heard of so many live workers: informed(3)."""
+    await_started = OwnMembership.await_started
+
+    def begin_with(count: int) -> None:
+        def awaited(membership: OwnMembership, place: JoinResult) -> None:
+            until(lambda: len(membership.roster.ranks) == count, "the roster")
+            await_started(membership, place)
+
+        monkeypatch.setattr(OwnMembership, "await_started", awaited)
+
+    return begin_with
+
+
 def test_ranks_that_never_join_are_named_when_the_start_timeout_is_over(
-    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shared: Cluster,
+    job: str,
+    informed: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("PS_START_TIMEOUT", "7")
+    informed(1)
+    monkeypatch.setattr(own_membership, "START_NOTICE_SECONDS", 0.0)
+    monkeypatch.setenv("PS_START_TIMEOUT", "0.5")
     with shared.connect("sync", 2, 6, job=job) as session, pytest.raises(LimitExceeded) as caught:
         session.prepare(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
     missing = (
         rf"waiting for ranks 0-1, 3-5 to join job '{re.escape(job)}': 1 of 6 workers are there \(ranks 2\), waiting for"
     )
-    assert re.fullmatch(rf"gave up after --start-timeout 7 s: {missing} \d+ s", str(caught.value))
+    assert re.fullmatch(rf"gave up after --start-timeout 0.5 s: {missing} \d+ s", str(caught.value))
     assert any(re.match(missing, record.getMessage()) for record in caplog.records), "it was said before"
 
 
 def test_ranks_that_may_have_died_are_named_when_the_start_timeout_is_over(
-    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+    shared: Cluster, job: str, informed: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All have joined, and since one was started again none has given a sign of life."""
-    monkeypatch.setenv("PS_START_TIMEOUT", "1")
+    informed(3)
+    monkeypatch.setenv("PS_START_TIMEOUT", "0.5")
     spec = vector_job(job, "sync", 16, world_size=3)
     model = nn.ParameterDict({"cells": nn.Parameter(torch.zeros(16))})
     with contextlib.ExitStack() as stack:
@@ -234,11 +259,10 @@ def test_what_each_worker_writes_is_kept_in_a_file(tmp_path: Path) -> None:
     assert (logs / "worker-8.log").read_text() == "out of 8\nthe error\n"
 
 
-def test_a_log_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+def test_a_log_directory_that_cannot_be_is_one_line(tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "file").write_text("")
-    done = run("--log-dir", str(tmp_path / "file"), script(tmp_path, "say('here')"))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"ps-worker: --log-dir {tmp_path / 'file'} cannot be written (File exists)\n"
+    said = f"ps-worker: --log-dir {tmp_path / 'file'} cannot be written (File exists)\n"
+    assert refusal("--log-dir", str(tmp_path / "file"), __file__) == (1, said)
 
 
 def test_a_single_worker_keeps_the_terminal(tmp_path: Path) -> None:
@@ -246,7 +270,7 @@ def test_a_single_worker_keeps_the_terminal(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "ps_worker", "run", asks]
     try:
-        subprocess.run(command, env=environment(), stdout=theirs, stderr=theirs, timeout=60, check=True)
+        subprocess.run(command, env=environment(), stdout=theirs, stderr=theirs, timeout=START_SECONDS, check=True)
         assert os.read(ours, 100).decode().split() == ["True", "True"]
     finally:
         os.close(ours)
@@ -284,7 +308,7 @@ def test_workers_go_on_when_nobody_reads_what_they_write(tmp_path: Path) -> None
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(60) == 0
+        assert process.wait(START_SECONDS) == 0
     assert all(Path(f"{done}{rank}").exists() for rank in range(2))
 
 
@@ -295,7 +319,7 @@ def test_a_launcher_whose_reader_stands_still_can_be_ended(tmp_path: Path) -> No
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
         until((tmp_path / "begun").exists)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
+        assert process.wait(END_SECONDS) == 128 + signal.SIGTERM
         assert process.stdout is not None
         process.stdout.close()
 

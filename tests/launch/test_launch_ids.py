@@ -30,8 +30,8 @@ from ps_worker import Session
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.launching import ROOT, Command, Commands
 
-END_SECONDS = 60.0
-LEASE = 4.0
+END_SECONDS = 120.0
+LEASE = 10.0
 LONG_LEASE = 300.0  # longer than any test: what ends before was not waited for
 
 # Trains until there is a file NAME.stop; a file says its clock. Argument: the name.

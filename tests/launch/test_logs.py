@@ -92,7 +92,7 @@ def test_all_that_servers_write_to_stderr_is_json(start: Start) -> None:
     flags = ("--shards", "2", "--port", "0", "--metrics-port", "0", "--log-format", "json", "--native", "off")
     command = start("-m", "ps_server", "up", *flags, PS_SHARDZ="1")
     command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
-    command.family()[-1].kill()
+    next(child for child in command.family() if "--index 1" in " ".join(child.cmdline())).kill()
     command.says(r"metrics at", count=2)
     until(lambda: "is back" in command.err, "the shard's return")
     assert command.end(15) == 0

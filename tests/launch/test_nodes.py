@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from ps_server.ops import dev_certs
+from tests.chaos.cluster import free_ports
 from tests.tools.cluster import until
 from tests.tools.launching import END_SECONDS, START_SECONDS, Command, Commands
 from tests.tools.network import Network, in_network, network_of
@@ -50,8 +50,7 @@ def words_of(rank: int, server: str, folder: Path, tls: str = "", *more: str) ->
 
 @pytest.fixture
 def on_loopback(commands: Commands, tmp_path: Path) -> StartNode:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        server = f"127.0.0.1:{free.getsockname()[1]}"
+    server = f"127.0.0.1:{free_ports(1)}"
     return lambda rank: commands.start(*words_of(rank, server, tmp_path))
 
 

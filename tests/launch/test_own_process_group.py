@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -37,9 +35,7 @@ dist.destroy_process_group()
 def test_a_script_has_collectives_of_its_own_beside_the_servers(
     shared: Cluster, job: str, mode: str, tmp_path: Path
 ) -> None:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    meeting = f"file://{tmp_path}/meeting"  # no other process can take that, as it could a port
     where = ("--server", shared.address, "--job", job, "--mode", mode, "--metrics-host", "127.0.0.1")
     done = run(*where, "--workers", "2", script(tmp_path, COLLECTIVES), meeting)
     assert done.returncode == 0, done.stderr

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from ps_server.ops import status
+from tests.chaos.cluster import free_ports
 from tests.tools.cases import cases
 from tests.tools.cluster import until
-from tests.tools.launching import END_SECONDS, ROOT, START_SECONDS, Command, Commands, Start, run, script
+from tests.tools.launching import END_SECONDS, ROOT, START_SECONDS, Command, Commands, Refusal, Start, run, script
 
 SCRIPT = ROOT / "tests" / "scripts" / "train_everything.py"
 FOR_EVER = "1000000000"
@@ -47,6 +48,16 @@ def await_clock(address: str, clock: int) -> None:
     until(reached, f"a worker at clock {clock}", START_SECONDS)
 
 
+def kill_shard(address: str, index: int) -> None:
+    """Kills a shard's process, once the shard has answered which one that is."""
+
+    def process() -> int | None:
+        [shard] = [each for each in status.fetch(address)["shards"] if each["index"] == index]
+        return int(shard["pid"]) if shard["reachable"] else None
+
+    psutil.Process(until(process, f"an answer of shard {index}", START_SECONDS)).kill()
+
+
 def whole_checkpoints(directory: Path) -> list[Path]:
     return sorted(directory.glob("default/*/manifest.json"))
 
@@ -66,7 +77,7 @@ def test_one_command_trains_and_leaves_nothing_but_a_checkpoint(start: Start, tm
     kept = tmp_path / "kept"
     flags = ("--shards", "2", "--workers", "2", "--mode", "ssp:4", "--checkpoint-dir", str(kept))
     command = start(*flags, str(SCRIPT), str(tmp_path), "3")
-    address = address_of(command)
+    address_of(command)
     family = command.family()
     assert command.process.wait(START_SECONDS) == 0, command.err
     for rank in range(2):
@@ -75,10 +86,6 @@ def test_one_command_trains_and_leaves_nothing_but_a_checkpoint(start: Start, tm
     assert whole_checkpoints(kept)
     _, left = psutil.wait_procs(family, timeout=END_SECONDS)
     assert not left
-    with socket.socket() as free:
-        host, _, port = address.rpartition(":")
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        free.bind((host, int(port)))
 
 
 @pytest.mark.long
@@ -145,17 +152,19 @@ def test_a_launch_that_is_killed_leaves_nothing_behind(start: Start, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_second_signal_ends_all_at_once(start: Start, tmp_path: Path) -> None:
+def test_a_second_signal_ends_all_at_once(commands: Commands, tmp_path: Path) -> None:
+    """With one signal the launch would wait for its worker for longer than this test does."""
     stays = (
         "import signal\nsignal.signal(signal.SIGTERM, lambda *_: say('told'))\nsay('here')\nwhile True: time.sleep(600)"
     )
-    command = start("--shards", "1", script(tmp_path, stays))
+    patient = "import ps_launch.worker_launch as l; l.STOP_SECONDS = 600; import ps_worker.cli as c; c.main()"
+    command = commands.start("-c", patient, "run", "--shards", "1", script(tmp_path, stays))
     command.says("here")
     family = command.family()
     command.process.send_signal(signal.SIGINT)
     command.says("told")
     command.process.send_signal(signal.SIGINT)
-    assert command.process.wait(END_SECONDS / 3) == 128 + signal.SIGINT, "before a worker would be killed as too late"
+    assert command.process.wait(END_SECONDS) == 128 + signal.SIGINT
     _, left = psutil.wait_procs(family, timeout=END_SECONDS)
     assert not left
 
@@ -167,10 +176,10 @@ def test_a_shard_that_dies_comes_back_and_the_workers_go_on(start: Start, tmp_pa
     command = start(*flags, str(SCRIPT), str(tmp_path), FOR_EVER)
     address = address_of(command)
     until(lambda: whole_checkpoints(kept), "a checkpoint", START_SECONDS)
-    before = status.fetch(address)
-    psutil.Process(before["shards"][1]["pid"]).kill()
+    [job] = status.fetch(address)["jobs"]
+    kill_shard(address, 1)
     until(lambda: "shard 1 is back (restart 1)" in command.err, "the shard", START_SECONDS)
-    await_clock(address, max(worker["clock"] for worker in before["jobs"][0]["workers"]) + 5)
+    await_clock(address, max(worker["clock"] for worker in job["workers"]) + 5)
     assert end(command, signal.SIGTERM) == 128 + signal.SIGTERM
 
 
@@ -181,7 +190,7 @@ def test_workers_are_stopped_when_their_servers_end(start: Start, tmp_path: Path
         script(tmp_path, "say('here'); time.sleep(600)"),
     )
     command.says("here", count=2)
-    psutil.Process(status.fetch(address_of(command))["shards"][0]["pid"]).kill()
+    kill_shard(address_of(command), 0)
     assert command.process.wait(START_SECONDS) == 1
     assert "ps-worker: the servers ended with code 1, so the workers are stopped" in command.err
 
@@ -201,11 +210,11 @@ def test_servers_that_cannot_start_end_all_at_once(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_text_that_looks_like_a_flag_is_refused_with_the_way_to_write_it(tmp_path: Path) -> None:
-    done = run("--shards", "1", "--server-options", "--own-disk", script(tmp_path, "say('here')"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "argument --server-options: expected one argument; if --own-disk is meant as its value, write" in done.stderr
-    assert " --server-options=--own-disk (see ps-worker run --help)" in done.stderr
+def test_a_text_that_looks_like_a_flag_is_refused_with_the_way_to_write_it(refusal: Refusal) -> None:
+    code, said = refusal("--shards", "1", "--server-options", "--own-disk", __file__)
+    assert code == 2
+    assert "argument --server-options: expected one argument; if --own-disk is meant as its value, write" in said
+    assert " --server-options=--own-disk (see ps-worker run --help)" in said
 
 
 @pytest.mark.parametrize(
@@ -218,10 +227,10 @@ def test_a_text_that_looks_like_a_flag_is_refused_with_the_way_to_write_it(tmp_p
         (("--shards=1", "--server-options='--lease"), "--server-options: No closing quotation"),
     ],
 )
-def test_flags_that_contradict_each_other_are_refused(tmp_path: Path, flags: tuple[str, ...], error: str) -> None:
-    done = run(*flags, script(tmp_path, "say('here')"))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert f"ps-worker: {error}" in done.stderr
+def test_flags_that_contradict_each_other_are_refused(refusal: Refusal, flags: tuple[str, ...], error: str) -> None:
+    code, said = refusal(*flags, __file__)
+    assert code == 1
+    assert f"ps-worker: {error}" in said
 
 
 def test_a_variable_for_servers_starts_none_where_a_launch_needs_none(tmp_path: Path) -> None:
@@ -237,8 +246,7 @@ def test_a_variable_for_servers_starts_none_where_a_launch_needs_none(tmp_path: 
 
 def start_nodes(start: Start, count: int, *words: str) -> list[Command]:
     """Starts a launch for each of several nodes, all on this machine: the last node first."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        server = f"127.0.0.1:{free.getsockname()[1]}"
+    server = f"127.0.0.1:{free_ports(1)}"
     flags = ("--shards-with-workers", "--server", server, "--nnodes", str(count))
     nodes = [start(*flags, "--node-rank", str(rank), *words) for rank in reversed(range(count))]
     return nodes[::-1]
@@ -291,7 +299,7 @@ def test_a_node_that_is_done_first_keeps_its_shard_for_the_others(start: Start, 
         (("--server=h:1", "--mode=ddp"), "mode ddp has no servers: leave --shards-with-workers out"),
     ],
 )
-def test_nodes_that_contradict_themselves_are_refused(tmp_path: Path, flags: tuple[str, ...], error: str) -> None:
-    done = run("--shards-with-workers", *flags, script(tmp_path, "say('here')"))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert f"ps-worker: {error}" in done.stderr
+def test_nodes_that_contradict_themselves_are_refused(refusal: Refusal, flags: tuple[str, ...], error: str) -> None:
+    code, said = refusal("--shards-with-workers", *flags, __file__)
+    assert code == 1
+    assert f"ps-worker: {error}" in said

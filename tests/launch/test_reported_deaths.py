@@ -47,6 +47,12 @@ def clock(directory: Path, rank: int) -> int:
     return int(path.read_text() or 0) if path.exists() else 0
 
 
+def process_of(address: str, index: int) -> int | None:
+    """The process of a shard; None where the shard did not answer in time."""
+    shard = next(each for each in status.fetch(address)["shards"] if each["index"] == index)
+    return int(shard["pid"]) if shard["reachable"] else None
+
+
 def await_steps(directory: Path, rank: int, count: int = 5) -> None:
     """Waits until a worker has made so many steps more."""
     before = clock(directory, rank)
@@ -101,7 +107,7 @@ def test_up_reports_the_shard_that_ended(start: Start) -> None:
     command = start("-m", "ps_server", "up", "--shards=2", "--port=0", "--metrics-port=0")
     [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
     for restart in range(1, 5):  # a report that comes when the shard is back already says nothing
-        psutil.Process(status.fetch(address)["shards"][1]["pid"]).kill()
+        psutil.Process(until(lambda: process_of(address, 1), "an answer of the shard", START_SECONDS)).kill()
         until(lambda: f"shard 1 is back (restart {restart})" in command.err, "the shard", START_SECONDS)  # noqa: B023
         if re.search(r"shard 1 \(pid \d+ at \S+\) is gone: its process ended", command.err):
             break

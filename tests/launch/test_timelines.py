@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.tools.cluster import Cluster
-from tests.tools.launching import Commands, run, script
+from tests.tools.launching import Commands, Refusal, run
 
 TRAIN = """
 import sys
@@ -94,10 +94,10 @@ def test_where_no_bucket_travels_it_is_said_that_there_is_none(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("value", ["no/such/folder/t.json", "/"])
-def test_a_file_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path, value: str) -> None:
-    done = run("--timeline", value, script(tmp_path, "say('began')"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"argument --timeline: expected a file in a directory that is there, got '{value}'" in done.stderr
+def test_a_file_that_cannot_be_is_refused_before_anything_starts(refusal: Refusal, value: str) -> None:
+    code, said = refusal("--timeline", value, __file__)
+    assert code == 2
+    assert f"argument --timeline: expected a file in a directory that is there, got '{value}'" in said
 
 
 @pytest.mark.long

@@ -76,6 +76,16 @@ def shards_of(address: str) -> dict[int, dict[str, Any]]:
     return {}
 
 
+def all_shards(address: str, count: int) -> dict[int, dict[str, Any]]:
+    """All shards of a cluster, once each has answered: on a busy machine one may need longer than a status waits."""
+
+    def all_of_them() -> dict[int, dict[str, Any]] | None:
+        found = shards_of(address)
+        return found if len(found) == count else None
+
+    return until(all_of_them, f"{count} shards that answer", START_SECONDS) or {}
+
+
 def await_return(address: str, before: dict[int, dict[str, Any]], *indices: int) -> dict[int, dict[str, Any]]:
     """Waits until all shards answer, these from new processes, each where it was; what the status says of each."""
 
@@ -112,7 +122,7 @@ def test_the_coordinator_dies_while_another_shard_is_being_brought_back(up: Star
     """The shard that starts waits for a coordinator that is gone, and the supervisor waits for neither of them."""
     command = up("--shards=2")
     address = ready(command)
-    before = shards_of(address)
+    before = all_shards(address, 2)
     kill(before[1]["pid"])
     process(command, 1, before[1]["pid"])
     kill(before[0]["pid"])
@@ -124,7 +134,7 @@ def test_the_coordinator_dies_while_another_shard_is_being_brought_back(up: Star
 def test_all_shards_die_at_once_and_the_log_and_the_status_say_how_often(up: Start) -> None:
     command = up("--shards=2")
     address = ready(command)
-    before = shards_of(address)
+    before = all_shards(address, 2)
     assert [shard["restart_count"] for shard in before.values()] == [0, 0]
     for shard in before.values():
         kill(shard["pid"])
@@ -147,7 +157,9 @@ def test_all_shards_die_at_once_and_the_log_and_the_status_say_how_often(up: Sta
             f"ps-server: shard {index} ended with code -9; starting it again (restart 1)"
         )
         assert said(f"shard {index} is")[0] == f"ps-server: shard {index} is back (restart 1)"
-    assert said("shard 1 ended")[1:] == ["ps-server: shard 1 ended with code -9; starting it again in 1 s (restart 2)"]
+    # Where the others took half a minute to come back, it has run well in between, and is started again at once.
+    [again] = said("shard 1 ended")[1:]
+    assert re.fullmatch(r"ps-server: shard 1 ended with code -9; starting it again( in 1 s)? \(restart 2\)", again)
     assert said("shard 1 is")[1:] == ["ps-server: shard 1 is back (restart 2)"]
     assert command.end(signal.SIGTERM) == 0
 
@@ -160,7 +172,7 @@ def test_a_shard_that_hangs_in_its_start_is_killed_and_the_others_come_back_mean
     """
     clusters = [up("--shards=2", "--shard-start-timeout=15") for _ in range(2)]
     addresses = [ready(command) for command in clusters]
-    before = [shards_of(address) for address in addresses]
+    before = [all_shards(address, 2) for address in addresses]
     for command, shards, hung in zip(clusters, before, (1, 0), strict=True):
         kill(shards[hung]["pid"])
         process(command, hung, shards[hung]["pid"]).suspend()
@@ -184,7 +196,7 @@ def test_a_shard_whose_port_is_taken_for_a_moment_is_started_until_it_is_free(up
     """The system may give an outgoing connection of another process that port."""
     command = up("--shards=1")
     address = ready(command)
-    before = shards_of(address)
+    before = all_shards(address, 1)
     kill(before[0]["pid"])
     until(lambda: "shard 0 ended with code -9; starting it again" in command.err, "its end", START_SECONDS)
     with closing(socket.create_server(("127.0.0.1", int(address.rpartition(":")[2])))):
@@ -208,7 +220,7 @@ def test_a_shard_is_brought_back_though_the_reader_of_the_log_is_gone(tmp_path: 
             address = command.stdout.readline().split()[3]
             command.stdout.close()
             command.stderr.close()
-            before = shards_of(address)
+            before = all_shards(address, 1)
             kill(before[0]["pid"])
             await_return(address, before, 0)
             command.send_signal(signal.SIGTERM)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from tests.tools.compose_files import (
     WORKERS,
     read,
 )
-from tests.tools.launching import ROOT, python
+from tests.tools.launching import ROOT, run_here
 
 DASHBOARD = ROOT / "deploy/grafana/dashboards/parameter-server.json"
 
@@ -266,16 +266,24 @@ def test_the_relays_command_is_ours() -> None:
     assert text.count("--server=${PS_FEED_SERVER:-coordinator:50051}") == len(READERS)
 
 
-@functools.cache
-def help_of(script: str) -> str:
-    return python(script, "--help", folder=ROOT).stdout
+@pytest.fixture
+def help_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """What a script says of its flags. It runs in this process: another one takes seconds to import torch."""
+
+    def said(script: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            run_here(monkeypatch, ROOT / script, "--help")
+        assert not ended.value.code
+        return capsys.readouterr().out
+
+    return said
 
 
 @pytest.mark.parametrize(
     ("file", "name"),
     cases([(COMPOSE, "worker")], [*((COMPOSE, name) for name in WORKERS if name != "worker"), (GPU, "worker")]),
 )
-def test_the_workers_command_is_ours(file: str, name: str) -> None:
+def test_the_workers_command_is_ours(file: str, name: str, help_of: Callable[[str], str]) -> None:
     from ps_worker.cli import parser
 
     command = read(file)["services"][name]["command"]
@@ -290,7 +298,7 @@ def test_the_workers_command_is_ours(file: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*READERS, "rl-pool"])
-def test_the_commands_of_what_follows_a_job_are_ours(name: str) -> None:
+def test_the_commands_of_what_follows_a_job_are_ours(name: str, help_of: Callable[[str], str]) -> None:
     service = read(COMPOSE)["services"][name]
     python_, script = service["entrypoint"]
     assert python_ == "python"

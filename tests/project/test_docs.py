@@ -23,7 +23,7 @@ from ps_worker.config import SETTINGS as WORKER_SETTINGS
 from ps_worker.servers_of_launch import SERVER_SETTINGS as OWN_SERVER_SETTINGS
 from tests.tools import launching
 from tests.tools.cluster import Cluster, until
-from tests.tools.imports import PACKAGES
+from tests.tools.imports import PACKAGES, syntax
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -199,7 +199,7 @@ def _texts_of_the_code() -> str:
     """All that the packages can say, with a zero where a value goes in."""
     texts: list[str] = []
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(syntax(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 texts.append(
                     "".join(str(part.value) if isinstance(part, ast.Constant) else "0" for part in node.values)

@@ -161,7 +161,8 @@ def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
                     each.kill()
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert not [each for each in started if each.is_running()]
+    _, left = psutil.wait_procs(started, timeout=DEMO_SECONDS)
+    assert not left
 
 
 @pytest.mark.long

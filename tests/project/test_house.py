@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import ps_worker
-from tests.tools.imports import PACKAGES, imports
+from tests.tools.imports import PACKAGES, imports, statements, syntax
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "ps_protocol" / "v1"
@@ -54,7 +54,7 @@ def name(path: Path) -> str:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), name(path))
+    return syntax(path.read_text(), name(path))
 
 
 def within(imported: str, modules: set[str]) -> bool:
@@ -94,7 +94,8 @@ def test_no_file_is_named_after_nothing() -> None:
 
 
 def test_every_file_says_what_it_is_for() -> None:
-    assert [name(path) for path in ALL_FILES if not ast.get_docstring(tree(path))] == []
+    bare = [path for path in ALL_FILES if not re.match(r'(#.*\n)*"""\w', path.read_text())]  # or so it seems
+    assert [name(path) for path in bare if not ast.get_docstring(tree(path))] == []
 
 
 def test_everything_public_has_a_docstring() -> None:
@@ -145,7 +146,7 @@ def test_no_test_sleeps() -> None:
     """It waits for an event, or the time is injected."""
 
     def sleeps(path: Path) -> Iterator[str]:
-        for node in ast.walk(tree(path)):
+        for node in ast.walk(tree(path)) if "sleep" in path.read_text() else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
                 if called == "sleep":
@@ -156,11 +157,14 @@ def test_no_test_sleeps() -> None:
 
 
 def test_no_test_hides_another_of_the_same_name() -> None:
-    def twice(path: Path) -> list[str]:
-        names = [node.name for node in tree(path).body if isinstance(node, ast.FunctionDef)]
+    def twice(names: list[str]) -> list[str]:
         return sorted({name for name in names if names.count(name) > 1})
 
-    assert offenders(sources("tests"), twice) == {}
+    def hidden(path: Path) -> list[str]:
+        seem = twice(re.findall(r"^def (\w+)", path.read_text(), re.MULTILINE))  # one may be in a script's text
+        return seem and twice([node.name for node in tree(path).body if isinstance(node, ast.FunctionDef)])
+
+    assert offenders(sources("tests"), hidden) == {}
 
 
 # -- what is said about the project ----------------------------------------------------------------------------------
@@ -185,7 +189,7 @@ def broken_links(path: Path) -> Iterator[str]:
 
 @cache
 def defined_in_tests() -> frozenset[str]:
-    nodes = (node for file in sources("tests") for node in ast.walk(tree(file)))
+    nodes = (node for file in sources("tests") for node in statements(tree(file)))
     return frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef))
 
 

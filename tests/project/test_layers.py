@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.imports import PACKAGES, ROOT, arrows, floors, imports, modules, within
+from tests.tools.imports import PACKAGES, ROOT, arrows, floors, imports, modules, syntax, within
 
 CONTRACT = "ps_protocol"
 # By room: what it may import of ours, beside itself and ps_protocol. Files that no line names may import all of their
@@ -175,6 +175,13 @@ def forbidden_imports() -> set[str]:
     return found
 
 
+def reads_the_environment(text: str) -> bool:
+    if "environ" not in text:
+        return False
+    attributes = (node for node in ast.walk(syntax(text)) if isinstance(node, ast.Attribute))
+    return any(ast.unparse(node) == "os.environ" for node in attributes)
+
+
 def forbidden_knowledge() -> set[str]:
     found = set()
     for module, path in modules().items():
@@ -184,10 +191,7 @@ def forbidden_knowledge() -> set[str]:
                     found.add(f"{module} imports {world}")
             if is_in(module, {"ps_server.core"}) and not is_in(imported, {*CORE_MAY_IMPORT, *PACKAGES}):
                 found.add(f"{module} imports {imported}")
-        if not is_in(module, MAY_READ_THE_ENVIRONMENT) and any(
-            isinstance(node, ast.Attribute) and ast.unparse(node) == "os.environ"
-            for node in ast.walk(ast.parse(path.read_text()))
-        ):
+        if not is_in(module, MAY_READ_THE_ENVIRONMENT) and reads_the_environment(path.read_text()):
             found.add(f"{module} reads os.environ")
     return found
 
@@ -213,7 +217,7 @@ def rooms() -> list[Path]:
 
 @pytest.mark.parametrize("room", rooms(), ids=lambda room: room.relative_to(ROOT).as_posix())
 def test_each_room_says_what_is_in_it(room: Path) -> None:
-    listing = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+    listing = ast.get_docstring(syntax((room / "__init__.py").read_text())) or ""
     listed = re.findall(r"^(\w+(?:\.py|/)) ", listing, re.MULTILINE)
     present = [path.name for path in room.glob("*.py") if not path.name.startswith(("__", "test_"))]
     present += [f"{path.name}/" for path in room.iterdir() if (path / "__init__.py").exists() and path.name != "v1"]

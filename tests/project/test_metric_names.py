@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from tests.tools.documented_metrics import documented
-from tests.tools.imports import PACKAGES
+from tests.tools.imports import PACKAGES, syntax
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"ps_[a-z]+(?:_[a-z]+)*")
@@ -15,11 +15,12 @@ NAMED = re.compile(r"ps_[a-z]+(?:_[a-z]+)*")
 
 def served() -> set[str]:
     """The names that the code gives to metrics: all texts of that form that are no package's or logger's name."""
-    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    files = [path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     texts = {
         node.value
-        for path in files
-        for node in ast.walk(ast.parse(path.read_text()))
+        for text in files
+        if re.search("[\"']ps_", text)
+        for node in ast.walk(syntax(text))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     names = {text for text in texts if NAMED.fullmatch(text)} - {*PACKAGES}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
-from tests.tools.imports import ROOT, modules
+from tests.tools.imports import ROOT, modules, statements, syntax
 
 MOST_FUNCTION_LINES = 50  # without the docstring
 MOST_FILE_LINES = 600
@@ -26,7 +27,7 @@ def too_large(place: str, text: str) -> Iterator[tuple[str, str]]:
     height = text.count("\n")
     if height > MOST_FILE_LINES:
         yield place, f"has {height} lines of {MOST_FILE_LINES}: give each of its ideas a file"
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(syntax(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and lines(node) > MOST_FUNCTION_LINES:
             counts = f"{lines(node)} lines of {MOST_FUNCTION_LINES}"
             yield f"{place}: def {node.name}", f"has {counts} without its docstring: give each of its steps a name"
@@ -86,7 +87,7 @@ LARGER_CLASSES = {
 
 
 def classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return (node for node in statements(tree) if isinstance(node, ast.ClassDef))
 
 
 def public_methods(cls: ast.ClassDef) -> int:
@@ -96,21 +97,26 @@ def public_methods(cls: ast.ClassDef) -> int:
     return sum(not names & {"property", "setter"} for names in decorators)
 
 
+@cache
+def all_classes() -> list[tuple[str, str, int]]:
+    """The name of each class of the packages, its file, and how many public methods it has."""
+    trees = {path.relative_to(ROOT).as_posix(): syntax(path.read_text()) for path in modules().values()}
+    return [(cls.name, file, public_methods(cls)) for file, tree in trees.items() for cls in classes(tree)]
+
+
 def test_no_class_has_too_many_public_methods() -> None:
     found = {}
-    for path in modules().values():
-        for cls in classes(ast.parse(path.read_text())):
-            if (count := public_methods(cls)) > MOST_PUBLIC_METHODS:
-                found[cls.name] = f"{path.relative_to(ROOT)}: {count}, give a part of it a class"
+    for name, file, count in all_classes():
+        if count > MOST_PUBLIC_METHODS:
+            found[name] = f"{file}: {count}, give a part of it a class"
     assert {name: text for name, text in found.items() if name not in LARGER_CLASSES} == {}
     assert LARGER_CLASSES.keys() - found.keys() == set(), "these are no larger than others"
 
 
 def test_no_two_classes_have_one_name() -> None:
     files: dict[str, list[str]] = {}
-    for path in modules().values():
-        for cls in classes(ast.parse(path.read_text())):
-            files.setdefault(cls.name, []).append(path.relative_to(ROOT).as_posix())
+    for name, file, _ in all_classes():
+        files.setdefault(name, []).append(file)
     twice = {name: where for name, where in files.items() if len(where) > 1}
     assert twice == {}, "name each for what it is"
 
@@ -121,7 +127,7 @@ def test_no_two_classes_have_one_name() -> None:
     ids=["public", "private", "property"],
 )
 def test_public_methods_are_counted(body: str, count: int) -> None:
-    [cls] = classes(ast.parse(f"class C:\n    {body}\n"))
+    [cls] = classes(syntax(f"class C:\n    {body}\n"))
     assert public_methods(cls) == count
 
 

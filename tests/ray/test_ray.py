@@ -72,7 +72,8 @@ def replaced(nodes: Any, servers: Any, index: int) -> Iterator[int]:
     before = shard(servers, index)
     yield int(before["pid"])
     until(lambda: shard(servers, index)["pid"] != before["pid"], "another process of the shard")
-    assert f"(pid {before['pid']} at {before['address']}) is gone: its process ended" in logs(nodes), "a report"
+    said = f"(pid {before['pid']} at {before['address']}) is gone: its process ended"
+    until(lambda: said in logs(nodes), "a report")
     assert shard(servers, index)["address"] != before["address"], "it comes back at another port"
 
 

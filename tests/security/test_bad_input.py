@@ -164,12 +164,11 @@ def test_a_bad_job_is_refused_and_no_shard_hears_of_it(shared: Cluster, job: str
     change, error, text = BAD_JOBS[what]
     spec = job_spec_message(vector_job(job, "sync", cells=16, world_size=1))
     change(spec)
-    known = set(shared.coordinator.jobs())
     with pytest.raises(error, match=text) as caught:
         RawWorker.register(shared.address, jobs_pb2.RegisterJobRequest(spec=spec))
     assert type(caught.value) is error
-    assert set(shared.coordinator.jobs()) == known
-    assert all(set(shard.jobs()) == known for shard in shared.shards)
+    # Jobs of other tests may end at any time, with the lease of a worker that they have left there.
+    assert all(spec.name not in known for known in (shared.coordinator.jobs(), *(s.jobs() for s in shared.shards)))
 
 
 def test_a_rank_beyond_the_world_size_is_refused(shared: Cluster, job: str) -> None:

@@ -286,12 +286,8 @@ def test_what_is_no_request_gets_an_error_and_the_connection_stays(
 # -- slow peers ------------------------------------------------------------------------------------------------------
 
 
-def slow_limits(**more: float) -> Limits:
-    return Limits(upload_seconds=1.0, stall_seconds=1.0, request_seconds=0.5, handshake_seconds=1.0, **more)  # type: ignore[arg-type]
-
-
 def test_a_request_that_is_not_sent_to_its_end_is_cut_off(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(shards=1, limits=slow_limits())
+    cluster = make_cluster(shards=1, limits=Limits(upload_seconds=1.0))
     with joined(cluster.address, vector_job("job", "async", CELLS, 1)) as [worker]:
         found = ticket(cluster.address, worker)
         with FrameClient(found.port, found.ticket) as client:
@@ -305,7 +301,7 @@ def test_a_request_that_is_not_sent_to_its_end_is_cut_off(make_cluster: Callable
 def test_a_worker_that_does_not_read_is_cut_off_and_holds_up_nobody(make_cluster: Callable[..., Cluster]) -> None:
     """Its bucket is stepped by others meanwhile: what the kernel does not take is copied, not kept from them."""
     cells = 4 * 2**20
-    cluster = make_cluster(shards=1, limits=slow_limits(), lease=120.0)
+    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=1.0), lease=120.0)
     job = vector_job("job", "async", cells, 2)
     job = job.__class__(**{**job.__dict__, "bucket_bytes": 4 * cells})
     with joined(cluster.address, job) as [slow, quick]:

@@ -90,7 +90,10 @@ def test_an_end_may_be_moved_in_the_file(authenticator: Make, tmp_path: Path, mo
     asked = authenticator(f"reader {TOKEN} name=alice until=2027-01-01\n", NEW_YEAR)
     with pytest.raises(Unauthenticated):
         asked.identify(ShownToken(TOKEN))
-    (tmp_path / "tokens").write_text(f"reader {TOKEN} name=alice until=2027-02-01\n")
+    # Another file: in the same one, a change so soon after would have the size and the time of what was there.
+    (tmp_path / "new").write_text(f"reader {TOKEN} name=alice until=2027-02-01\n")
+    (tmp_path / "new").chmod(0o600)
+    (tmp_path / "new").replace(tmp_path / "tokens")
     assert asked.identify(ShownToken(TOKEN)).name == "token:alice"
 
 

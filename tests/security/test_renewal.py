@@ -16,8 +16,10 @@ def test_a_look_that_fails_is_said_and_followed_by_others(tmp_path: Path) -> Non
     reader = directory / "reader.pem"
     try:
         command.says("made (server.pem), worker.pem, reader.pem, admin.pem")
+        command.process.send_signal(signal.SIGSTOP)  # or it looks in between, and makes the file
         reader.rename(directory / "moved.pem")
         reader.mkdir()
+        command.process.send_signal(signal.SIGCONT)
         until(lambda: "Is a directory); looking again in 0.05 s" in command.err, "the word of a look that failed")
         reader.rmdir()
         command.says("made (reader.pem)")

@@ -33,14 +33,15 @@ def test_a_worker_goes_on_with_a_renewed_token(
     own, old, new = (secrets.token_hex(16) for _ in range(3))
 
     def write(*known: str) -> None:
-        roles.write_text("".join(f"{role} {token}\n" for token in known for role in ("worker", "reader")))
-        with roles.open("a") as file:
-            file.write(f"cluster {own}\n")
+        """Changes the whole file at once: servers read it meanwhile."""
+        lines = [f"{role} {token}\n" for token in known for role in ("worker", "reader")]
+        (tmp_path / "new-roles").write_text("".join([*lines, f"cluster {own}\n"]))
+        (tmp_path / "new-roles").chmod(0o600)
+        (tmp_path / "new-roles").replace(roles)
 
     write(old)
     shown.write_text(old)
-    for path in (roles, shown):
-        path.chmod(0o600)
+    shown.chmod(0o600)
     cluster, model = make_cluster(shards=2, tokens=roles), torch.nn.Linear(4, 4)
     with cluster.connect("sync", world_size=1, transport=transport, token_file=shown) as session:
         trained, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=64)

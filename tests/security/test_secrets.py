@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.imports import statements, syntax
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ps_protocol", "ps_runtime", "ps_tables", "ps_server", "ps_worker", "ps_launch")
 # What is a secret by its name, and by its type no mere place or count of one.
@@ -24,7 +26,7 @@ def fields_with_secrets() -> Iterator[tuple[str, str]]:
     """Yields where a class holds a secret, and how the field is declared: of every dataclass and NamedTuple."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            for kind in ast.walk(ast.parse(path.read_text())):
+            for kind in statements(syntax(path.read_text())):
                 if isinstance(kind, ast.ClassDef) and _has_fields(kind):
                     for field in kind.body:
                         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):

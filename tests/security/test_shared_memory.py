@@ -171,8 +171,13 @@ def silent(tmp_path: Path) -> Iterator[SilentSocket]:
 
 
 def test_a_worker_that_hands_nothing_over_holds_one_call_and_delays_no_other(
-    make_cluster: Callable[..., Cluster], tmp_path: Path, job: str, silent: SilentSocket
+    make_cluster: Callable[..., Cluster],
+    tmp_path: Path,
+    job: str,
+    silent: SilentSocket,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("ps_server.shard.segments.HANDOVER_SECONDS", START_SECONDS)  # it is not over meanwhile
     cluster = make_cluster(shards=1, shared_directory=tmp_path)
     with SharingWorker(cluster.address, job, CELLS, directory=tmp_path) as worker:
         with ThreadPoolExecutor(1) as pool:

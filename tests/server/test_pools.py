@@ -20,6 +20,7 @@ from ps_runtime.pools import FairPool, Pool
 from ps_server.coordinator.members import JobMembers
 from ps_server.shard.threads import OwnThreads
 from tests.tools.cluster import Cluster, in_parallel, until
+from tests.tools.imports import syntax
 from tests.tools.raw_worker import joined, vector_job
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +174,7 @@ def test_no_server_has_a_pool_of_another_kind() -> None:
     found = [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "ps_server").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(syntax(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ThreadPoolExecutor")
     ]
     assert not found

@@ -187,8 +187,9 @@ def scrape(address: str) -> dict[str, float]:
     """Every sample that is served at HOST:PORT/metrics, by its name and labels as they stand in the text."""
 
     def asked() -> list[str] | None:
-        # A scrape is cut off after 10 s: where the machine is as busy as that, another one gets through.
-        cut_off = contextlib.suppress(http.client.RemoteDisconnected, TimeoutError)
+        # A scrape is cut off after 10 s, wherever it is then: on a machine that is as busy as that, another one gets
+        # through.
+        cut_off = contextlib.suppress(http.client.HTTPException, ConnectionResetError, TimeoutError)
         with cut_off, urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
             found: list[str] = response.read().decode().splitlines()
             return found

@@ -18,7 +18,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped,unused-ignore]
 
 PACKAGE = "ps_protocol.v1"
-SECONDS = 15.0
+SECONDS = 60.0  # so that a busy machine is no refusal
 SIZES = [("grpc.max_receive_message_length", 17 * 2**20), ("grpc.max_send_message_length", 17 * 2**20)]
 ELEMENTS = {"FLOAT32": "f", "FLOAT16": "e", "FLOAT64": "d", "INT64": "q", "INT32": "i", "BOOL": "?", "UINT8": "B"}
 

@@ -21,7 +21,7 @@ from tests.tools.cluster import until
 ROOT = Path(__file__).parents[2]
 STARTUP = ROOT / "tests" / "tools" / "startup"
 START_SECONDS = 120.0  # a command that imports torch takes so long on a machine that has much other work
-END_SECONDS = 30.0
+END_SECONDS = 60.0
 
 
 # One write a line: workers share one output, and nothing may come between a line and its end.
@@ -184,3 +184,4 @@ class Commands:
 
 
 Start = Callable[..., Command]  # as Commands.start
+Refusal = Callable[..., tuple[int, str]]

@@ -30,7 +30,8 @@ def check(out: Path, mode: str, count: int, trainers: int, bound: int) -> None:
         for version, name in zip(step["used"], step["rollouts"], strict=True):
             written.setdefault(name, []).append(version)
     assert written.keys() == {"rollout-0", "rollout-1", "rollout-2"}, "each was of use"
-    assert max(written["rollout-0"]) <= killed_at, "what had been written before"
+    # The servers may have had an update of each trainer more than anybody had told of when it was killed.
+    assert max(written["rollout-0"]) <= killed_at + trainers, "what had been written before"
     assert min(written["rollout-2"]) >= added_at
     assert max(written["rollout-1"]) > added_at, "the third went on meanwhile"
     assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")

@@ -13,6 +13,7 @@ import pytest
 import ps_torch
 import ps_worker
 from tests.tools import launching
+from tests.tools.imports import syntax
 from tests.tools.launching import ROOT
 
 FILES = {
@@ -56,7 +57,7 @@ def test_every_name_of_the_reference_that_needs_a_framework_is_there_too() -> No
     frameworks = launching.load(ROOT / "docs" / "make_reference.py").FRAMEWORKS
     assert {*frameworks, "reports"} == set(MODULES)
     for module, names in frameworks.items():
-        tree = ast.parse(FILES[module].read_text())
+        tree = syntax(FILES[module].read_text())
         [listed] = [node.value for node in tree.body if isinstance(node, ast.Assign)]
         assert set(names) <= set(ast.literal_eval(listed)), module
 
