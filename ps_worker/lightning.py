@@ -177,6 +177,8 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Makes the module's optimizers and schedulers, and joins the job with them. Raises PSError."""
+        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True): `prepare` says where that cannot be
+            self._layer_sync.apply(self.lightning_module)
         super().setup_optimizers(trainer)
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         prepared = self._prepare(self.lightning_module, *self.optimizers, *schedulers)

@@ -1,8 +1,9 @@
 """Detects steps of other optimizers on a session's parameters: each worker would then train them alone.
 
-There are two such habits. A script makes a new optimizer over the prepared model for its next stage. Or it steps the
-optimizer that it has passed to `prepare` instead of the one that was returned. In one process both are right. In DDP
-the first is right, because there the model averages the gradients, and not the optimizer.
+There are three such habits. A script makes a new optimizer over the prepared model for its next stage. It puts a layer
+into the prepared model, such as a new head or an adapter, and makes an optimizer for that. Or it steps the optimizer
+that it has passed to `prepare` instead of the one that was returned. In one process all are right. In DDP the first is
+right, because there the model averages the gradients, and not the optimizer.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class SteppedAlone:
         """met: called with a message before such a step of parameters of these models; it may prevent the step"""
         self.steps = 0
         self.is_closed = False
+        self._models = models
         self._names = _parameter_names(models)
         self._handles = {id(table.weight) for table in named_tables(models).values()}
         self._met = met
@@ -90,6 +92,7 @@ class SteppedAlone:
         """Removes the hook, and forgets all optimizers."""
         self.is_closed = True
         self._end()
+        self._models = ()
         self._own, self._handed_over, self._replaced = [], [], []
 
     def _before_step(self, optimizer: Optimizer) -> None:
@@ -102,15 +105,31 @@ class SteppedAlone:
         names = [self._names[each] for each in tensors if each.grad is not None or id(each) in self._handles]
         if names or _is_in(optimizer, self._replaced):
             self._met(self._message(optimizer, names))
+        self._look_for_new(optimizer, [each for each in _tensors(optimizer) if each.grad is not None])
+
+    def check_new(self, optimizers: Sequence[Optimizer]) -> None:
+        """Reports parameters of these optimizers that the script has put into a model since `prepare`."""
+        for each in optimizers:
+            self._look_for_new(each, _tensors(each))
+
+    def _look_for_new(self, optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> None:
+        others = {id(tensor) for tensor in tensors if tensor not in self._names}
+        if others and any(id(each) in others for model in self._models for each in model.parameters()):
+            names = _parameter_names(self._models)
+            new = _shown([name for tensor, name in names.items() if id(tensor) in others])
+            self._met(
+                f"{type(optimizer).__name__} has {new}, which came into the model after prepare: each worker would "
+                "train that alone. Put new layers, heads and adapters into the model before prepare, or begin another "
+                "job: session.close(), then connect(job=...) with another name, and prepare"
+            )
 
     def _message(self, optimizer: Optimizer, names: list[str]) -> str:
-        shown = ", ".join(names[:NAMES_SHOWN]) + (f" and {len(names) - NAMES_SHOWN} more" * (len(names) > NAMES_SHOWN))
         name = type(optimizer).__name__  # a prepared one has that of the script's own
         if _is_in(optimizer, self._replaced):
             return (
                 f"this {name} was replaced by a later call of prepare: step the optimizer that this call has returned"
             )
-        what = f"{name} steps {shown} on this worker alone: "
+        what = f"{name} steps {_shown(names)} on this worker alone: "
         if _is_in(optimizer, self._handed_over):
             return (
                 f"{what}it was handed to prepare, which has returned another optimizer. Step that one: "
@@ -134,6 +153,10 @@ def _parameter_names(models: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
         for number, model in enumerate(models)
         for name, parameter in model.named_parameters()
     }
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {len(names) - NAMES_SHOWN} more" * (len(names) > NAMES_SHOWN))
 
 
 def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:

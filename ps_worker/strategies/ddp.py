@@ -41,7 +41,9 @@ class Ddp:
         self._device = device
         self._models: list[DistributedDataParallel] = []
         self._held: list[nn.Module] = []
-        self._frozen: set[int] = set()  # the ids of parameters that needed no gradient when they were wrapped
+        # By id, the parameters that there were when the models were wrapped. Held: no id becomes another's.
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._frozen: set[int] = set()  # the ids of those that needed no gradient then
         self._end_watching = watch_steps(self._before_step)
         if dist.is_initialized():  # by the script, or by an earlier session of this process
             there = dist.get_rank(), dist.get_world_size()
@@ -87,9 +89,9 @@ class Ddp:
         tables = prepare_tables(models, optimizers, self.exchange, self.rank)
         self._metrics.watch_model(ModelNumbers(lambda: looked_up(tables)))
         wrapped = [self._wrapped(model, {"gradient_as_bucket_view": True, **options.ddp}) for model in models]
-        parameters = [parameter for model in models for parameter in model.parameters()]
-        self._frozen = {id(parameter) for parameter in parameters if not parameter.requires_grad}
-        self._held = list(models)  # so that no id of theirs becomes another's
+        self._parameters = {id(parameter): parameter for model in models for parameter in model.parameters()}
+        self._frozen = {key for key, parameter in self._parameters.items() if not parameter.requires_grad}
+        self._held = list(models)
         self._watch(optimizers)
         return wrapped, optimizers
 
@@ -105,16 +107,23 @@ class Ddp:
             self._metrics.watch_optimizer(optimizer, self._stepped)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises InvalidRequest for a parameter that DDP does not know: it was frozen when its model was wrapped."""
-        if self.world_size > 1 and any(
-            id(each) in self._frozen and each.grad is not None
-            for group in optimizer.param_groups
-            for each in group["params"]
-        ):
+        """Raises InvalidRequest for a parameter that DDP does not know: it was frozen, or not there, when its model was
+        wrapped.
+        """
+        if self.world_size == 1:
+            return
+        stepped = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        others, unknown = {id(each) for each in stepped} - self._parameters.keys(), ""
+        if any(id(each) in self._frozen for each in stepped):
+            unknown = "was frozen"
+        elif others and any(id(each) in others for model in self._held for each in model.parameters()):
+            unknown = "was not there"
+        if unknown:
             raise InvalidRequest(
-                f"{type(optimizer).__name__} steps a parameter that was frozen when prepare wrapped the model, and DDP "
+                f"{type(optimizer).__name__} steps a parameter that {unknown} when prepare wrapped the model, and DDP "
                 "averages the gradients of the others alone: each process would train it alone. Unfreeze all before "
-                "prepare, and keep those that do not train yet out of the optimizer"
+                "prepare, put new layers into the model before it, and keep those that do not train yet out of the "
+                "optimizer"
             )
 
     def _wrapped(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
@@ -182,6 +191,7 @@ class Ddp:
         self._end_watching()
         self._models.clear()
         self._held.clear()
+        self._parameters.clear()
         self._frozen.clear()
 
 

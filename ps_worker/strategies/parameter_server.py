@@ -164,6 +164,7 @@ class ServerStrategy:
         assert self._training is not None
         if self._training.participation.group is not None:
             raise Unsupported("a worker that is a group of processes trains with the optimizers that it began with")
+        self._alone.check_new(optimizers)
         prepared = self._training.kind.begin_stage(models, optimizers)
         self._alone.take_over(prepared, optimizers)
         return prepared

@@ -72,6 +72,7 @@ class Single:
         """Returns the optimizers unchanged. Earlier optimizers may step, too; servers would refuse that."""
         self._log_refused(refused_of(models, optimizers))
         assert self._alone is not None
+        self._alone.check_new(optimizers)
         self._alone.take_over(optimizers, optimizers)
         for optimizer in optimizers:
             self._metrics.watch_optimizer(optimizer, self._stepped)

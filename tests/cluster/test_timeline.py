@@ -251,7 +251,7 @@ def test_a_step_in_which_the_worker_lost_its_place_is_left_out(shared: Cluster, 
     with shared.connect("async", job=job, timeline=tmp_path / "trace.json") as session:
         trained = prepared(session)
         step(trained)
-        shared.take_off(0, job)
+        shared.lose_place(0, job)
         step(trained)  # the worker finds that it has lost its place, and takes another
         for number in range(3):
             step(trained, number)

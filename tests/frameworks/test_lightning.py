@@ -86,6 +86,11 @@ def test_a_strategy_serves_one_fit_and_any_validation_before(shared: Cluster, jo
         assert "new strategy" in refused
 
 
+def test_synchronised_statistics_are_refused_and_not_left_out(shared: Cluster, job: str, tmp_path: Path) -> None:
+    for refused in run_workers("lightning_jobs", "synchronised_statistics", tmp_path, cluster=shared, job=job):
+        assert "net.1 is a SyncBatchNorm, which needs a process group" in refused
+
+
 def test_its_collectives_are_those_of_the_session(shared: Cluster, job: str, tmp_path: Path) -> None:
     for rank, found in enumerate(run_workers("lightning_jobs", "collectives", tmp_path, cluster=shared, job=job)):
         assert found["alone"] == [rank + 1, rank, rank + 1], "nothing to reduce before it has joined"

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ps_protocol.errors import InvalidRequest, UnknownWorker
+from ps_protocol.errors import Fenced, InvalidRequest, PSError, UnknownWorker
 from ps_protocol.identity import Identity
 from ps_protocol.messages.workers import SavedState
 from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
@@ -118,10 +118,19 @@ def test_nobody_is_told_of_an_error_that_all_members_raise(
         getattr(stepper, call)()
 
 
+@pytest.mark.parametrize("error", [UnknownWorker, Fenced])
 def test_a_late_answer_about_a_lost_place_ends_nothing_in_the_next(
-    make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_cluster: Callable[..., Cluster],
+    job: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[UnknownWorker],
 ) -> None:
-    """The training thread hears of the loss by a shard, and has the next place before the heartbeat is answered."""
+    """The training thread hears of the loss by a shard, and has the next place before the heartbeat is answered.
+
+    error: of the heartbeat. It is Fenced if it comes to the coordinator behind the next join: by that, not by another
+           process
+    """
     cluster = make_cluster(lease=30.0)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))
@@ -131,15 +140,17 @@ def test_a_late_answer_about_a_lost_place_ends_nothing_in_the_next(
         participation = session._strategy._training.participation  # type: ignore[attr-defined]
         members = participation.members
         lost, usual, join_again = members.place, members._coordinator.heartbeat, members._join_again
+        lost_for_good = members._lost_for_good
         begun, is_lost, may_answer, answered = (threading.Event() for _ in range(4))
 
         def heartbeat(identity: Identity, *given: Any) -> Any:
             if identity != lost.identity:
                 return usual(identity, *given)
             begun.set()
-            assert is_lost.wait(WAIT_SECONDS)
+            assert (may_answer if error is Fenced else is_lost).wait(WAIT_SECONDS)
             with pytest.raises(UnknownWorker) as raised:
                 usual(identity, *given)
+            assert type(raised.value) is error
             assert may_answer.wait(WAIT_SECONDS)
             raise raised.value
 
@@ -147,8 +158,13 @@ def test_a_late_answer_about_a_lost_place_ends_nothing_in_the_next(
             join_again(place)
             answered.set()
 
+        def losing(place: Any, found: PSError) -> None:
+            lost_for_good(place, found)
+            answered.set()
+
         monkeypatch.setattr(members._coordinator, "heartbeat", heartbeat)
         monkeypatch.setattr(members, "_join_again", joining)
+        monkeypatch.setattr(members, "_lost_for_good", losing)
         members._doubt.raise_it()
         assert begun.wait(WAIT_SECONDS)
         cluster.lose_place(0, job)

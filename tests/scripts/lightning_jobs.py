@@ -213,6 +213,14 @@ def once_only(root: Path) -> tuple[Any, str, Any]:
     return first, refusal(lambda: made.fit(net, train, validate)), whole
 
 
+def synchronised_statistics(root: Path) -> str:
+    """How the Trainer's flag for them is refused."""
+    net = Net()
+    net.net.insert(1, nn.BatchNorm1d(8))
+    made = trainer(root, "ps", max_epochs=1, logger=False, enable_checkpointing=False, sync_batchnorm=True)
+    return refusal(lambda: made.fit(net, *loaders(4)))
+
+
 def collectives(root: Path) -> dict[str, Any]:
     """What the strategy's collectives give; each worker gives its rank + 1."""
     strategy = ParameterServerStrategy()

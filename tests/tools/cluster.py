@@ -114,19 +114,11 @@ class Cluster:
                 if not (is_live and rank in live and live[rank].incarnation == incarnation):
                     return
 
-<<<<<<< HEAD
-    def take_off(self, rank: int, job: str = "default") -> None:
-        """As `end_lease`, and waits until no shard counts the worker: what it pushes before that counts there."""
+    def lose_place(self, rank: int, job: str = "default") -> None:
+        """As `end_lease`, and waits until each shard has heard of it: what the worker sends there is refused then."""
         self.end_lease(rank, job)
         members = self.coordinator.job(job).members
         until(lambda: not members.pending_removals(), f"the removal of worker {rank} from all shards")
-=======
-    def lose_place(self, rank: int, job: str = "default") -> None:
-        """As `end_lease`; and each shard has heard of it, so that the worker's next call there is refused."""
-        members = self.coordinator.job(job).members
-        self.end_lease(rank, job)
-        until(lambda: not members.removals.pending(), "its removal from all shards")
->>>>>>> testsb
 
     def waits(self, job: str) -> dict[int, tuple[int, list[int]]]:
         """Who waits, as `ps-server status` tells it: by rank, its clock and the ranks it waits for."""

@@ -488,10 +488,12 @@ IN_DDP = """
 import sys, torch, ps_worker
 session = ps_worker.connect()
 model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-model[0].requires_grad_({trains})
+model[0].requires_grad_({how} != "frozen")
 model, optimizer = session.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
 for stage in range(2):
     if stage:
+        if {how} == "new":
+            session.unwrap(model)[1] = torch.nn.Linear(2, 1)
         session.unwrap(model).requires_grad_(True)
         optimizer = session.prepare(torch.optim.Adam(model.parameters()))
     for _ in range(2):
@@ -503,19 +505,20 @@ print("equal" if len(set(sums)) == 1 else sums, session.clock, flush=True)
 """
 
 
-@pytest.mark.parametrize("trains", cases([True], [False]))
+@pytest.mark.parametrize("how", cases(["trains", "new"], ["frozen"]))
 def test_ddp_goes_on_with_another_optimizer_but_for_what_it_does_not_average(
-    nursery: Nursery, tmp_path: Path, trains: bool
+    nursery: Nursery, tmp_path: Path, how: str
 ) -> None:
     script, logs = tmp_path / "script.py", [tmp_path / f"log-{rank}" for rank in range(2)]
-    script.write_text(IN_DDP.format(trains=trains))
+    script.write_text(IN_DDP.format(how=repr(how)))
     variables = {"PS_MODE": "ddp", "PS_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1))}
     processes = [nursery.run(script, [], log, PS_RANK=str(rank), **variables) for rank, log in enumerate(logs)]
     codes = [process.wait(60) for process in processes]
     said = [log.read_text() for log in logs]
-    if trains:
+    if how == "trains":
         assert codes == [0, 0], said
         assert all("equal 4" in text for text in said)
     else:
         assert 0 not in codes
-        assert any("Adam steps a parameter that was frozen when prepare wrapped the model" in text for text in said)
+        was = {"frozen": "was frozen", "new": "was not there"}[how]
+        assert any(f"Adam steps a parameter that {was} when prepare wrapped the model" in text for text in said)

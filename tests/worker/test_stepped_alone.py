@@ -67,6 +67,20 @@ def test_so_is_one_over_parameters_that_no_optimizer_of_the_session_has(session:
     step(model, optimizer, drawn(2, 8, 3))
 
 
+def test_a_layer_that_comes_into_the_model_later_is_trained_on_no_worker_alone(session: Session) -> None:
+    model = make_net()
+    model, optimizer = session.prepare(model, sgd(model))
+    step(model, optimizer, drawn(1, 8, 3))
+    model[2] = nn.Linear(4, 2)  # a new head
+    said = r"SGD has 2\.weight, 2\.bias, which came into the model after prepare: each worker would train that alone"
+    refused(model, sgd(model[2]), said)
+    for handed_over in (model, model[2]):
+        with pytest.raises(InvalidRequest, match=said):
+            session.prepare(sgd(handed_over))
+    step(model, optimizer, drawn(2, 8, 3))
+    assert session.clock == 2
+
+
 def test_the_one_that_was_handed_over_is_refused_where_another_came_back(session: Session) -> None:
     model = make_net()
     own = sgd(model)
@@ -104,8 +118,12 @@ def test_a_step_in_one_process_warns_that_servers_would_refuse_it(caplog: pytest
         fresh = torch.optim.Adam(model.parameters())
         for number in range(2):
             step(model, fresh, drawn(number, 8, 3))
-    [said] = [record.getMessage() for record in said_by_workers(caplog)]
-    assert said.startswith("in sync, ssp and async this is refused: Adam steps 0.weight, 0.bias, 2.weight and 1 more")
+        model[2] = nn.Linear(4, 2)
+        step(model, session.prepare(sgd(model[2])), drawn(2, 8, 3))
+    refused = "in sync, ssp and async this is refused: "
+    stepped, new = [record.getMessage() for record in said_by_workers(caplog)]
+    assert stepped.startswith(f"{refused}Adam steps 0.weight, 0.bias, 2.weight and 1 more on this worker alone")
+    assert new.startswith(f"{refused}SGD has 2.weight, 2.bias, which came into the model after prepare")
 
 
 def test_a_table_is_stepped_by_no_other_optimizer_either(shared: Cluster, job: str) -> None:
