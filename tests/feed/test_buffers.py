@@ -41,14 +41,18 @@ class NormTrainer:
         optimizer = torch.optim.SGD([each for each in own.parameters() if each.requires_grad], lr=0.05)
         self.model, self.optimizer = session.prepare(own, optimizer, bucket_bytes=1024)
         self.buffers: dict[int, dict[str, torch.Tensor]] = {}
+        self._remember()
+
+    def _remember(self) -> None:
+        named = self.session.unwrap(self.model).named_buffers()
+        self.buffers[self.session.clock] = {name: buffer.clone() for name, buffer in named}
 
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.optimizer.zero_grad()
             self.model(3 + 2 * torch.randn(16, 6)).square().mean().backward()
             self.optimizer.step()
-            named = self.session.unwrap(self.model).named_buffers()
-            self.buffers[self.session.clock] = {name: buffer.clone() for name, buffer in named}
+            self._remember()
 
     def evaluated(self) -> torch.Tensor:
         return evaluated(self.session.unwrap(self.model))
@@ -124,7 +128,7 @@ def test_buffers_come_while_the_job_trains_and_say_of_which_step_they_are(
             assert edition.buffers_version >= max(seen), "they never fall"
             seen.add(edition.buffers_version)
             for name in trainer.buffers[1] if edition.buffers_version else ():
-                step = version_of(edition.arrays, name)
+                step = version_of(edition.arrays, name)  # 0: as the job began, of a bucket of which it tells next
                 assert torch.equal(edition.tensor(name), trainer.buffers[step][name]), (name, step)
             return len(seen) > 3
 
