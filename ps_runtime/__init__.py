@@ -11,6 +11,7 @@ credentials.py    TLS and tokens: what a process shows to its peers, and what it
 daemon_pool.py   Threads that never keep a script from ending
 dates.py          Dates in words, for people to read in logs
 downloads.py      Serves bytes that lie in memory over HTTP: whole, a range, or that they have not changed
+ending.py          How a process ends, and code that signals may not interrupt
 free_ports.py     A free port for a process that listens there later
 grpc_status.py    Errors of the project as gRPC statuses, and back
 launch_id.py      Which launch a process belongs to, and what it tells its launcher

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import is_loopback, require_encryption
+from ps_runtime.ending import is_cut_short
 from ps_runtime.own_address import own_address
 from ps_worker.by_mode import STRATEGIES
 from ps_worker.config import WorkerConfig, check
@@ -32,7 +33,6 @@ from ps_worker.model.local_settings import local_settings
 from ps_worker.model.no_sync import lend
 from ps_worker.model.weights import with_values
 from ps_worker.prepared import Prepared
-from ps_worker.state.ending import is_cut_short
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.tables.table_library import loops_for
 from ps_worker.timeline.recording import RecordingRequest, Timeline

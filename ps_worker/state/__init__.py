@@ -6,7 +6,6 @@ loader_position.py  The position of a script's loops over one loader, and moving
 job_state.py        The settings of a script that belong to the job, for workers that join late
 documents.py        Encodes values as one safetensors file with JSON, and decodes them
 encoding.py         The state of a worker without the weights, as values and as bytes
-ending.py           Whether a script ends by itself or by a signal, and code that signals may not interrupt
 inner.py            The state of optimizers that step on the worker, at the rounds of checkpoints
 state_sender.py     Sends each captured state to the coordinator, in a thread
 """

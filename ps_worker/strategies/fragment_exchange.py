@@ -20,10 +20,10 @@ from typing import Any
 
 from ps_protocol.errors import NonFiniteGradient
 from ps_protocol.messages.workers import JoinResult
+from ps_runtime.ending import undisturbed
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.local_round import LocalRound
-from ps_worker.state.ending import undisturbed
 from ps_worker.state.inner import InnerStates
 from ps_worker.state.state_sender import LEAVING_SECONDS
 from ps_worker.strategies.job_training import JobTraining

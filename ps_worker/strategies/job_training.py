@@ -28,6 +28,7 @@ import torch
 from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.errors import UnknownWorker, Unsupported
 from ps_protocol.messages.workers import JoinResult, SavedState
+from ps_runtime.ending import is_cut_short, undisturbed
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step, teller
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
@@ -35,7 +36,6 @@ from ps_worker.metrics import WorkerMetrics
 from ps_worker.metrics import added as added_sizes
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.step import StepMaker
-from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.model_state import ModelState
 from ps_worker.state.state_sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups

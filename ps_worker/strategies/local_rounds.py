@@ -27,6 +27,7 @@ from ps_protocol.batches import MAX_PUSH_RANGES
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient, Unsupported
 from ps_protocol.local import Local
 from ps_protocol.messages.workers import SavedState
+from ps_runtime.ending import interruptible, is_cut_short
 from ps_worker.group import in_call
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.job_spec import check_known
@@ -34,7 +35,6 @@ from ps_worker.model.local_round import LocalRound
 from ps_worker.model.script_stages import tensors_in
 from ps_worker.model.step import StepMaker
 from ps_worker.state.checkpoint import LocalCheckpoint, Save, WorkerCheckpoint
-from ps_worker.state.ending import interruptible, is_cut_short
 from ps_worker.state.inner import InnerStates, InnerWithWeights
 from ps_worker.strategies.fragment_exchange import FragmentExchange
 from ps_worker.strategies.job_training import JobTraining

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.layout import bucket_layout
+from ps_runtime.ending import is_cut_short
 from ps_runtime.launch_id import is_launched
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation
@@ -43,7 +44,6 @@ from ps_worker.model.job_spec import describe
 from ps_worker.model.state_transfer import states_before
 from ps_worker.model.step import StepMaker
 from ps_worker.model.stepped_alone import SteppedAlone, refuse
-from ps_worker.state.ending import is_cut_short
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.gradient_steps import GradientSteps
 from ps_worker.strategies.job_training import JobTraining

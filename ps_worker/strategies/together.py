@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ps_runtime.ending import interruptible
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.group import Group
-from ps_worker.state.ending import interruptible
 from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.unfinished import Fate, Unfinished
 

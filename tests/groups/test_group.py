@@ -21,12 +21,12 @@ from ps_protocol.errors import Fenced, InvalidRequest, PSError, UnknownWorker
 from ps_protocol.identity import Identity
 from ps_protocol.messages.workers import SavedState
 from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
+from ps_runtime import ending
 from ps_runtime.credentials import PLAINTEXT
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.value_rounds import GroupRounds
 from ps_worker.group import Group, PlaceLost, RaisedByAll, unlike_calls
-from ps_worker.state import ending
 from tests.tools.cluster import Cluster, until
 
 DAY = 24 * 3600.0

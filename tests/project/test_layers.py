@@ -64,7 +64,7 @@ MAY_IMPORT = {
         "ps_tables.sizes",
     },
     "ps_worker.values": set[str](),
-    "ps_worker.group": {"ps_runtime", "ps_worker.state.ending"},
+    "ps_worker.group": {"ps_runtime"},
     "ps_worker.metrics": {"ps_worker.values", "ps_runtime"},
     "ps_worker.timeline": {"ps_worker.values"},
     "ps_worker.tables": {"ps_tables"},
