@@ -17,6 +17,7 @@ import ps_worker
 from ps_server.ops import status
 from ps_worker import Session
 from ps_worker.state import inner
+from ps_worker.strategies import fragment_exchange
 from tests.tools.cases import cases, crossed
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
 from tests.tools.disturbed_rounds import Once, after_a_lost_shard, after_all_have_ended
@@ -257,5 +258,6 @@ def test_a_new_process_has_its_own_weights_and_moments_if_they_were_small(
     most_bytes: int,
 ) -> None:
     monkeypatch.setattr(inner, "MOST_BYTES", most_bytes)
+    monkeypatch.setattr(fragment_exchange, "LEAVING_SECONDS", 0.1)  # for which it waits for servers that are gone
     found, fresh = after_all_have_ended(make_cluster, tmp_path, MODE, run, in_the_middle())
     assert (same(found, alone), fresh) == ((True, 0) if most_bytes else (False, 1))

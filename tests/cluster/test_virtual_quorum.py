@@ -7,7 +7,7 @@ import pytest
 from tests.simulation.cluster import QUORUM_MODES, Cluster
 from tests.tools.cases import cases
 
-SEEDS = cases([range(8)], [range(8, 20)])
+SEEDS = cases([range(4)], [range(4, 20)])
 
 
 @pytest.mark.timeout(600)

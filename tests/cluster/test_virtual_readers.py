@@ -14,7 +14,7 @@ READERS = 3
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", cases([range(6)], [range(6, 30)]), ids=str)
+@pytest.mark.parametrize("seeds", cases([range(3)], [range(3, 30)]), ids=str)
 @pytest.mark.parametrize("mode", cases(["sync", "async"], ["ssp:2", "local:4"]))
 def test_no_seed_breaks_a_promise_to_readers(mode: str, seeds: range) -> None:
     """Never two versions in one block of `reading`; no version falls unsaid; equal versions of a run have equal bytes;
@@ -27,13 +27,20 @@ def test_no_seed_breaks_a_promise_to_readers(mode: str, seeds: range) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("breaks", "mode", "kinds"), BROKEN_FEEDS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("breaks", "mode", "known", "kinds"), BROKEN_FEEDS, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_a_broken_feed_is_found_out(
-    breaks: Callable[[pytest.MonkeyPatch], None], mode: str, kinds: frozenset[str], monkeypatch: pytest.MonkeyPatch
+    breaks: Callable[[pytest.MonkeyPatch], None],
+    mode: str,
+    known: int,
+    kinds: frozenset[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By the seed that is written down; by one of the next where a change has moved what happens in that one."""
     breaks(monkeypatch)
     found: set[str] = set()
-    for seed in range(30):
+    for seed in range(known, known + 30):
         found |= {each.kind for each in Cluster(mode, seed, readers=READERS).run()}
         if found & kinds:
             return

@@ -57,7 +57,7 @@ def push(shard: JobPartition, rank: int, clock: int, index: int) -> bool:
     start=st.integers(0, 2),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_with_any_budget_all_get_on_in_every_mode(
     mode: str, workers: int, limit: int | None, dead: bool, start: int, seed: int
 ) -> None:

@@ -414,5 +414,11 @@ class Training(RuleBasedStateMachine):
         assert {key: count for key, count in self.had.items() if number <= key[1] <= number + 1} == wanted
 
 
+class LongTraining(Training):
+    """The same, in more examples."""
+
+
 TestTraining = Training.TestCase
-TestTraining.settings = settings(max_examples=200, stateful_step_count=60)
+TestTraining.settings = settings(max_examples=60, stateful_step_count=60)
+TestLongTraining = pytest.mark.repeat(LongTraining.TestCase)
+TestLongTraining.settings = settings(max_examples=600, stateful_step_count=60)

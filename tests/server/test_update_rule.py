@@ -624,7 +624,7 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=200, stateful_step_count=60)
+TestInterleavings.settings = settings(max_examples=70, stateful_step_count=60)
 
 
 class QuorumInterleavings(Interleavings):
@@ -633,5 +633,17 @@ class QuorumInterleavings(Interleavings):
     MODES = ("sync quorum 1", "sync quorum 2", "sync quorum 3", "sync quorum all-1", "sync quorum all-2")
 
 
+class LongInterleavings(Interleavings):
+    """Those of the first, in more examples."""
+
+
+class LongQuorumInterleavings(QuorumInterleavings):
+    """Those with a quorum, in more examples."""
+
+
 TestQuorumInterleavings = QuorumInterleavings.TestCase
-TestQuorumInterleavings.settings = settings(max_examples=150, stateful_step_count=60)
+TestQuorumInterleavings.settings = settings(max_examples=70, stateful_step_count=60)
+TestLongInterleavings = pytest.mark.repeat(LongInterleavings.TestCase)
+TestLongInterleavings.settings = settings(max_examples=500, stateful_step_count=60)
+TestLongQuorumInterleavings = pytest.mark.repeat(LongQuorumInterleavings.TestCase)
+TestLongQuorumInterleavings.settings = settings(max_examples=500, stateful_step_count=60)

@@ -347,7 +347,7 @@ REPAIRS = (
         EVERY_MODE,
         frozenset({"waits for the dead"}),
         faults=(SHARD_HANGS, WORKER_DIES),
-        known=("async", 26),
+        known=("async", 29),
     ),
     Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("sync", 124)),
     Mutation(
@@ -362,7 +362,7 @@ REPAIRS = (
         EVERY_MODE,
         MIXED | {"round failed", "internal error", "saved"},
         faults=(SHARD_DIES, SHARD_HANGS, SHARD_HANGS),
-        known=("async", 15),
+        known=("async", 16),
         besides=keeps_the_job_of_an_earlier_run,
     ),
     Mutation(keeps_the_job_of_an_earlier_run, EVERY_MODE, MIXED),
@@ -513,7 +513,7 @@ HALF_STEPS = (
     lost_halves(("async", "ssp:2"), frozenset({"lost"}), known=("async", 0)),
     lost_halves(("sync", "local:4"), frozenset({"half a step"}), known=("sync", 3)),
     doubled_halves(("async", "ssp:2"), frozenset({"doubled"}), known=("ssp:2", 2)),
-    doubled_halves(("sync", "local:4"), frozenset({"half a step"}), known=("local:4", 4)),
+    doubled_halves(("sync", "local:4"), frozenset({"half a step"}), known=("local:4", 19)),
 )
 IN_ROWS = frozenset({"doubled", "lost", "torn", "wrong row", "wrong update", "lost row"})
 in_rows = partial(Mutation, kinds=IN_ROWS, tables=True)
