@@ -11,7 +11,7 @@ import pytest
 
 import ps_torch as ps
 from tests.chaos.cluster import free_ports
-from tests.tools.cluster import Cluster, until
+from tests.tools.cluster import Cluster
 from tests.tools.followed_trainer import FollowedTrainer
 from tests.tools.launching import Command, Commands, resident
 
@@ -80,15 +80,17 @@ def test_a_relay_that_dies_while_it_sends_an_edition_costs_its_readers_a_reconne
 
 
 def test_a_relay_says_in_one_line_what_is_wrong_with_its_settings(commands: Commands) -> None:
-    for words, said in (
+    wrong = (
         (["--upstream", "http://a:1"], "expected HOST:PORT, without http://, got 'http://a:1'"),
         (["--upstream", "a:1", "--jobs", "x=int8"], "expected one of float32, bfloat16, float16 behind =, got 'int8'"),
         (["--upstream", "a:1", "--period", "4000"], "expected 0 to 3600 seconds, got '4000'"),
         ([], "the following arguments are required: --upstream"),
         (["--upstream", "a:1", "--host", "0.0.0.0"], "--insecure"),
-    ):
-        command = commands.start("-c", WITHOUT_TORCH, "relay", "--port", "0", "--metrics-port", "0", *words)
-        until(lambda command=command: command.process.poll() is not None, "its end")  # type: ignore[misc]
+    )
+    relay = ("-c", WITHOUT_TORCH, "relay", "--port", "0", "--metrics-port", "0")
+    started = [(commands.start(*relay, *words), said) for words, said in wrong]
+    for command, said in started:
+        assert command.process.wait(60) != 0
         assert said in command.err
         assert len(command.err.strip().splitlines()) <= 2, command.err
 

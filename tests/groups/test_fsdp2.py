@@ -7,116 +7,41 @@ import json
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, model_state_dict, optimizer_state_dict
-from tests.scripts.train_in_group import LOST_STEP, Options, batch, clip_by_data, loss, make_model, make_optimizer
+from tests.scripts.train_in_group import LOST_STEP, Options, make_model, make_optimizer
 from tests.tools.cluster import Cluster, until
-from tests.tools.forkserver import ROOT, Forked, Nursery
-
-SCRIPT = ROOT / "tests" / "scripts" / "train_in_group.py"
-WAIT_SECONDS = 90
-LEASE = 30.0  # a group loses its place for the reason of the test, and for no other
-
-Tensors = dict[str, torch.Tensor]
-
-
-class Groups:
-    """The processes of a job, each group as a torchrun of its own starts it; ended with the `with`.
-
-    only: this group; None: all
-    """
-
-    def __init__(
-        self, nursery: Nursery, address: str, job: str, directory: Path, options: Options, only: int | None = None
-    ) -> None:
-        self.options, self.directory = options, directory
-        directory.mkdir(exist_ok=True)
-        groups = range(options.groups) if only is None else [only]
-        self.each = [(group, member) for group in groups for member in range(options.members)]
-        self.processes: dict[tuple[int, int], Forked] = {
-            (group, member): nursery.run(
-                SCRIPT,
-                [directory, group, member, json.dumps(asdict(options))],
-                directory / f"log-{group}-{member}",
-                PS_SERVER=address,
-                JOB=job,
-                TORCHELASTIC_RUN_ID=f"{directory}-{group}",
-                RANK=str(member),
-                WORLD_SIZE=str(options.members),
-                **({"PS_GROUP_SIZE": str(options.members)} if options.told else {}),
-            )
-            for group, member in self.each
-        }
-
-    def __enter__(self) -> Groups:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes.values():
-            process.kill()
-
-    def are_held(self, clock: int, groups: tuple[int, ...] = (0, 1)) -> bool:
-        """Whether the processes of groups stand at a clock."""
-        own = [each for each in self.each if each[0] in groups]
-        assert all(self.processes[each].poll() is None for each in own), self.logs()
-        return all((self.directory / f"held-{clock}-{10 * group + member}").exists() for group, member in own)
-
-    def let_go(self, clock: int) -> None:
-        (self.directory / f"go-{clock}").touch()
-
-    def ended(self, *groups: int) -> list[Tensors]:
-        """What each process of these groups ended with; without names, of all."""
-        own = [each for each in self.each if not groups or each[0] in groups]
-        codes = [self.processes[each].wait(WAIT_SECONDS) for each in own]
-        assert codes == [0] * len(own), self.logs()
-        return [load_file(self.directory / f"end-{group}-{member}.safetensors") for group, member in own]
-
-    def logs(self) -> str:
-        return "\n".join((self.directory / f"log-{g}-{m}").read_text()[-1500:] for g, m in self.each)
-
-
-def one_process(options: Options) -> Tensors:
-    """What one process ends with on the combined batches, without servers."""
-    model = make_model()
-    optimizer = make_optimizer(options.optimizer, model)
-    for step in range(options.steps):
-        is_left_out = step in (options.poison, options.unassigned)
-        if not is_left_out:
-            loss(model, *batch(step, options.learns)).backward()
-        if options.clip:
-            clip_by_data(model, options.clip)
-        if step == options.scaled:
-            for parameter in model.parameters():
-                parameter.data.mul_(0.5)
-        if not is_left_out:
-            optimizer.step()
-        optimizer.zero_grad()
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def distance(found: Tensors, expected: Tensors) -> float:
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
-
-
-def same(found: Tensors, expected: Tensors) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+from tests.tools.forkserver import Nursery
+from tests.tools.groups import (
+    LEASE,
+    WAIT_SECONDS,
+    Groups,
+    Tensors,
+    begun,
+    distance,
+    last,
+    let_go_once_begun,
+    log_of,
+    one_process,
+    same,
+)
 
 
 @pytest.mark.parametrize(
-    "options", [Options(), Options(optimizer="SGD", micro=2, clip=0.5, told=True)], ids=lambda each: each.optimizer
+    ("options", "told"),
+    [(Options(), False), (Options(optimizer="SGD", micro=2, clip=0.5), True)],
+    ids=["AdamW", "SGD"],
 )
 def test_two_groups_of_two_end_as_one_process_and_alike_to_the_bit(
-    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, options: Options
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, options: Options, told: bool
 ) -> None:
-    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+    with Groups(nursery, shared.address, job, tmp_path, options, told=told) as groups:
         found = groups.ended()
     assert distance(found[0], one_process(options)) <= 1e-6
     assert all(same(each, found[0]) for each in found)
@@ -289,24 +214,6 @@ def test_a_group_whose_member_hangs_loses_its_lease_and_comes_back_as_one(
     assert int(found[2]["clock"]) >= 12
 
 
-def begun(cluster: Cluster, job: str) -> set[int | None]:
-    """The clocks of the checkpoints that the shards have begun last."""
-    captures = [shard.jobs()[job].snapshot_task for shard in cluster.shards]
-    return {capture.clock if capture is not None else None for capture in captures}
-
-
-def let_go_once_begun(groups: Groups, cluster: Cluster, job: str, clock: int, due: int) -> None:
-    """Lets groups go that stand at a clock, once the shards have begun the checkpoint that is due at another one."""
-    until(lambda: groups.are_held(clock), "the step before a checkpoint")
-    until(lambda: begun(cluster, job) == {due}, "the beginning of the checkpoint")
-    groups.let_go(clock)
-
-
-def last(store: CheckpointStore, job: str) -> int:
-    names = store.names(job)
-    return store.manifest(job, names[-1]).clock if names else 0
-
-
 def test_groups_that_lost_a_shard_end_as_undisturbed_and_checkpoints_have_whole_tensors(
     nursery: Nursery, shared: Cluster, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
 ) -> None:
@@ -332,12 +239,6 @@ def test_groups_that_lost_a_shard_end_as_undisturbed_and_checkpoints_have_whole_
         log_of(tmp_path / "undisturbed", each) for each in groups.each
     ]
     assert_exported(tmp_path / "exported", load_file(tmp_path / "job" / "3-0-0.safetensors"))
-
-
-def log_of(directory: Path, each: tuple[int, int]) -> str:
-    """The random number that a process ended with."""
-    lines = (directory / f"log-{each[0]}-{each[1]}").read_text().splitlines()
-    return next(line for line in lines if line.startswith("random"))
 
 
 def assert_exported(directory: Path, expected: Tensors) -> None:

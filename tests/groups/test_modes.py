@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from ps_server.core.limits import Limits
-from tests.groups.test_fsdp2 import LEASE, WAIT_SECONDS, Groups, Tensors, distance, one_process, same
 from tests.scripts.train_in_group import Options, batch, given_gradient, loss, make_model, make_optimizer
+from tests.tools.cases import cases, crossed
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
+from tests.tools.groups import LEASE, WAIT_SECONDS, Groups, Tensors, distance, one_process, same
 
 
 def mean_loss(weights: Tensors) -> float:
@@ -27,7 +28,7 @@ def mean_loss(weights: Tensors) -> float:
         return sum(float(loss(model, *batch(9000 + step, learns=True))) for step in range(20)) / 20
 
 
-@pytest.mark.parametrize("mode", ["async", "ssp:1"])
+@pytest.mark.parametrize("mode", cases(["ssp:1"], ["async"]))
 def test_one_group_ends_as_one_process_in_each_mode(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
 ) -> None:
@@ -38,7 +39,7 @@ def test_one_group_ends_as_one_process_in_each_mode(
     assert [int(each["clock"]) for each in found] == [options.steps] * 2
 
 
-@pytest.mark.parametrize("mode", ["async", "ssp:1"])
+@pytest.mark.parametrize("mode", cases(["async"], ["ssp:1"]))
 def test_two_groups_learn_as_in_sync(nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str) -> None:
     options = Options(mode=mode, steps=60, learns=True)
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
@@ -81,8 +82,7 @@ def test_an_update_waits_for_the_quorum_and_late_steps_count_on_all_pieces(
     assert found[2]["clock"] == found[3]["clock"]
 
 
-@pytest.mark.parametrize("mode", ["async", "ssp:1"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("mode", "when"), crossed(["async", "ssp:1"], ["before", "after"]))
 def test_a_step_in_which_the_place_is_lost_counts_once(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str, when: str
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_step_in_which_the_place_is_lost_counts_once(
     assert distance(found[0], one_process(options)) <= 1e-6
 
 
-@pytest.mark.parametrize("mode", ["async", "ssp:2", "local:2"])
+@pytest.mark.parametrize("mode", cases(["async", "local:2"], ["ssp:2"]))
 def test_a_group_that_lost_a_member_leaves_and_comes_back(
     nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, mode: str
 ) -> None:
@@ -137,12 +137,12 @@ def test_all_members_save_their_state_where_one_hears_by_a_refresh_that_a_checkp
         groups.ended()
 
 
-@pytest.mark.parametrize("wires", [("bfloat16", "bfloat16"), ("int8", "int8"), ("int4", "int8")])
+@pytest.mark.parametrize(("up", "down"), cases([("bfloat16", "bfloat16"), ("int4", "int8")], [("int8", "int8")]))
 def test_narrow_wires_learn_as_wide_ones(
-    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, wires: tuple[str, str]
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, up: str, down: str
 ) -> None:
     """All processes have the same bits, as workers of one process have: weights in blocks come as what is added."""
-    prepared, over = {"gradient_wire": wires[0], "weight_wire": wires[1]}, {"transport": "tcp"}
+    prepared, over = {"gradient_wire": up, "weight_wire": down}, {"transport": "tcp"}
     options = Options(optimizer="SGD", steps=60, learns=True, prepared=prepared, connected=over)
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         found = groups.ended()
@@ -161,7 +161,7 @@ def test_a_step_counts_once_on_a_narrow_wire(nursery: Nursery, shared: Cluster, 
     assert mean_loss(found[0]) < mean_loss(one_process(replace(options, steps=0))) / 5
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize("transport", cases(["shm", "grpc"], ["tcp"]))
 def test_the_way_to_shards_changes_nothing(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, transport: str
 ) -> None:
@@ -275,7 +275,7 @@ def where_member_1_leaves_a_step_out(options: Options) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", cases(["sync"], ["async"]))
 def test_members_go_on_from_one_clock_where_the_push_of_one_fails(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
 ) -> None:
@@ -301,7 +301,7 @@ def after_a_refused_push(
     return found[0]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", cases(["async"], ["sync"]))
 def test_what_the_wire_rounds_off_counts_once_where_the_push_of_one_member_fails(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
 ) -> None:

@@ -15,10 +15,11 @@ from torch import nn
 
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.state.inner import InnerStates
-from tests.groups.test_fsdp2 import LEASE, Groups, Tensors, distance, last, let_go_once_begun, log_of, one_process, same
 from tests.scripts.train_in_group import ROWS, Options, batch, loss, make_model, make_optimizer
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
+from tests.tools.groups import LEASE, Groups, Tensors, distance, last, let_go_once_begun, log_of, one_process, same
 
 STEPS = 2  # of a round
 AVERAGING = {"warm_up": 0, "lr": 1.0, "momentum": 0.0, "nesterov": False}
@@ -186,7 +187,7 @@ def test_what_one_member_has_no_state_of_all_begin_without() -> None:
     assert fresh == [True]
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8"])
+@pytest.mark.parametrize("wire", cases(["int8"], ["float32"]))
 def test_groups_that_lost_a_shard_end_as_undisturbed(
     nursery: Nursery, shared: Cluster, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, wire: str
 ) -> None:

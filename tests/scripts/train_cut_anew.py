@@ -33,7 +33,7 @@ class Options:
     """How it trains.
 
     members:   of each group; 0: workers have one process, without a group
-    workers:   how many groups, or workers of one process, there are
+    groups:    how many groups, or workers of one process, there are
     stops:     the clock at which it ends
     optimizer: a class of torch.optim
     values:    its arguments
@@ -49,7 +49,7 @@ class Options:
     columns: bool
     mode: str
     prepared: dict[str, Any]
-    workers: int = 1
+    groups: int = 1
 
 
 class Counted(nn.Module):
@@ -116,11 +116,11 @@ def main() -> None:
         placed = (lambda tensor: Shard(1) if tensor.dim() > 1 else None) if options.columns else None
         fully_shard(model, mesh=mesh, shard_placement_fn=placed)
     optimizer, schedule = make_optimizer(model, options.optimizer, options.values)
-    with ps_torch.connect(mode=options.mode, job=os.environ["JOB"], rank=group, world_size=options.workers) as session:
+    with ps_torch.connect(mode=options.mode, job=os.environ["JOB"], rank=group, world_size=options.groups) as session:
         model, optimizer, schedule = session.prepare(model, optimizer, schedule, **given)
         save_file(state(model, optimizer), directory / f"begin-{name}.safetensors")
         while session.clock < options.stops:
-            loss(model, session.clock, group * size + member, size * options.workers).backward()
+            loss(model, session.clock, group * size + member, size * options.groups).backward()
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()

@@ -42,7 +42,6 @@ class Options:
     """How it trains.
 
     alone:      plain FSDP2, without servers
-    told:       its environment says how many members a group has
     micro:      backwards in a step
     clip:       the norm that gradients are clipped to by way of `.data`, where it is not 0
     poison:     the clock before which a gradient of member 1 of group 0 is `poison_value`
@@ -80,7 +79,6 @@ class Options:
     optimizer: str = "AdamW"
     steps: int = 8
     alone: bool = False
-    told: bool = False
     micro: int = 1
     clip: float = 0.0
     poison: int = -1

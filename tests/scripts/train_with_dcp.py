@@ -1,6 +1,6 @@
 """A process that saves and loads by torch.distributed.checkpoint, as a plain FSDP2 script does.
 
-python tests/scripts/train_with_dcp.py DIRECTORY GROUP GROUPS MEMBER OPTIONS
+python tests/scripts/train_with_dcp.py DIRECTORY GROUP MEMBER OPTIONS
 
 OPTIONS is JSON: see `Options`. Leaves what it began with in DIRECTORY, and what it ended with.
 """
@@ -32,14 +32,16 @@ STEPS = 3
 class Options:
     """What it is, and does.
 
-    members: of its group; 0: it is a plain script of one process, without servers
+    members: of each group; 0: it is a plain script of one process, without servers
     loads:   the folder that it begins with; empty: none
     saves:   the folder that it saves to; empty: none
+    groups:  how many there are
     """
 
     members: int
     loads: str = ""
     saves: str = ""
+    groups: int = 1
 
 
 def load(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
@@ -57,8 +59,8 @@ def save(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
 
 
 def main() -> None:
-    directory, group, groups, member = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-    options, name = Options(**json.loads(sys.argv[5])), f"{group}-{member}"
+    directory, group, member = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    options, name = Options(**json.loads(sys.argv[4])), f"{group}-{member}"
     torch.set_num_threads(1)
     model: Any = make_model()
     mesh = None
@@ -74,11 +76,11 @@ def main() -> None:
         for when in ("begin", "end"):
             save_file(state(model, optimizer), directory / f"{when}-{name}.safetensors")
         return
-    with ps_torch.connect(mode="sync", job=os.environ["JOB"], rank=group, world_size=groups) as session:
+    with ps_torch.connect(mode="sync", job=os.environ["JOB"], rank=group, world_size=options.groups) as session:
         model, optimizer = session.prepare(model, optimizer, group=mesh, bucket_bytes=64)
         save_file(state(model, optimizer), directory / f"begin-{name}.safetensors")
         for step in range(STEPS):
-            loss(model, step, group * options.members + member, groups * options.members).backward()
+            loss(model, step, group * options.members + member, options.groups * options.members).backward()
             optimizer.step()
             optimizer.zero_grad()
         if options.saves and session.rank == 0:

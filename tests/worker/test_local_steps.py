@@ -240,32 +240,30 @@ def test_gradient_scaling_and_half_precision_run_as_in_one_process(shared: Clust
 # -- unlike workers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mode", "outer", "difference"),
-    [
+def test_workers_that_would_wait_for_each_other_forever_are_told_what_differs(shared: Cluster, job: str) -> None:
+    differences: list[tuple[str, dict[str, Any], str]] = [
         ("local:4", {}, "the mode is local:8 in the registered job and local:4 in this one"),
         ("sync", {}, "the mode is local:8 in the registered job and sync in this one"),
         ("local:8", {"warm_up": 3}, "the warm-up is 64 in the registered job and 3 in this one"),
         ("local:8", {"lr": 0.7}, "the outer optimizer's lr is 0.8 in the registered job and 0.7 in this one"),
         ("local:8", {"momentum": 0.9}, "the outer optimizer's momentum is 0.7 in the registered job and 0.9"),
         ("local:8", {"nesterov": False}, "the outer optimizer's nesterov is True in the registered job and False"),
-    ],
-)
-def test_workers_that_would_wait_for_each_other_forever_are_told_what_differs(
-    shared: Cluster, job: str, mode: str, outer: dict[str, Any], difference: str
-) -> None:
-    with elastic(shared, "local:8", job) as session, elastic(shared, mode, job) as other:
+    ]
+    with elastic(shared, "local:8", job) as session:
         model = make_net()
         session.prepare(model, sgd(model))
-        model = make_net()
-        with pytest.raises(JobMismatch) as told:
-            other.prepare(model, sgd(model), outer=outer)
-        assert difference in str(told.value)
+        for mode, outer, difference in differences:
+            with elastic(shared, mode, job) as other:
+                model = make_net()
+                with pytest.raises(JobMismatch) as told:
+                    other.prepare(model, sgd(model), outer=outer)
+                assert difference in str(told.value)
 
 
-@pytest.mark.parametrize(
-    ("outer", "message"),
-    [
+@pytest.mark.parametrize("mode", ["local:8", "sync"])
+def test_a_wrong_outer_setting_is_refused_in_every_mode(shared: Cluster, job: str, mode: str) -> None:
+    """And has changed nothing of the session, which takes right ones after all of them."""
+    refusals: list[tuple[dict[str, Any], str]] = [
         ({"beta": 1}, "outer takes lr, momentum, nesterov, warm_up, delay, mixing, got 'beta'"),
         ({"lr": "fast"}, "outer['lr'] is a number, got 'fast'"),
         ({"lr": True}, "outer['lr'] is a number, got True"),
@@ -275,17 +273,13 @@ def test_workers_that_would_wait_for_each_other_forever_are_told_what_differs(
         ({"warm_up": 1.5}, "outer['warm_up'] is a whole number, got 1.5"),
         ({"warm_up": -1}, "the warm-up of local:H has 0 to 1000000000 steps, got -1"),
         ({"nesterov": 1}, "outer['nesterov'] is True or False, got 1"),
-    ],
-)
-@pytest.mark.parametrize("mode", ["local:8", "sync"])
-def test_a_wrong_outer_setting_is_refused_in_every_mode(
-    shared: Cluster, job: str, mode: str, outer: dict[str, Any], message: str
-) -> None:
+    ]
     with shared.connect(mode, job=job) as session:
         model = make_net()
-        with pytest.raises(InvalidRequest) as refused:
-            session.prepare(model, sgd(model), outer=outer)
-        assert message in str(refused.value)
+        for outer, message in refusals:
+            with pytest.raises(InvalidRequest) as refused:
+                session.prepare(model, sgd(model), outer=outer)
+            assert message in str(refused.value)
         session.prepare(model, sgd(model))
 
 

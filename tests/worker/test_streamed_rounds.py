@@ -240,53 +240,66 @@ def test_only_one_fragment_is_under_way_and_the_servers_weights_follow_it(shared
 # -- unlike workers, and what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mode", "outer", "difference"),
-    [
+def test_workers_with_other_fragments_are_told_what_differs(shared: Cluster, job: str) -> None:
+    differences: list[tuple[str, dict[str, Any], str]] = [
         ("local:8/2", {}, "the mode is local:8/4 in the registered job and local:8/2 in this one"),
         ("local:8", {}, "the mode is local:8/4 in the registered job and local:8 in this one"),
         ("local:8/4", {"delay": 0}, "the delay of a fragment is 1 in the registered job and 0 in this one"),
         ("local:8/4", {"mixing": 0.25}, "the mixing of a fragment is 0.5 in the registered job and 0.25 in this one"),
-    ],
-)
-def test_workers_with_other_fragments_are_told_what_differs(
-    shared: Cluster, job: str, mode: str, outer: dict[str, Any], difference: str
-) -> None:
-    with (
-        ps_worker.connect(shared.address, "local:8/4", job, elastic=True) as session,
-        ps_worker.connect(shared.address, mode, job, elastic=True) as other,
-    ):
+    ]
+    with ps_worker.connect(shared.address, "local:8/4", job, elastic=True) as session:
         model = make_net()
         session.prepare(model, sgd(model))
-        model = make_net()
-        with pytest.raises(JobMismatch) as told:
-            other.prepare(model, sgd(model), outer=outer)
-        assert difference in str(told.value)
+        for mode, outer, difference in differences:
+            with ps_worker.connect(shared.address, mode, job, elastic=True) as other:
+                model = make_net()
+                with pytest.raises(JobMismatch) as told:
+                    other.prepare(model, sgd(model), outer=outer)
+                assert difference in str(told.value)
 
 
 @pytest.mark.parametrize(
-    ("mode", "outer", "message"),
+    ("mode", "refusals", "right"),
     [
-        ("local:8/4", {"delay": 2}, "the delay of local:8/4 is from 0 to below 2 steps"),
-        ("local:8/4", {"delay": 0.5}, "outer['delay'] is a whole number, got 0.5"),
-        ("local:8/4", {"delay": -1}, "outer['delay'] is a number of steps from 0, got -1"),
-        ("local:8/4", {"mixing": 1}, "mixing of local:H/F is from 0 to below 1, got 1"),
-        ("local:8", {"delay": 1}, "outer['delay'] is for fragments, such as local:8/4: in local:8 the model is pulled"),
-        ("local:8", {"mixing": 0.5}, "outer['mixing'] is for fragments, such as local:8/4"),
-        ("sync", {"delay": -1}, "outer['delay'] is a number of steps from 0, got -1"),
-        ("sync", {"mixing": 2.0}, "mixing of local:H/F is from 0 to below 1, got 2"),
+        (
+            "local:8/4",
+            [
+                ({"delay": 2}, "the delay of local:8/4 is from 0 to below 2 steps"),
+                ({"delay": 0.5}, "outer['delay'] is a whole number, got 0.5"),
+                ({"delay": -1}, "outer['delay'] is a number of steps from 0, got -1"),
+                ({"mixing": 1}, "mixing of local:H/F is from 0 to below 1, got 1"),
+            ],
+            {"delay": 0, "mixing": 0.0},
+        ),
+        (
+            "local:8",
+            [
+                ({"delay": 1}, "outer['delay'] is for fragments, such as local:8/4: in local:8 the model is pulled"),
+                ({"mixing": 0.5}, "outer['mixing'] is for fragments, such as local:8/4"),
+            ],
+            {},
+        ),
+        (
+            "sync",
+            [
+                ({"delay": -1}, "outer['delay'] is a number of steps from 0, got -1"),
+                ({"mixing": 2.0}, "mixing of local:H/F is from 0 to below 1, got 2"),
+            ],
+            {"delay": 0, "mixing": 0.0},
+        ),
     ],
+    ids=["fragments", "local", "sync"],
 )
 def test_a_wrong_setting_is_refused_before_anything_changes(
-    shared: Cluster, job: str, mode: str, outer: dict[str, Any], message: str
+    shared: Cluster, job: str, mode: str, refusals: list[tuple[dict[str, Any], str]], right: dict[str, Any]
 ) -> None:
     with shared.connect(mode, job=job) as session:
         model = make_net()
-        with pytest.raises(InvalidRequest) as refused:
-            session.prepare(model, sgd(model), outer=outer)
-        assert message in str(refused.value)
-        settings = {"delay": 0, "mixing": 0.0} if mode in ("sync", "local:8/4") else {}
-        session.prepare(model, sgd(model), outer=settings)
+        for outer, message in refusals:
+            with pytest.raises(InvalidRequest) as refused:
+                session.prepare(model, sgd(model), outer=outer)
+            assert message in str(refused.value)
+        session.prepare(model, sgd(model), outer=right)
 
 
 def test_a_quorum_and_tables_are_refused(shared: Cluster, job: str) -> None:
