@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import tests.tools.claims  # noqa: F401
 from ps_server.core.limits import DEFAULTS
+from ps_worker.cluster.heartbeat_process import HeartbeatProcess
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
 from tests.tools.launching import Commands
@@ -59,6 +60,15 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(launchers)] + others:
         monkeypatch.delenv(name, raising=False)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No session of this process starts another one that beats for it while it cannot: a thousand do, at 40 ms each.
+
+    Those of other processes do: see tests/cluster/test_heartbeats.py.
+    """
+    monkeypatch.setattr(HeartbeatProcess, "turn", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
