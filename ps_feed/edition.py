@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ps_protocol.changes import apply_change
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import JobSpec
+from ps_protocol.job import JobSpec, has_pieces
 from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout, ParameterSpec, bucket_layout, space_of
 from ps_protocol.messages.editions import EditionBucket
 
@@ -53,7 +53,7 @@ class Contents:
 
     def __init__(self, spec: JobSpec, parameters: Collection[str] | None, wire: str) -> None:
         """Raises InvalidRequest for names that the job has not, Unsupported for a job whose parameters are cut."""
-        if any(each.piece is not None for each in spec.parameters):
+        if has_pieces(spec):
             raise Unsupported(
                 f"the workers of job {spec.name!r} are groups that hold its parameters in pieces, which have no "
                 "editions yet: read a checkpoint of it, exported with `ps-server export`"
