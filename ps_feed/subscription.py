@@ -535,13 +535,18 @@ class Subscription:
         finally:
             room.end(arriving)
         edition = arriving.complete(here[0].run, max(each.timeline for each in here))
-        self._note_received(arriving, came)
+        self._note_received(arriving, came, is_measured=base is None)
         return edition
 
-    def _note_received(self, arriving: Arriving, came: list[tuple[float, int]]) -> None:
-        """Counts an edition that came. came: when which bytes of it came, the first ones first"""
+    def _note_received(self, arriving: Arriving, came: list[tuple[float, int]], is_measured: bool) -> None:
+        """Counts an edition that came.
+
+        came:        when which bytes of it came, the first ones first
+        is_measured: it was asked for whole. How long changes take says little of the network, also where all buckets
+                     came whole because no change was smaller
+        """
         seconds, size = came[-1][0] - came[0][0] if came else 0.0, sum(size for _, size in came[1:])
-        if arriving.whole == arriving.nbytes:  # how long a change takes says little of the network
+        if is_measured:
             self._is_slow = size < CHANGES_BELOW * seconds if len(came) > 1 else True
             self._measured_until = time.monotonic() + max(MEASURED_SECONDS, MEASURED_SHARE * seconds)
         self._is_damaged = False
