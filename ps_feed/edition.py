@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ps_protocol.changes import apply_change
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import JobSpec
+from ps_protocol.job import JobSpec, has_pieces
 from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout, ParameterSpec, bucket_layout, space_of
 from ps_protocol.messages.editions import EditionBucket
 
@@ -53,7 +53,7 @@ class Contents:
 
     def __init__(self, spec: JobSpec, parameters: Collection[str] | None, wire: str) -> None:
         """Raises InvalidRequest for names that the job has not, Unsupported for a job whose parameters are cut."""
-        if any(each.piece is not None for each in spec.parameters):
+        if has_pieces(spec):
             raise Unsupported(
                 f"the workers of job {spec.name!r} are groups that hold its parameters in pieces, which have no "
                 "editions yet: read a checkpoint of it, exported with `ps-server export`"
@@ -212,8 +212,9 @@ class Arriving:
         elements = self._elements(bucket, sent, what)
         if zlib.crc32(elements.data) != sent.checksum:
             raise Damaged(f"{what}: bucket {sent.bucket} was damaged on the way: its checksum is another one")
-        start = bucket.start * (len(elements) // bucket.numel)
-        self._spaces[bucket.space][start : start + len(elements)] = elements
+        place = self._place(bucket)
+        if place.ctypes.data != elements.ctypes.data:  # otherwise it came there
+            place[:] = elements
         with self._lock:
             self._versions[sent.bucket], self._timelines[sent.bucket] = sent.version, timeline
             self._checksums[sent.bucket] = sent.checksum
@@ -221,6 +222,20 @@ class Arriving:
             self.nbytes += len(sent.payload)
             self.elements += len(elements)
             self.whole += 0 if sent.base is not None else len(sent.payload)
+
+    def place(self, sent: EditionBucket) -> memoryview | None:
+        """Returns a bucket's memory in the edition, for one that comes in several messages: it may be put together
+        there before `take`. None: it is a change, or nothing that `take` would accept.
+        """
+        bucket = self._contents.buckets.get(sent.bucket)
+        if bucket is None or sent.base is not None or sent.bucket in self._versions:
+            return None
+        place = self._place(bucket)
+        return place.data if place.nbytes == sent.payload_bytes else None
+
+    def _place(self, bucket: BucketSpec) -> npt.NDArray[np.uint8]:
+        itemsize = self._contents.size(bucket) // bucket.numel
+        return self._spaces[bucket.space][bucket.start * itemsize : (bucket.start + bucket.numel) * itemsize]
 
     def _elements(self, bucket: BucketSpec, sent: EditionBucket, what: str) -> npt.NDArray[np.uint8]:
         """Returns the elements of a bucket that came, as bytes."""
@@ -232,7 +247,8 @@ class Arriving:
         if before is None or before.versions.get(sent.bucket) != sent.base:
             raise Damaged(f"{what}: bucket {sent.bucket} came as a change of version {sent.base}, which is not here")
         try:
-            return apply_change(sent.payload, before.elements(bucket.index).data, size // bucket.numel)
+            base = before.elements(bucket.index).data
+            return apply_change(sent.payload, base, size // bucket.numel, self._place(bucket))
         except InvalidRequest as error:
             raise Damaged(f"{what}: bucket {sent.bucket}: {error}") from None
 

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
+from ps_feed.edition import Damaged
 from ps_protocol.errors import TryLater, Unsupported
-from ps_protocol.framing import split_message
+from ps_protocol.framing import Buffer, split_message
+from ps_protocol.job import MAX_MESSAGE_BYTES
 from ps_protocol.messages.editions import (
     EditionBucket,
     EditionCall,
@@ -41,20 +43,70 @@ def receive(
     parts: Iterable[EditionPart],
     take: Callable[[EditionBucket, int], None],
     alive: Callable[[int, float | None], None],
+    place: Callable[[EditionBucket], memoryview | None],
 ) -> bool:
     """Hands out the parts of an edition as they come. Returns whether all buckets came that its begin has announced.
 
-    take, alive: see ShardReader.pull
+    take, alive, place: see ShardReader.pull
     """
-    left, timeline = None, 0
+    left, timeline, joined = None, 0, JoinedParts(place)
     for part in parts:
         alive(part.now, part.age)
         if part.begin is not None:
             left, timeline = part.begin.buckets, part.begin.timeline
-        elif part.bucket is not None:
+        bucket = joined.add(part)
+        if bucket is not None:
             left = 0 if left is None else left - 1
-            take(part.bucket, timeline)
-    return left == 0
+            take(bucket, timeline)
+    return left == 0 and not joined.is_waiting
+
+
+class JoinedParts:
+    """Makes buckets of the messages of one stream.
+
+    place: returns the memory for a payload that comes in several; None: in memory that the next such payload will take
+    """
+
+    def __init__(self, place: Callable[[EditionBucket], memoryview | None]) -> None:
+        self._place = place
+        self._own = self._memory = memoryview(b"")
+        self._bucket: EditionBucket | None = None  # of which more is to come
+        self._came = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether more of a bucket is to come."""
+        return self._bucket is not None
+
+    def add(self, part: EditionPart) -> EditionBucket | None:
+        """Returns the bucket of which this is the last part; None: there is none. Raises Damaged."""
+        begun = self._bucket
+        if part.bucket is None:
+            return None if part.more is None else self._add(part.more)
+        if begun is not None:
+            raise Damaged(f"bucket {part.bucket.bucket} came where more of bucket {begun.bucket} was to come")
+        size = part.bucket.payload_bytes
+        if size is None:
+            return part.bucket
+        if size > MAX_MESSAGE_BYTES:
+            raise Damaged(f"bucket {part.bucket.bucket} was announced with {size} bytes, more than any has")
+        place = self._place(part.bucket)
+        if place is None and size > len(self._own):
+            self._own = memoryview(bytearray(size))
+        self._memory = self._own if place is None else place
+        self._bucket, self._came = part.bucket, 0
+        return self._add(part.bucket.payload)
+
+    def _add(self, payload: Buffer) -> EditionBucket | None:
+        bucket, size = self._bucket, 0 if self._bucket is None else self._bucket.payload_bytes or 0
+        begin, end = self._came, self._came + len(payload)
+        if bucket is None or end > size:
+            raise Damaged(f"{len(payload)} bytes came where {size - begin if bucket else 0} were to come of a bucket")
+        self._memory[begin:end], self._came = payload, end
+        if end < size:
+            return None
+        self._bucket = None
+        return bucket._replace(payload=self._memory[:size], payload_bytes=None)
 
 
 class KnownShards(NamedTuple):
@@ -110,19 +162,23 @@ class ShardReader:
         call: EditionCall,
         take: Callable[[EditionBucket, int], None],
         alive: Callable[[int, float | None], None],
+        place: Callable[[EditionBucket], memoryview | None],
     ) -> None:
         """Receives buckets of an edition. Raises PSError, also when it is cancelled.
 
         take:  is handed each bucket, and the timeline of its version
         alive: is told the lowest version of the shard's buckets whenever a message comes, and the age of a relay's
                edition
+        place: returns the memory for the payload of a bucket that comes in several messages; None: any, until the next
+               bucket comes
         """
         with self._lock:
             if self._is_cancelled:
                 raise self._cancelled()
             self._call = self._pull(write_edition_call(call))
         try:
-            is_whole = receive((read_edition_part(*split_message(data)) for data in self._call), take, alive)
+            parts = (read_edition_part(*split_message(data)) for data in self._call)
+            is_whole = receive(parts, take, alive, place)
         except grpc.RpcError as error:
             # The error is the call itself, to which its own traceback refers, and that to what has come.
             raise self.peer.error(error.with_traceback(None)) from None

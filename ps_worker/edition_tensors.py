@@ -28,7 +28,8 @@ class Edition:
         version: The number of updates that all tensors contain. In sync and local modes every tensor contains exactly
             these; in the other modes it is the lowest number.
         buffers_version: The number of steps after which rank 0 had the values of the buffers, such as BatchNorm's
-            statistics. 0: they have the values with which the job began.
+            statistics. 0: they have the values with which the job began. They are those of the moment at which the feed
+            asked for the edition, so with a large `every` they are older than the weights.
     """
 
     def __init__(self, arrays: EditionArrays, job: str) -> None:

@@ -12,6 +12,8 @@ from ps_protocol.job import JobSpec
 from ps_protocol.messages.envelope import Origin, parse
 from ps_protocol.v1 import feed_pb2
 
+LEAST_PART_BYTES = 2**16  # of a payload in one message: each message costs both ends some time
+
 
 class WeightsAsked(NamedTuple):
     """A reader's question about a job's weights.
@@ -80,6 +82,7 @@ class EditionCall(NamedTuple):
     buckets:  the indices of the wanted buckets; empty: all
     bases:    by bucket, the version that the reader has, on this timeline and in this type: the shard may send only the
               change since then
+    part_bytes: the most bytes of a payload in one message; 0: each comes in one
     """
 
     job: str
@@ -89,6 +92,7 @@ class EditionCall(NamedTuple):
     wire: str
     buckets: tuple[int, ...]
     bases: Mapping[int, int] = MappingProxyType({})
+    part_bytes: int = 0
 
 
 class EditionBegin(NamedTuple):
@@ -107,6 +111,7 @@ class EditionBucket(NamedTuple):
     wire_format: that of the elements; empty: the bucket's own type
     payload:     the elements; if there is a base, the change since it
     base:        the version of the base; None: the bucket is sent whole
+    payload_bytes: the bytes of the payload, if this is its beginning; None: it is all of it
     """
 
     bucket: int
@@ -115,6 +120,7 @@ class EditionBucket(NamedTuple):
     checksum: int
     payload: Buffer
     base: int | None = None
+    payload_bytes: int | None = None
 
 
 class EditionPart(NamedTuple):
@@ -122,12 +128,14 @@ class EditionPart(NamedTuple):
 
     now: the lowest version of the job's buckets on the shard
     age: for a relay, see WeightsHere
+    more: what follows of the payload of the bucket before
     """
 
     now: int
     begin: EditionBegin | None = None
     bucket: EditionBucket | None = None
     age: float | None = None
+    more: Buffer | None = None
 
 
 def write_weights_asked(asked: WeightsAsked) -> bytes:
@@ -196,6 +204,7 @@ def write_edition_call(call: EditionCall) -> bytes:
         wire_format=wire_format_number(call.wire),
         buckets=call.buckets,
         base_versions=call.bases,
+        part_bytes=call.part_bytes,
     ).SerializeToString()
 
 
@@ -204,7 +213,21 @@ def read_edition_call(data: bytes) -> EditionCall:
     message = parse(feed_pb2.PullEditionRequest, data)
     wire = _cast(message.wire_format)
     what = message.job, message.run, message.timeline, message.version
-    return EditionCall(*what, wire, tuple(message.buckets), dict(message.base_versions))
+    most = message.part_bytes and max(message.part_bytes, LEAST_PART_BYTES)
+    return EditionCall(*what, wire, tuple(message.buckets), dict(message.base_versions), most)
+
+
+def in_messages(bucket: EditionBucket, most: int) -> tuple[EditionBucket, list[Buffer]]:
+    """Returns a bucket as its first message brings it, and what later ones bring of its payload, the last one first.
+
+    most: bytes of a payload in one message; 0: all of it
+    """
+    size = len(bucket.payload)
+    if not most or size <= most:
+        return bucket, []
+    whole = memoryview(bucket.payload)
+    later: list[Buffer] = [whole[start : start + most] for start in reversed(range(most, size, most))]
+    return bucket._replace(payload=whole[:most], payload_bytes=size), later
 
 
 def _cast(number: int) -> str:
@@ -214,7 +237,7 @@ def _cast(number: int) -> str:
 def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
     """Writes a PullEditionResponse."""
     age = None if part.age is None else duration(part.age)
-    response, payload = feed_pb2.PullEditionResponse(header=origin.header(part.now), age_duration=age), None
+    response, payload = feed_pb2.PullEditionResponse(header=origin.header(part.now), age_duration=age), part.more
     if part.begin is not None:
         begin = part.begin
         sent = feed_pb2.EditionBegin(version=begin.version, timeline=begin.timeline, bucket_count=begin.buckets)
@@ -226,6 +249,7 @@ def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
         response.bucket.wire_format = wire_format_number(bucket.wire_format)
         if bucket.base is not None:
             response.bucket.base_version = bucket.base
+        response.bucket.payload_bytes = bucket.payload_bytes or 0
     return message_parts(response, payload)
 
 
@@ -237,7 +261,7 @@ def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionPart:
         begin = message.begin
         return EditionPart(now, EditionBegin(begin.version, begin.timeline, begin.bucket_count), age=age)
     if not message.HasField("bucket"):
-        return EditionPart(now, age=age)
+        return EditionPart(now, age=age, more=payload)
     sent = message.bucket
     bucket = EditionBucket(
         sent.bucket,
@@ -246,5 +270,6 @@ def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionPart:
         sent.checksum,
         b"" if payload is None else payload,
         sent.base_version if sent.HasField("base_version") else None,
+        sent.payload_bytes or None,
     )
     return EditionPart(now, bucket=bucket, age=age)

@@ -63,7 +63,7 @@ class DescribeWeightsResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., highest_version: _Optional[int] = ..., timeline: _Optional[int] = ..., shard_count: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., has_one_version: _Optional[bool] = ..., edition_versions: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., ended: _Optional[bool] = ..., relayed: _Optional[bool] = ..., age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., buffer_versions: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class PullEditionRequest(_message.Message):
-    __slots__ = ("job", "run", "timeline", "version", "wire_format", "buckets", "base_versions")
+    __slots__ = ("job", "run", "timeline", "version", "wire_format", "buckets", "base_versions", "part_bytes")
     class BaseVersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class PullEditionRequest(_message.Message):
     WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    PART_BYTES_FIELD_NUMBER: _ClassVar[int]
     job: str
     run: str
     timeline: int
@@ -85,7 +86,8 @@ class PullEditionRequest(_message.Message):
     wire_format: _types_pb2.WireFormat
     buckets: _containers.RepeatedScalarFieldContainer[int]
     base_versions: _containers.ScalarMap[int, int]
-    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., timeline: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., buckets: _Optional[_Iterable[int]] = ..., base_versions: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    part_bytes: int
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., timeline: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., buckets: _Optional[_Iterable[int]] = ..., base_versions: _Optional[_Mapping[int, int]] = ..., part_bytes: _Optional[int] = ...) -> None: ...
 
 class PullEditionResponse(_message.Message):
     __slots__ = ("header", "begin", "bucket", "age_duration", "payload")
@@ -112,18 +114,20 @@ class EditionBegin(_message.Message):
     def __init__(self, version: _Optional[int] = ..., timeline: _Optional[int] = ..., bucket_count: _Optional[int] = ...) -> None: ...
 
 class EditionBucket(_message.Message):
-    __slots__ = ("bucket", "version", "wire_format", "checksum", "base_version")
+    __slots__ = ("bucket", "version", "wire_format", "checksum", "base_version", "payload_bytes")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     version: int
     wire_format: _types_pb2.WireFormat
     checksum: int
     base_version: int
-    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., checksum: _Optional[int] = ..., base_version: _Optional[int] = ...) -> None: ...
+    payload_bytes: int
+    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., checksum: _Optional[int] = ..., base_version: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
 
 class WatchRowsRequest(_message.Message):
     __slots__ = ("job", "table", "cursor", "period_duration")

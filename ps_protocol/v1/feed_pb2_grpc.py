@@ -104,7 +104,8 @@ class FeedServiceServicer:
         updates, so the buckets of all shards belong together. In the other modes each bucket is copied as it is now. Frozen
         buckets are sent as rank 0 has sent them last.
 
-        The first message that has more than a header is `begin`; a message for each bucket follows. While the edition is not
+        The first message that has more than a header is `begin`; a message for each bucket follows, or several where the
+        reader wants smaller ones (`part_bytes`). While the edition is not
         complete, a message with a header alone comes several times a second, as a sign of life.
 
         A reader that says which versions of buckets it has (`base_versions`) may get what changed since, where this is less

@@ -63,9 +63,11 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         room: StagingRoom,
         data: DataCommits,
         checker: PushChecker,
+        is_read: bool = True,
     ) -> None:
+        """is_read: there are editions of the job, so what rank 0 tells for readers is kept"""
         super().__init__(spec.index, rule, weights, room, data)
-        self.spec, self._checker = spec, checker
+        self.spec, self._checker, self._is_read = spec, checker, is_read
         self._told: tuple[int, torch.Tensor] | None = None  # for readers: rank 0's steps by then, and its values
 
     @property
@@ -98,11 +100,16 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         overtake one another. Returns whether it was noted.
         """
         value = command.value
-        is_newer = command.clock > self.told_version and not self.is_trained
-        if is_newer and isinstance(value, torch.Tensor):
+        if self.told_bytes(command) and isinstance(value, torch.Tensor):
             self._told = command.clock, value.clone()  # it lies in a message
             return True
         return False
+
+    def told_bytes(self, command: Initialise) -> int:
+        """Returns the bytes that a command takes here because it tells readers something newer; 0: it does not."""
+        is_newer = command.clock > self.told_version and not self.is_trained
+        is_kept = self._is_read and self.rule.initialised and is_newer and isinstance(command.value, torch.Tensor)
+        return self.spec.nbytes if is_kept else 0
 
     def shown(self) -> tuple[int, torch.Tensor]:
         """Returns what readers get, and its version: the updates, or for a bucket that no optimizer steps the steps of

@@ -167,7 +167,8 @@ class FollowedJob:
             raise InvalidRequest(f"job {self.name!r} has {count} buckets: more were asked for, or given as bases")
         wanted = frozenset(call.buckets or kept.arrays.contents.buckets)
         bases = {index: base for index, base in call.bases.items() if index in wanted}
-        sender = RelaySender(self, kept.series, call.version, wanted, bases, outbox, caller, self._clock())
+        wants = kept.series, call.version, wanted, bases
+        sender = RelaySender(self, *wants, outbox, caller, self._clock(), call.part_bytes)
         with self._lock:
             if self._is_closed:
                 raise self._not_followed()

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Protocol
 
 from ps_protocol.errors import PSError, anew
-from ps_protocol.messages.editions import EditionBegin, EditionPart
+from ps_protocol.framing import Buffer
+from ps_protocol.messages.editions import EditionBegin, EditionPart, in_messages
 from ps_server.failpoints import failpoint
 from ps_server.relay.kept import KeptEdition
 from ps_server.shard.outbox import Lent, Outbox
@@ -45,6 +46,7 @@ class RelaySender:
     buckets: that are wanted, by index, each once
     bases:   versions that the reader has, by bucket
     caller:  the principal that reads; empty: nobody in particular
+    most:    bytes of a payload in one message; 0: all of it
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class RelaySender:
         outbox: Outbox,
         caller: str,
         now: float,
+        most: int = 0,
     ) -> None:
+        self._most = most
         self.series, self.version, self.caller = series, version, caller
         self._source, self._outbox, self._bases = source, outbox, bases
         self._left = sorted(buckets, reverse=True)
@@ -112,6 +116,19 @@ class RelaySender:
         change = None if base is None else self._source.change(kept, index, base)
         if change is not None:
             sent = sent._replace(payload=change, base=base)
-        yield Lent(EditionPart(self._source.latest, bucket=sent, age=kept.age()), None)
+        first, later = in_messages(sent, self._most)
+        yield Lent(EditionPart(self._source.latest, bucket=first, age=kept.age()), None)
         self._source.sent(len(sent.payload), size)
-        self._lend_next(kept)
+        self._lend_later(kept, later)
+
+    def _lend_later(self, kept: KeptEdition, later: list[Buffer]) -> None:
+        """Has the rest of a bucket follow, then the next one. later: what is left of its payload, the last one first"""
+        if later:
+            self._outbox.lend(partial(self._more, kept, later))
+        else:
+            self._lend_next(kept)
+
+    @contextlib.contextmanager
+    def _more(self, kept: KeptEdition, later: list[Buffer]) -> Iterator[Lent]:
+        yield Lent(EditionPart(self._source.latest, age=kept.age(), more=later.pop()), None)
+        self._lend_later(kept, later)

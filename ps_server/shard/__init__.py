@@ -20,6 +20,7 @@ shard.py      A shard: the jobs that it has, and what is asked of it
 snapshots.py  Taking a checkpoint of a job on one shard, beside training; copying tables for it in pieces
 stage_room.py Room for what optimizers keep in a later stage of a script
 terms.py      The terms of coordinators, as a shard knows them: it obeys the latest one alone
+told_room.py  Room for the buffers of rank 0, which readers get
 threads.py    The threads of a shard: they apply updates, write checkpoints, and tick
 waiting.py    A pull while it is under way: what was asked for, where the answers go, which of its buckets wait
 weight_feeds.py Feeds of weights: each reader is sent an edition, bucket after bucket, once it is complete

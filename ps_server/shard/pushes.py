@@ -19,7 +19,7 @@ from ps_protocol.messages.data import PullCall, PushCall, PushKind
 from ps_protocol.messages.rows import RowsPull, RowsPush, TablePush
 from ps_protocol.segment_layout import RowMemory, SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
-from ps_server.core.commands import Assign, PushCommand, Staged, UnitCommand
+from ps_server.core.commands import Assign, Initialise, PushCommand, Staged, UnitCommand
 from ps_server.core.validation import check_once
 from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
@@ -28,6 +28,7 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import Outbox
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.segments import attach
+from ps_server.shard.told_room import check_told
 
 
 class Pushes:
@@ -107,6 +108,9 @@ class Pushes:
                nothing else would schedule it
         """
         failpoint("push-checked")
+        if isinstance(command, Initialise):
+            told = job.buckets[command.unit].unit.told_bytes(command)
+            check_told(job.name, told, job.promised)
         with job.lock:
             if isinstance(command, PushCommand):
                 job.check_taken(command.worker.rank, command.unit, command.clock)

@@ -15,6 +15,7 @@ from typing import ClassVar, Protocol
 
 from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import InvalidRequest, OutOfOrder, PSError, TryLater, anew
+from ps_protocol.framing import Buffer
 from ps_protocol.job import WIRES, JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.editions import (
@@ -24,6 +25,7 @@ from ps_protocol.messages.editions import (
     EditionPart,
     WeightsAsked,
     WeightsHere,
+    in_messages,
 )
 from ps_server.failpoints import failpoint
 from ps_server.shard.editions import CopiedBucket, Over, Piece, TakenEdition, WantedEdition, piece_of
@@ -159,6 +161,7 @@ class EditionSender:
 
     caller: the principal that reads; empty: unknown
     bases:  by bucket, the version that the reader has: it gets the change since then
+    most:   bytes of a payload in one message; 0: all of it
     """
 
     def __init__(
@@ -169,7 +172,9 @@ class EditionSender:
         outbox: Outbox,
         caller: str,
         now: Callable[[], float],
+        most: int = 0,
     ) -> None:
+        self._most = most
         self._source, self._bases, self.outbox, self.caller = source, bases, outbox, caller
         self._wanted, self._now = wanted, now
         self._edition: TakenEdition | None = None
@@ -235,9 +240,22 @@ class EditionSender:
         change = None if base is None else self._source.change(piece, base, copied)
         about = copied.index, copied.version, copied.wire_format, copied.checksum
         sent = EditionBucket(*about, copied.payload) if change is None else EditionBucket(*about, change, base)
-        yield Lent(EditionPart(now, bucket=sent), None)
+        first, later = in_messages(sent, self._most)
+        yield Lent(EditionPart(now, bucket=first), None)
         self._source.sent(len(sent.payload), len(copied.payload))
-        self._lend_next(edition)
+        self._lend_later(edition, now, later)
+
+    def _lend_later(self, edition: TakenEdition, now: int, later: list[Buffer]) -> None:
+        """Has the rest of a bucket follow, then the next one. later: what is left of its payload, the last one first"""
+        if later:
+            self.outbox.lend(partial(self._more, edition, now, later))
+        else:
+            self._lend_next(edition)
+
+    @contextlib.contextmanager
+    def _more(self, edition: TakenEdition, now: int, later: list[Buffer]) -> Iterator[Lent]:
+        yield Lent(EditionPart(now, more=later.pop()), None)
+        self._lend_later(edition, now, later)
 
     def tick(self, now: float) -> None:
         """Sends a sign of life if one is due, while the edition is not complete. For one thread."""
@@ -306,7 +324,7 @@ class WeightFeeds:
         source = self._source(call.job, call.run)
         wanted = _wanted(call, source)
         bases = {index: call.bases[index] for index in source.specs if index in call.bases}  # it may name any number
-        feed = EditionSender(source, wanted, bases, outbox, caller, self._clock)
+        feed = EditionSender(source, wanted, bases, outbox, caller, self._clock, call.part_bytes)
         source.add(feed, self._limit)
         self._wake()
         try:

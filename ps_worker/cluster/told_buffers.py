@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 
+from ps_protocol.job import has_pieces
 from ps_protocol.messages.workers import JoinResult
 from ps_worker.cluster.connection import Connection
 from ps_worker.model.flat import FlatModel
@@ -31,6 +32,7 @@ class ToldBuffers:
 
     def __init__(self, model: FlatModel, connection: Callable[[], Connection]) -> None:
         self._model, self._connection = model, connection
+        self._is_read = not has_pieces(model.spec)
         self._due = 0.0
         self._place: JoinResult | None = None  # from which it was told: in a later one the shards may have lost it
         self._told: dict[int, int] = {}  # by bucket, the checksum of what was told
@@ -43,7 +45,8 @@ class ToldBuffers:
         changed: returns the indices of these parameters
         """
         now, connection = time.monotonic(), self._connection()
-        if connection.place.identity.rank != 0 or (now < self._due and not is_last):
+        is_due = now >= self._due or is_last
+        if connection.place.identity.rank != 0 or not is_due or not self._is_read:
             return
         if connection.place is not self._place:
             self._place = connection.place

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +15,18 @@ from torch import nn
 
 import ps_torch as ps
 from ps_feed.edition import EditionArrays
-from ps_protocol.errors import InvalidRequest, TryLater
+from ps_protocol.errors import InvalidRequest, LimitExceeded, TryLater
 from ps_protocol.identity import Identity
-from ps_protocol.layout import BucketSpec, bucket_layout
+from ps_protocol.job import JobSpec, validate
+from ps_protocol.layout import BucketSpec, PiecePlace, bucket_layout
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
+from ps_server.core.commands import AddWorker
+from ps_server.core.partition import JobPartition
 from ps_worker.cluster import told_buffers
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.followed_trainer import relay
-from tests.tools.partitions import FROZEN, TRAINED, job_spec, payload, running, stage
+from tests.tools.partitions import FROZEN, TRAINED, job_spec, lone_shard, payload, running, stage
 
 
 def normed(frozen: bool = True) -> nn.Sequential:
@@ -207,7 +211,9 @@ class Told:
 def test_what_has_not_changed_is_told_once_in_each_place_and_again_where_it_was_lost(always: None) -> None:
     frozen = bucket_layout(job_spec().parameters, 128).buckets[FROZEN]
     content = [b"first"]
-    model: Any = SimpleNamespace(layout=SimpleNamespace(held=[frozen]), initial=lambda bucket: memoryview(content[0]))
+    model: Any = SimpleNamespace(
+        spec=job_spec(), layout=SimpleNamespace(held=[frozen]), initial=lambda bucket: memoryview(content[0])
+    )
     connections = [Told(0)]
     telling = told_buffers.ToldBuffers(model, lambda: connections[-1])  # type: ignore[arg-type, return-value]
     changed = [frozen.slices[0].parameter]
@@ -229,3 +235,50 @@ def test_what_has_not_changed_is_told_once_in_each_place_and_again_where_it_was_
     connections.append(Told(1))
     telling.stepped(lambda: changed, is_last=True)
     assert connections[2].came == []
+
+
+def cut_spec() -> JobSpec:
+    """The job of `job_spec`, whose workers are groups of two processes that cut the second tensor."""
+    first, second, buffer = job_spec().parameters
+    pieces = [replace(second, shape=(2, 8), member=each, piece=PiecePlace((4, 8), (2 * each, 0))) for each in (0, 1)]
+    return replace(job_spec(), parameters=(first, *pieces, buffer), group_size=2)
+
+
+def test_where_groups_cut_parameters_nobody_tells_and_shards_keep_nothing(always: None) -> None:
+    spec = cut_spec()
+    validate(spec)
+    [frozen] = [each for each in bucket_layout(spec.parameters, 128).buckets if each.frozen]
+    model: Any = SimpleNamespace(
+        spec=spec, layout=SimpleNamespace(held=[frozen]), initial=lambda bucket: memoryview(b"new")
+    )
+    connection = Told(0)
+    telling = told_buffers.ToldBuffers(model, lambda: connection)  # type: ignore[arg-type, return-value]
+    telling.stepped(lambda: [frozen.slices[0].parameter], is_last=True)
+    assert connection.came == []
+    job = JobPartition(spec, range(frozen.index + 1))
+    job.execute(AddWorker(0, 1, 0))
+    for clock in (0, 7):  # an older worker tells all the same
+        pushed = (PushedBucket(frozen.index, PushKind.INITIAL_VALUE),)
+        content = payload(torch.full((8,), clock))
+        stage(job, PushCall(Identity("sums", 0, 1), clock, pushed, content))
+    assert job.buckets[frozen.index].told_version == 0
+    assert job.buckets[frozen.index].weights.flat.tolist() == [0] * 8
+
+
+def test_where_memory_has_no_room_readers_keep_the_buffers_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharding = lone_shard(workers=1)
+    job = sharding.jobs()["sums"]
+
+    def tell(clock: int) -> None:
+        pushed = (PushedBucket(FROZEN, PushKind.INITIAL_VALUE),)
+        sharding.push(PushCall(Identity("sums", 0, 1), clock, pushed, payload(torch.full((8,), clock))))
+
+    size = job.buckets[FROZEN].unit.spec.nbytes
+    tell(3)
+    for free, clock, told in ((size - 1, 4, 3), (size, 5, 5)):
+        monkeypatch.setattr("ps_server.shard.told_room.free_bytes", lambda free=free: free + job.promised())
+        with pytest.raises(LimitExceeded, match="no room for 64 bytes of buffers") if told < clock else nullcontext():
+            tell(clock)
+        assert job.buckets[FROZEN].unit.shown()[1].tolist() == [told] * 8
+    monkeypatch.setattr("ps_server.shard.told_room.free_bytes", lambda: 0)
+    tell(4)  # it is older, and takes nothing

@@ -193,6 +193,21 @@ def test_a_network_that_was_slow_is_measured_again(
         until(lambda: saved(trainer.step()) > 0, "changes, because it is slow again")
 
 
+def test_whole_buckets_in_place_of_changes_do_not_put_off_that_the_network_is_measured_again(
+    shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ps_feed.subscription.CHANGES_BELOW", float("inf"))
+    monkeypatch.setattr("ps_server.shard.shared_changes.encode_change", lambda *_: None)  # none is smaller
+    with ps.subscribe(shared.address, job) as feed:
+        feed.wait_for()
+        until_then, received = feed._subscription._measured_until, feed._subscription.received
+        for _ in range(3):
+            feed.wait_for(trainer.step())
+        assert received.nbytes == received.elements, "all came whole"
+        assert received.editions == 4
+        assert feed._subscription._measured_until == until_then
+
+
 def test_a_server_that_says_it_has_more_shards_than_can_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would take a connection and a thread."""
     known = KnownShards({0: "127.0.0.1:1"}, 2**32 - 1, frozenset({"job"}))
