@@ -68,7 +68,11 @@ def _few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Those of other processes do: see tests/cluster/test_heartbeats.py.
     """
-    monkeypatch.setattr(HeartbeatProcess, "turn", lambda *_: None)
+    monkeypatch.setattr(HeartbeatProcess, "turn", _start_none)
+
+
+def _start_none(*_: object) -> None:
+    """Starts no process."""
 
 
 @pytest.fixture(autouse=True)
