@@ -19,7 +19,7 @@ from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import weights_of
 
-STEPS, DISTURBED = 8, 3
+STEPS, DISTURBED = 6, 3
 TRANSPORTS = ["grpc", "tcp", "shm"]
 
 
