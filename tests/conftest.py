@@ -68,11 +68,7 @@ def _few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Those of other processes do: see tests/cluster/test_heartbeats.py.
     """
-    monkeypatch.setattr(HeartbeatProcess, "turn", _start_none)
-
-
-def _start_none(*_: object) -> None:
-    """Starts no process."""
+    monkeypatch.setattr(HeartbeatProcess, "_start", lambda _: None)
 
 
 @pytest.fixture(autouse=True)
