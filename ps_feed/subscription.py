@@ -493,9 +493,7 @@ class Subscription:
         told = {index: version for each in here for index, version in each.buffers.items()}
         arriving, room = Arriving(contents, before, told), self._room
         room.check(arriving)
-        is_slow = self._is_slow and time.monotonic() < self._measured_until
-        wants_changes = is_slow if self._changes is None else self._changes
-        base = before if wants_changes and not self._is_damaged else None
+        base = before if self._wants_changes() else None
         came: list[tuple[float, int]] = []
         heard = dict.fromkeys(range(len(here)), time.monotonic())  # when each shard was heard of last
 
@@ -537,6 +535,11 @@ class Subscription:
         edition = arriving.complete(here[0].run, max(each.timeline for each in here))
         self._note_received(arriving, came, is_measured=base is None)
         return edition
+
+    def _wants_changes(self) -> bool:
+        """Whether the next edition is asked for as what changed."""
+        is_slow = self._is_slow and time.monotonic() < self._measured_until
+        return not self._is_damaged and (is_slow if self._changes is None else self._changes)
 
     def _note_received(self, arriving: Arriving, came: list[tuple[float, int]], is_measured: bool) -> None:
         """Counts an edition that came.
