@@ -67,7 +67,8 @@ class CutInHalf:
         def staged(pushes: Pushes, job: HostedJob, call: Any, *rest: Any, **more: Any) -> Any:
             if pushes is self._second._pushes and self._is_of_step(call) and self.left:
                 rules = self._first.jobs()[job.name].state.rules.values()
-                until(lambda: all(rule.pushed.get(0, 0) >= self._clock for rule in rules), "the step on one shard")
+                # Not `self._clock`: the first of several calls moves it on, and the others are to go on then.
+                until(lambda: all(rule.pushed.get(0, 0) >= call.clock for rule in rules), "the step on one shard")
                 if self.left and call.clock == self._clock:  # the first of several calls
                     self.left, self._clock = self.left - 1, self._clock + 1
                     take_off(self._cluster, job.name)
