@@ -162,7 +162,7 @@ def test_what_a_call_to_the_shards_had_is_gone_with_its_error(
         def take(*_: object) -> None:
             raise LimitExceeded(f"no room for {part}")
 
-        reader.pull(call, take, lambda *_: None)
+        reader.pull(call, take, lambda *_: None, lambda _: None)
 
     gc.collect()
     gc.disable()

@@ -63,7 +63,11 @@ class SimulatedShardReader:
         return here
 
     def pull(
-        self, call: EditionCall, take: Callable[[EditionBucket, int], None], alive: Callable[[int, float | None], None]
+        self,
+        call: EditionCall,
+        take: Callable[[EditionBucket, int], None],
+        alive: Callable[[int, float | None], None],
+        place: Callable[[EditionBucket], memoryview | None],
     ) -> None:
         """Receives buckets, as the real one does."""
         if self._is_cancelled:
@@ -76,7 +80,7 @@ class SimulatedShardReader:
             begun=lambda begun: setattr(self, "_call", begun),
         )
         with contextlib.closing(stream) as parts:  # type: ignore[type-var]
-            is_whole = receive(parts, take, alive)
+            is_whole = receive(parts, take, alive, place)
         if not is_whole:
             raise TryLater("the edition ended too early")
 
