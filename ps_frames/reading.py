@@ -55,6 +55,7 @@ class ReadingThreads:
         self._changed = threading.Condition(self._lock)
         self._readers: dict[int, _Readable] = {}  # by descriptor
         self._threads: set[threading.Thread] = set()
+        self._leaving: set[threading.Thread] = set()  # those that were told to end, and may not have
         self._waiting = 0  # threads without a connection
         self._ending = 0  # threads whose connection ends, and is none of the readers any more
         self._is_closing = False
@@ -64,7 +65,7 @@ class ReadingThreads:
     def threads(self) -> list[threading.Thread]:
         """Its threads, which end soon after `close` and the end of the last connection."""
         with self._lock:
-            return list(self._threads)
+            return [*self._threads, *self._leaving]
 
     def add(
         self,
@@ -110,8 +111,7 @@ class ReadingThreads:
         self.close()
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopping)
-            threads = list(self._threads)
-        for thread in threads:
+        for thread in self.threads:
             thread.join()
 
     def _end_threads(self) -> None:
@@ -139,6 +139,7 @@ class ReadingThreads:
         with self._lock:
             if self._is_stopping:
                 return
+            self._leaving = {each for each in self._leaving if each.is_alive()}
             self._threads.add(thread)
             self._waiting += 1
         try:
@@ -163,6 +164,7 @@ class ReadingThreads:
             if self._is_stopping or (not events and self._waiting > KEPT):
                 self._waiting -= 1
                 self._threads.discard(threading.current_thread())
+                self._leaving.add(threading.current_thread())
                 self._close_if_last()
                 return False
             if not events:

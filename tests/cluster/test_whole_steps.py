@@ -67,8 +67,14 @@ class CutInHalf:
         def staged(pushes: Pushes, job: HostedJob, call: Any, *rest: Any, **more: Any) -> Any:
             if pushes is self._second._pushes and self._is_of_step(call) and self.left:
                 rules = self._first.jobs()[job.name].state.rules.values()
-                # Not `self._clock`: the first of several calls moves it on, and the others are to go on then.
-                until(lambda: all(rule.pushed.get(0, 0) >= call.clock for rule in rules), "the step on one shard")
+                # The first of several calls moves `_clock` on. The worker's others wait for the next step then, so that
+                # nothing of this one comes late; a call of another worker does not, for that step waits for it.
+                until(
+                    lambda: all(
+                        rule.pushed.get(0, 0) >= (call.clock if call.worker.rank else self._clock) for rule in rules
+                    ),
+                    "the step on one shard",
+                )
                 if self.left and call.clock == self._clock:  # the first of several calls
                     self.left, self._clock = self.left - 1, self._clock + 1
                     take_off(self._cluster, job.name)
