@@ -110,7 +110,8 @@ class Pushes:
         failpoint("push-checked")
         if isinstance(command, Initialise):
             told = job.buckets[command.unit].unit.told_bytes(command)
-            check_told(job.name, told, job.promised)
+            if told:
+                check_told(job.name, told, job.promised)
         with job.lock:
             if isinstance(command, PushCommand):
                 job.check_taken(command.worker.rank, command.unit, command.clock)

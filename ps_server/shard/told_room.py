@@ -18,11 +18,8 @@ def check_told(name: str, size: int, promised: Callable[[], int]) -> None:
     size:     bytes that are to be kept for readers
     promised: returns the bytes of what is free that training still takes
     """
-    free = free_bytes() if size else None
-    if free is None:
-        return
-    taken = promised()
-    if size + taken > free:
+    free, taken = free_bytes(), promised()
+    if free is not None and size + taken > free:
         raise LimitExceeded(
             f"job {name!r}: this shard's memory has no room for {size} bytes of buffers for readers: {free} are free, "
             f"of which training still takes {taken}"
