@@ -45,7 +45,9 @@ class Life:
 
     def __init__(self, directory: Path, transport: str) -> None:
         # It steps while a checkpoint is made: the state of the worker is in each, however busy the machine is.
-        self.cluster = Cluster(2, checkpoint_dir=directory, timing=replace(QUICK, asked_checkpoint=SECONDS))
+        # What `fallback` takes of the time of a request is not left for its workers.
+        timing = replace(QUICK, asked_checkpoint=SECONDS, fallback=5.0)
+        self.cluster = Cluster(2, checkpoint_dir=directory, timing=timing)
         self._transport = transport
 
     def join(self) -> None:
