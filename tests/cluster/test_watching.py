@@ -392,7 +392,13 @@ def test_no_text_of_a_peer_does_anything_to_the_terminal(lively: Callable[..., C
     cluster = lively()
     with cluster.connect("ssp:4", job="j") as session:
         train(session, 1)
-        seen = until(lambda: (found := view(cluster.address))["jobs"] and found)
+
+        def with_worker() -> dict[str, Any] | None:
+            found = view(cluster.address)
+            of_job = [job["workers"] for job in (*found["jobs"], *found["status"]["jobs"])]
+            return found if len(of_job) == 2 and all(of_job) else None
+
+        seen = until(with_worker, "a view of the job and its worker")
     [worker] = seen["status"]["jobs"][0]["workers"]
     worker["host"] = worker["metrics_address"] = "evil\x1b[2J\x9b31m\r\n\u202egpj"
     seen["jobs"][0]["workers"][0]["activity"] = "\x07training"
