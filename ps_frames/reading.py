@@ -55,7 +55,7 @@ class ReadingThreads:
         self._changed = threading.Condition(self._lock)
         self._readers: dict[int, _Readable] = {}  # by descriptor
         self._threads: set[threading.Thread] = set()
-        self._leaving: set[threading.Thread] = set()  # those that were told to end, and may not have
+        self._leaving: set[threading.Thread] = set()  # threads that end, and may not have ended yet
         self._waiting = 0  # threads without a connection
         self._ending = 0  # threads whose connection ends, and is none of the readers any more
         self._is_closing = False
@@ -115,7 +115,7 @@ class ReadingThreads:
             thread.join()
 
     def _end_threads(self) -> None:
-        """Has the threads end, if none is needed any more. The caller holds the lock."""
+        """Tells the threads to end if `close` was called and no connection is left. The caller holds the lock."""
         if self._is_closing and not self._readers and not self._is_stopping:
             self._is_stopping = True
             os.write(self._wake, b"\0")

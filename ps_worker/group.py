@@ -104,7 +104,7 @@ class Group:
             self._waits_since = None
 
     def _end_interrupted(self) -> None:
-        """Makes the rest of an exchange that was interrupted: the others may wait for it. Nobody wants its result."""
+        """Completes an exchange that was interrupted, for which the other members may wait. Discards its result."""
         if self._under_way is not None:
             exchange, begun = self._under_way
             with suppress(InvalidRequest):  # as they are told that this member was in another call

@@ -39,7 +39,7 @@ class RequestKind(enum.Enum):
     LARGE = "large"  # jobs, states, values
     EXCHANGE = "exchange"  # pushes that come with a pull: mostly without a payload, and the pull waits for them
     DATA = "data"  # pushes
-    FRAMED = "framed"  # what comes over data connections: none of it waits for what comes by gRPC
+    FRAMED = "framed"  # requests over data connections, which wait for none that come by gRPC
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,10 @@ class RelaySender:
         self._lend_later(kept, later)
 
     def _lend_later(self, kept: KeptEdition, later: list[Buffer]) -> None:
-        """Has the rest of a bucket follow, then the next one. later: what is left of its payload, the last one first"""
+        """Queues the rest of a bucket, or the next bucket where none is left.
+
+        later: the pieces of the bucket's payload that are not sent yet, in reverse order
+        """
         if later:
             self._outbox.lend(partial(self._more, kept, later))
         else:

@@ -267,7 +267,7 @@ class Editions:
     """The editions of one job on one shard. Methods may be called from any thread.
 
     buckets:  of the job, by index
-    promised: returns the bytes of what is free that training still takes
+    promised: returns the bytes of free memory that training was promised and has not allocated yet
     waiting:  editions that wait for updates
     tally:    what readers have had
     """

@@ -16,7 +16,7 @@ def check_told(name: str, size: int, promised: Callable[[], int]) -> None:
     """Raises LimitExceeded where memory has no room: readers keep the buffers that they have, and rank 0 tells again.
 
     size:     bytes that are to be kept for readers
-    promised: returns the bytes of what is free that training still takes
+    promised: returns the bytes of free memory that training was promised and has not allocated yet
     """
     free, taken = free_bytes(), promised()
     if free is not None and size + taken > free:

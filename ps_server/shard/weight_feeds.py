@@ -246,7 +246,10 @@ class EditionSender:
         self._lend_later(edition, now, later)
 
     def _lend_later(self, edition: TakenEdition, now: int, later: list[Buffer]) -> None:
-        """Has the rest of a bucket follow, then the next one. later: what is left of its payload, the last one first"""
+        """Queues the rest of a bucket, or the next bucket where none is left.
+
+        later: the pieces of the bucket's payload that are not sent yet, in reverse order
+        """
         if later:
             self.outbox.lend(partial(self._more, edition, now, later))
         else:
