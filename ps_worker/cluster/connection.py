@@ -155,7 +155,7 @@ class Connection:
         for index, calls in self._calls.items():
             try:
                 yield from ((index, reading) for reading in read_clock(calls, self.place.identity))
-            except (PSError, ValueError) as error:  # ValueError: grpc's, where the channel was closed meanwhile
+            except PSError as error:
                 log.info("the timeline has no times of shard %d: %s", index, error)
 
     def push_initial(self, buckets: Sequence[BucketSpec]) -> list[Future[PushResult]]:

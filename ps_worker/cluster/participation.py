@@ -23,6 +23,7 @@ from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
 from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap, read_script, write_script
+from ps_runtime.daemon_pool import Closed
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.first_rows import RowsBefore
@@ -44,6 +45,7 @@ T = TypeVar("T")
 
 # A worker that comes late waits at most so long for another one to tell what its script has set: that one may evaluate.
 SCRIPT_SECONDS = 2.0
+CLOSED = "the session is closed: its calls have ended"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1
 
 # The jobs, and launches of them, in which sessions of this process have taken part: the next session begins such a job
@@ -279,7 +281,7 @@ class Participation:
         if error is not None:
             self.members.raise_lost()  # a fenced worker's calls all fail: this error says why
             self._raise_as_lost(error)
-            raise error
+            raise self._as_closed(error) from error
 
     def call(self, ask: Callable[[Identity], T]) -> T:
         """Returns the coordinator's answer to this worker. Raises PlaceLost where its place is lost."""
@@ -287,7 +289,15 @@ class Participation:
             return ask(self.connection.place.identity)
         except PSError as error:
             self._raise_as_lost(error)
-            raise
+            closed = self._as_closed(error)
+            if closed is error:
+                raise
+            raise closed from error
+
+    def _as_closed(self, error: BaseException) -> BaseException:
+        """Returns the error of a call, or one that says that the end of this session has ended the call."""
+        has_ended = isinstance(error, Closed) or (isinstance(error, PSError) and error.retryable)
+        return UnknownWorker(CLOSED) if has_ended and self.is_closed else error
 
     def ask_script(self) -> SavedState | None:
         """Returns what the job's script has set, as another worker tells it now or told it last; None: nobody has. In a
