@@ -68,6 +68,8 @@ class Participation:
     timeline:        records the times of steps; None: a new one, which records nothing until it is asked to
     script:          tells the coordinator what this worker's script has set
     group:           the processes that are this worker; None: this one is. All of them call these methods then
+    has_arrived:     the step loop has gone on from the current place. `rejoin` sets it to False, and the loop to True:
+                     a signal in between has the next step, or wait, begin with what is left of the move
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Participation:
         self._connection: Connection | None = None  # None only until the first one is made
         self._begun = False
         self._before: RowsBefore | None = None  # while `connect` runs
+        self.has_arrived = True
         self._lost: BaseException | None = None  # the error by which a call showed that the connection's place is lost
 
     # -- a place, taken and lost -------------------------------------------------------------------------------------
@@ -150,8 +153,11 @@ class Participation:
 
         Returns what `connect` does.
         """
+        place, self.has_arrived = self.connection.place, False
         self.connection.end()
-        return self._connect(self.members.renewed(self.connection.place, self._lost), model, {})
+        if self.group is not None or self._lost is not None or not self.members.holds(place):
+            place = self.members.renewed(place, self._lost)  # else an interrupt came before it had arrived in this one
+        return self._connect(place, model, {})
 
     def _connect(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """Connects from a place; should it be lost on the way, from the next one."""
@@ -235,8 +241,8 @@ class Participation:
 
     @property
     def has_place(self) -> bool:
-        """Whether the connection's place is still this worker's, as far as it has heard."""
-        return self._lost is None and self.members.holds(self.connection.place)
+        """Whether the connection's place is still this worker's, as far as it has heard, and it has arrived there."""
+        return self.has_arrived and self._lost is None and self.members.holds(self.connection.place)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -285,6 +291,8 @@ class Participation:
 
     def call(self, ask: Callable[[Identity], T]) -> T:
         """Returns the coordinator's answer to this worker. Raises PlaceLost where its place is lost."""
+        if not self.has_arrived:
+            raise PlaceLost
         try:
             return ask(self.connection.place.identity)
         except PSError as error:
