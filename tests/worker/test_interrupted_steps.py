@@ -4,8 +4,9 @@ or refused by a shard."""
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import ps_worker
 from ps_server.coordinator.timing import Timing
 from ps_server.core.limits import Limits
 from ps_worker import LimitExceeded
+from ps_worker.cluster.calls import ShardCalls
+from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.own_membership import OwnMembership
 from ps_worker.cluster.participation import Participation
 from ps_worker.state.checkpoint import WorkerCheckpoint
@@ -58,6 +61,46 @@ def test_the_next_step_comes_behind_the_pushes_of_an_interrupted_one(
         assert interrupts == 1
         # A round of local steps ends early with the step after the interrupt; the one that is missing counts.
         assert session.clock == STEPS + (mode == "local:2")
+
+
+@pytest.mark.parametrize(("mode", "transport"), crossed(["sync", "async"], ["grpc", "tcp"]))
+def test_no_gradient_overtakes_an_interrupted_step_while_backward_runs(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, mode: str, transport: str
+) -> None:
+    """The next step's gradients leave while backward runs: a shard that has not had the step before refuses them."""
+    settle, pull, is_interrupted, may_go = Participation.settle, ShardCalls.pull, threading.Event(), threading.Event()
+    number, connections = 0, list[Connection]()
+
+    def interrupted(participation: Participation) -> None:
+        if number == DISTURBED and not is_interrupted.is_set():
+            is_interrupted.set()
+            connections.append(participation.connection)
+            raise KeyboardInterrupt
+        settle(participation)
+
+    def held(calls: ShardCalls, *arguments: Any) -> Future[Any]:
+        if number != DISTURBED or is_interrupted.is_set():
+            return pull(calls, *arguments)
+        pool = ThreadPoolExecutor(1)
+        landed = pool.submit(lambda: (may_go.wait(), pull(calls, *arguments).result())[1])
+        pool.shutdown(wait=False)
+        return landed
+
+    monkeypatch.setattr(Participation, "settle", interrupted)
+    monkeypatch.setattr(ShardCalls, "pull", held)
+    with shared.connect(mode, job=job, transport=transport) as session:
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), bucket_bytes=64)
+        for number in range(STEPS):  # noqa: B007 (`interrupted` looks at it)
+            optimizer.zero_grad()
+            sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+            if is_interrupted.is_set():
+                wait(connections[0]._drafted.values())
+                may_go.set()
+            with contextlib.suppress(KeyboardInterrupt):
+                optimizer.step()
+        assert is_interrupted.is_set()
+        assert session.clock == STEPS
 
 
 class Net(nn.Module):
