@@ -12,10 +12,12 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+LEFT_SECONDS = 60.0  # a socket begins to listen microseconds after it gets its name
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -89,6 +91,20 @@ def peer_of(connection: socket.socket) -> Credentials:
     noted = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(noted)
     return Credentials(pid, uid)
+
+
+def remove_leftovers(directory: Path, prefix: str) -> None:
+    """Removes sockets of this user's processes that were killed before they could: no process listens there. prefix:
+    that of their names"""
+    for path in directory.glob(prefix + "*"):
+        with contextlib.suppress(OSError), opened(directory, path.name) as file:
+            status = os.fstat(file)
+            if not is_private_socket(status) or time.time() - status.st_mtime < LEFT_SECONDS:
+                continue
+            try:
+                connect(file, 1.0).close()
+            except ConnectionRefusedError:
+                path.unlink()
 
 
 def _own_inode(directory: Path, name: str) -> int:

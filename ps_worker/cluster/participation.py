@@ -23,6 +23,7 @@ from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
 from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap, read_script, write_script
+from ps_runtime.daemon_pool import Closed
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.first_rows import RowsBefore
@@ -44,6 +45,7 @@ T = TypeVar("T")
 
 # A worker that comes late waits at most so long for another one to tell what its script has set: that one may evaluate.
 SCRIPT_SECONDS = 2.0
+CLOSED = "the session is closed: its calls have ended"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1
 
 # The jobs, and launches of them, in which sessions of this process have taken part: the next session begins such a job
@@ -66,6 +68,8 @@ class Participation:
     timeline:        records the times of steps; None: a new one, which records nothing until it is asked to
     script:          tells the coordinator what this worker's script has set
     group:           the processes that are this worker; None: this one is. All of them call these methods then
+    has_arrived:     the step loop has gone on from the current place. `rejoin` sets it to False, and the loop to True:
+                     a signal in between has the next step, or wait, begin with what is left of the move
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Participation:
         self._connection: Connection | None = None  # None only until the first one is made
         self._begun = False
         self._before: RowsBefore | None = None  # while `connect` runs
+        self.has_arrived = True
         self._lost: BaseException | None = None  # the error by which a call showed that the connection's place is lost
 
     # -- a place, taken and lost -------------------------------------------------------------------------------------
@@ -148,8 +153,11 @@ class Participation:
 
         Returns what `connect` does.
         """
+        place, self.has_arrived = self.connection.place, False
         self.connection.end()
-        return self._connect(self.members.renewed(self.connection.place, self._lost), model, {})
+        if self.group is not None or self._lost is not None or not self.members.holds(place):
+            place = self.members.renewed(place, self._lost)  # else an interrupt came before it had arrived in this one
+        return self._connect(place, model, {})
 
     def _connect(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """Connects from a place; should it be lost on the way, from the next one."""
@@ -233,8 +241,8 @@ class Participation:
 
     @property
     def has_place(self) -> bool:
-        """Whether the connection's place is still this worker's, as far as it has heard."""
-        return self._lost is None and self.members.holds(self.connection.place)
+        """Whether the connection's place is still this worker's, as far as it has heard, and it has arrived there."""
+        return self.has_arrived and self._lost is None and self.members.holds(self.connection.place)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -279,15 +287,25 @@ class Participation:
         if error is not None:
             self.members.raise_lost()  # a fenced worker's calls all fail: this error says why
             self._raise_as_lost(error)
-            raise error
+            raise self._as_closed(error) from error
 
     def call(self, ask: Callable[[Identity], T]) -> T:
         """Returns the coordinator's answer to this worker. Raises PlaceLost where its place is lost."""
+        if not self.has_arrived:
+            raise PlaceLost
         try:
             return ask(self.connection.place.identity)
         except PSError as error:
             self._raise_as_lost(error)
-            raise
+            closed = self._as_closed(error)
+            if closed is error:
+                raise
+            raise closed from error
+
+    def _as_closed(self, error: BaseException) -> BaseException:
+        """Returns the error of a call, or one that says that the end of this session has ended the call."""
+        has_ended = isinstance(error, Closed) or (isinstance(error, PSError) and error.retryable)
+        return UnknownWorker(CLOSED) if has_ended and self.is_closed else error
 
     def ask_script(self) -> SavedState | None:
         """Returns what the job's script has set, as another worker tells it now or told it last; None: nobody has. In a
