@@ -205,10 +205,10 @@ class Arriving:
             return sum(self._contents.size(self._contents.buckets[index]) for index in self.missing)
 
     def take(self, sent: EditionBucket, timeline: int, what: str) -> None:
-        """Takes a bucket. Raises InvalidRequest for one that was not asked for, Damaged if it is not what was sent."""
+        """Takes a bucket. Raises Damaged if it is not what was sent, was not asked for, or came before."""
         bucket = self._contents.buckets.get(sent.bucket)
         if bucket is None or sent.bucket in self._versions:
-            raise InvalidRequest(f"{what}: bucket {sent.bucket} was not asked for, or came twice")
+            raise Damaged(f"{what}: bucket {sent.bucket} was not asked for, or came twice")
         elements = self._elements(bucket, sent, what)
         if zlib.crc32(elements.data) != sent.checksum:
             raise Damaged(f"{what}: bucket {sent.bucket} was damaged on the way: its checksum is another one")

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Protocol
 
 from ps_protocol.errors import PSError, anew
-from ps_protocol.framing import Buffer
-from ps_protocol.messages.editions import EditionBegin, EditionPart, in_messages
+from ps_protocol.messages.editions import EditionBegin, EditionPart
 from ps_server.failpoints import failpoint
 from ps_server.relay.kept import KeptEdition
+from ps_server.shard.bucket_messages import BucketMessages
 from ps_server.shard.outbox import Lent, Outbox
 
 SIGN_SECONDS = 0.25  # between two signs of life while a reader waits
@@ -99,8 +99,11 @@ class RelaySender:
     def _head(self, kept: KeptEdition) -> Iterator[Lent]:
         edition = kept.arrays
         begin = EditionBegin(edition.version, edition.timeline, len(self._left))
-        yield Lent(EditionPart(self._source.latest, begin, age=kept.age()), None)
+        yield Lent(self._about(kept)._replace(begin=begin), None)
         self._lend_next(kept)
+
+    def _about(self, kept: KeptEdition) -> EditionPart:
+        return EditionPart(self._source.latest, age=kept.age())
 
     def _lend_next(self, kept: KeptEdition) -> None:
         if self._left:
@@ -112,26 +115,11 @@ class RelaySender:
     def _bucket(self, kept: KeptEdition, index: int) -> Iterator[Lent]:
         failpoint("edition-half-relayed")
         sent, base = kept.bucket(index), self._bases.get(index)
-        size = len(sent.payload)
+        size, about = len(sent.payload), partial(self._about, kept)
         change = None if base is None else self._source.change(kept, index, base)
         if change is not None:
             sent = sent._replace(payload=change, base=base)
-        first, later = in_messages(sent, self._most)
-        yield Lent(EditionPart(self._source.latest, bucket=first, age=kept.age()), None)
+        messages = BucketMessages(self._outbox, sent, self._most, about, partial(self._lend_next, kept))
+        yield messages.first()
         self._source.sent(len(sent.payload), size)
-        self._lend_later(kept, later)
-
-    def _lend_later(self, kept: KeptEdition, later: list[Buffer]) -> None:
-        """Queues the rest of a bucket, or the next bucket where none is left.
-
-        later: the pieces of the bucket's payload that are not sent yet, in reverse order
-        """
-        if later:
-            self._outbox.lend(partial(self._more, kept, later))
-        else:
-            self._lend_next(kept)
-
-    @contextlib.contextmanager
-    def _more(self, kept: KeptEdition, later: list[Buffer]) -> Iterator[Lent]:
-        yield Lent(EditionPart(self._source.latest, age=kept.age(), more=later.pop()), None)
-        self._lend_later(kept, later)
+        messages.go_on()
