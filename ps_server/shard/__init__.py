@@ -1,6 +1,7 @@
 """A shard at work: locks and threads around `core`. Knows no coordinator and no gRPC.
 
 apply.py      Applies what is staged: adds contributions and steps optimizers
+bucket_messages.py A bucket of an edition on its way to one reader, in as many messages as that wants
 budgets.py    What principals have on a shard, counted over all its jobs
 shared_changes.py What changed between copies of a bucket, for readers that have an older one
 editions.py   Editions: unchanging copies of a job's weights, for readers that follow training
