@@ -161,7 +161,7 @@ class Session:
             own: Those of the things whose state belongs to this worker alone. A worker that joins a running job does
                 not get their state from another worker. A rollback restores it all the same.
             group: The processes that together are this worker, which hold one model in pieces: the DeviceMesh that
-                `fully_shard` was given, or a process group. All of them make the same calls of the session. See
+                it is cut over, or a process group. All of them make the same calls of the session. See
                 docs/groups.md for what is supported.
 
         Returns:

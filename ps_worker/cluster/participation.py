@@ -268,10 +268,11 @@ class Participation:
 
     def share(self) -> tuple[int, int]:
         """Returns the share of the data of this process, as (index, how many shares); in an elastic job, among those
-        live. Each member of a group has one."""
+        live. In a group, members that have unlike batches have one each."""
         ranks = self.ranks
         if self.group is not None:
-            return self.rank * self.group.size + self.group.member, self.world_size * self.group.size
+            index, shares = self.group.data
+            return self.rank * shares + index, self.world_size * shares
         if self.options.world_size or self.rank not in ranks:
             return self.rank, self.world_size
         return ranks.index(self.rank), len(ranks)
