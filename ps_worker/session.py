@@ -171,6 +171,7 @@ class Session:
             Unsupported, InvalidRequest, JobMismatch, JobInUse, Unreachable: The worker cannot join as it asks to. The
                 model is unchanged then.
             JobFinished: The launch that this worker belongs to has finished the job.
+            FinishedWithout: The same, in a process that has trained another job of this launch already.
             LimitExceeded: Other workers have not joined within the start timeout (PS_START_TIMEOUT, 1800 s).
             NotShared: The transport is "shm", and a shard cannot use this worker's memory.
             PSError: Servers refuse the worker for another reason; the message says which.
