@@ -14,7 +14,6 @@ local_round.py      A round of local steps: which fragment of the model is due, 
 no_sync.py          Lends a session's `no_sync` to the user's model, for scripts written for DistributedDataParallel
 optimizer.py        The optimizer that `prepare` returns: it looks like the user's own, and is stepped on the servers
 state_transfer.py   Optimizer state on its way to the shards and back: by parameter as in torch, by bucket on the shards
-overlap.py          Which buckets leave while backward still runs
 refused.py          Models that servers cannot train, told before anything joins, and in a dry run
 residual.py         What gradients have lost on the wire, and send with the next ones: error feedback
 sharded.py          Tensors that the processes of a group hold in pieces: DTensors
