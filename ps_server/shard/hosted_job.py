@@ -114,7 +114,7 @@ class HostedUnit(Generic[U]):
     loans:    loans of the weights to threads that send them; None: there was none yet
     waiters:  the pulls that wait for the unit, by the number of the pull
     busy:     a thread is applying updates of the unit
-    grace_of: the version after which an update last had a grace, see apply.py; -1: none had
+    grace_of: the version after which an update last had a grace, see `Updates`; -1: none had
     """
 
     def __init__(self, unit: U, tensors: AbstractContextManager[object]) -> None:
