@@ -22,8 +22,7 @@ from ps_runtime.arrivals import HostLimits
 from ps_runtime.pools import Pool
 from ps_server.core.limits import Limits
 from ps_server.core.thread_shares import MOST_OF_A_POOL
-from ps_server.rpc.auth import host_of
-from ps_server.rpc.call_limits import caller_name, check_job, in_pool
+from ps_server.rpc.call_limits import caller_name, check_job, host_of, in_pool
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.streams import FrameStream, GrpcCall, PullStream, Send
 from ps_server.shard.outbox import Outbox
