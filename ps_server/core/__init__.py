@@ -3,7 +3,6 @@
 accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
 admission.py     Admission: which requests may be received now, and which wait for a place
 agreement.py     How alike workers move in a round of local steps
-buckets.py       A bucket of a job on one shard: a unit whose contributions are gradients in one piece
 budget.py        How many bytes a job may take on a shard, and how many may wait there, by job and by principal
 checking.py      What a push contributes: checks it against the job and makes the command that stages it
 checking_rows.py  What a push of rows contributes: as checking.py, for tables
@@ -27,6 +26,6 @@ statistics.py    What a shard or a coordinator says about itself: frozen records
 table_rows.py    A table's rows on one shard, what workers contribute to them, and how many there may be
 shard_table.py   A table of a job on one shard: a unit whose contributions are rows, in several messages
 thread_shares.py How the threads that a process may have are divided
-unit.py          A unit: what a bucket and a table have in common
+unit.py          A unit: what a bucket and a table have in common; and the unit that is a bucket
 validation.py    Checks registrations, addresses and names before a coordinator or a shard uses them
 """

@@ -23,7 +23,6 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, has_pieces
 from ps_protocol.layout import Layout, bucket_layout
 from ps_server.core.agreement import Agreement
-from ps_server.core.buckets import Bucket
 from ps_server.core.budget import PrincipalBudget, StagingRoom, derived_limit
 from ps_server.core.checking import PushChecker
 from ps_server.core.checking_rows import RowChecker
@@ -48,7 +47,7 @@ from ps_server.core.server_figures import TableFigures, told
 from ps_server.core.shard_table import ShardTable
 from ps_server.core.snapshot import VersionRange, union
 from ps_server.core.sums import Scratch
-from ps_server.core.unit import Unit
+from ps_server.core.unit import Bucket, Unit
 
 ASSIGNED_WEIGHTS = 4  # what may be assigned and wait for its step, in weights: they and three optimizer states
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
+from ps_frames.frames import KINDS
 from ps_frames.listener import DataListener, Where
 from ps_frames.server import FrameCall, Opener, ReceiveBuffers, ServerCall, Serving, Tickets
-from ps_frames.wire import KINDS
 from ps_protocol.errors import Forbidden
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity

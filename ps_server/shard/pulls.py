@@ -23,10 +23,10 @@ from ps_protocol.messages.rows import PulledRows, PulledTable, RowsPull, TablePu
 from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import bytes_of
-from ps_server.core.buckets import Bucket
 from ps_server.core.consistency import ALL_STAGED_APPLIED, Admission
+from ps_server.core.unit import Bucket
 from ps_server.core.validation import check_once, named_twice
-from ps_server.failpoints import failpoint
+from ps_server.failpoints import armed, failpoint
 from ps_server.shard.hosted_job import HostedJob, HostedTable, HostedUnit
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import SMALL_BYTES, Lent, Outbox
@@ -236,7 +236,8 @@ class Pulls:
             version = bucket.rule.version
             _note_sent(job, bucket, pull)
             copy_out(target, bucket.unit.weights.flat)
-        failpoint("pull-half-sent")
+        if armed:
+            failpoint("pull-half-sent")
         self._metrics.pulled(job.name, target.nbytes)
         return PulledBucket(
             spec.index,
@@ -281,7 +282,8 @@ class Pulls:
                 times=times,
             )
             yield Lent(answer, loan)
-        failpoint("pull-half-sent")
+        if armed:
+            failpoint("pull-half-sent")
         self._metrics.pulled(job.name, len(payload))
 
     def _send_rows(self, job: HostedJob, table: HostedTable, pull: Pull, waited: float) -> None:

@@ -29,7 +29,7 @@ from ps_runtime.background import note_error
 from ps_server.core.commands import Assign, Initialise, PushCommand, Staged, UnitCommand
 from ps_server.core.consistency import Add, Step
 from ps_server.core.validation import named_twice
-from ps_server.failpoints import failpoint
+from ps_server.failpoints import armed, failpoint
 from ps_server.shard.hosted_job import Attached, AttachedRows, HostedJob, HostedUnit
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import Outbox
@@ -117,7 +117,8 @@ class Pushes:
         fresh: takes its unit if something may be applied now, whatever fails then: sent again, it is a repeat, and
                nothing else would schedule it
         """
-        failpoint("push-checked")
+        if armed:
+            failpoint("push-checked")
         if isinstance(command, Initialise):
             told = job.buckets[command.unit].unit.told_bytes(command)
             if told:
@@ -132,7 +133,8 @@ class Pushes:
                 job.times.staged(command.worker.rank, command.unit, command.clock, self._pulls.now())
         if staged.fresh:
             fresh.append(command.unit)
-        failpoint("push-staged")
+        if armed:
+            failpoint("push-staged")
         self._metrics.pushed(job.name, size, staged)
         if staged.fresh:
             self._pulls.release(job, job.units[command.unit])  # or they learn what they wait for now
@@ -351,11 +353,13 @@ class Updates:
                     started = self._clock()
                     if isinstance(work, Add):
                         hosted.unit.weights.add(work.contribution, is_last)
-                        failpoint("contribution-added")
+                        if armed:
+                            failpoint("contribution-added")
                     else:
                         hosted.recall()
                         hosted.unit.weights.step()
-                        failpoint("update-stepped")
+                        if armed:
+                            failpoint("update-stepped")
                     self._metrics.applied(job.name, work, self._clock() - started)
                     with job.lock:
                         job.state.done(hosted.index, work)

@@ -19,8 +19,7 @@ import torch
 from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import is_finite
-from ps_worker.model.buffers import FlatBuffers
-from ps_worker.model.weights import Weights
+from ps_worker.model.buffers import FlatBuffers, Weights
 
 
 class Base:

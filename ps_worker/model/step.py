@@ -275,7 +275,8 @@ class StepMaker:
         if name is not None:
             self._refuse_or_skip(optimizer, name)
             return EndedStep(None, set(), groups, drafts_hold=False, rows=self.tables.left_out())
-        self._skipped.over(optimizer)
+        if self._skipped.open:
+            self._skipped.over(optimizer)
         return EndedStep(optimizer, absent, groups, drafts_hold, rows)
 
     def end_empty(self) -> EndedStep:

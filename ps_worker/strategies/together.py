@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ps_runtime.ending import interruptible
+from ps_runtime.signals import interruptible
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.group import Group
 from ps_worker.strategies.assignments import Assignments
