@@ -12,11 +12,11 @@ import grpc
 from ps_frames.frames import KINDS
 from ps_frames.listener import DataListener, Where
 from ps_frames.server import FrameCall, Opener, ReceiveBuffers, ServerCall, Serving, Tickets
+from ps_protocol.convert import Origin, Request
 from ps_protocol.errors import Forbidden
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_protocol.messages import data, rows
-from ps_protocol.messages.envelope import Origin, Request
 from ps_protocol.v1 import data_pb2
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.pools import Pool

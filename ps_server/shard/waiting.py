@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ps_protocol.convert import Awaited
 from ps_protocol.errors import Backlogged
 from ps_protocol.identity import Identity
 from ps_protocol.messages.data import BucketTimes, PulledBucket
-from ps_protocol.messages.envelope import Awaited
 from ps_protocol.messages.rows import PulledRows, PulledTable, TablePull
 from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap

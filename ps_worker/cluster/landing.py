@@ -13,12 +13,12 @@ import torch
 
 from ps_frames.frames import nothing
 from ps_protocol.codecs import PLAIN, Cast
+from ps_protocol.convert import Awaited
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import split_head, split_message
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages import rows
 from ps_protocol.messages.data import PulledBucket
-from ps_protocol.messages.envelope import Awaited
 from ps_protocol.messages.rows import PulledRows
 from ps_runtime.troubles import Troubles
 from ps_worker.values import PullResult
