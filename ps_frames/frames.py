@@ -23,6 +23,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ps_protocol.errors import InvalidRequest
@@ -73,7 +74,8 @@ METHODS = {
 KINDS = {method: kind for kind, method in METHODS.items()}
 
 
-class Offer(NamedTuple):
+@dataclass(frozen=True)
+class Offer:
     """How a worker may open a data connection to a shard: the answer to OpenDataConnection.
 
     port:     the TCP port; 0: there is none
@@ -85,7 +87,7 @@ class Offer(NamedTuple):
     port: int = 0
     location: str = ""
     inode: int = 0
-    ticket: bytes = b""
+    ticket: bytes = field(default=b"", repr=False)
 
 
 class Header(NamedTuple):

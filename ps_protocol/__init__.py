@@ -9,6 +9,7 @@ errors.py          Every error of the project, its reason and its canonical code
 figures.py         The measurements of a worker, for dashboards
 fragments.py       The fragments of a model in mode `local:H/F`, and the steps at which each is pushed and mixed in
 framing.py         Messages with a payload: protobuf for the other fields, no copy for the payload
+handover.py        How memory is handed over to a process on the same host
 hyper_parameters.py  Hyper-parameters of optimizers, as plain values
 identity.py        The identity of a worker, which all its messages carry
 job.py             The specification of a job, which servers compare between workers

@@ -16,6 +16,7 @@ launch_id.py      Which launch a process belongs to, and what it tells its launc
 local_sockets.py  Unix sockets in a directory that other processes write into, too
 logs.py           Log lines: text for a person, or a JSON object a line for a program
 memory.py         How much memory this process may still take
+memory_files.py   Memory files, which processes of one host can map: made, filled, sealed, checked
 memory_place.py   Where processes can share memory
 metrics.py        /metrics, and what all metrics have in common
 own_address.py    The address by which this machine is seen from a server

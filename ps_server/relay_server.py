@@ -70,6 +70,7 @@ class RelayServer:
             every=config.every,
             period=config.period,
             limit=server.limits.feeds,
+            shared_directory=server.shared_directory,
         )
         feeds = RelayFeedService(self.relayed, Origin(0, secrets.randbits(63)), shares.pool)
         registry.register(relay_gauges(self.relayed))

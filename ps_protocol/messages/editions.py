@@ -17,6 +17,7 @@ from ps_protocol.convert import (
     wire_format_number,
 )
 from ps_protocol.framing import Buffer, Parts, message_parts
+from ps_protocol.handover import MappingOffer
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import feed_pb2
 
@@ -91,6 +92,7 @@ class EditionCall(NamedTuple):
     bases:    by bucket, the version that the reader has, on this timeline and in this type: the shard may send only the
               change since then
     part_bytes: the most bytes of a payload in one message; 0: each comes in one
+    mapping:  where a relay of this host can hand over the edition's memory; None: only payloads will do
     """
 
     job: str
@@ -101,6 +103,14 @@ class EditionCall(NamedTuple):
     buckets: tuple[int, ...]
     bases: Mapping[int, int] = MappingProxyType({})
     part_bytes: int = 0
+    mapping: MappingOffer | None = None
+
+
+class BucketPlace(NamedTuple):
+    """Where the elements of a bucket lie that a relay has handed over: in which file, and where in it, in bytes."""
+
+    file: int
+    offset: int
 
 
 class EditionBegin(NamedTuple):
@@ -120,6 +130,7 @@ class EditionBucket(NamedTuple):
     payload:     the elements; if there is a base, the change since it
     base:        the version of the base; None: the bucket is sent whole
     payload_bytes: the bytes of the payload, if this is its beginning; None: it is all of it
+    lies:        where the elements are, if there is no payload; None: it is here
     """
 
     bucket: int
@@ -129,6 +140,7 @@ class EditionBucket(NamedTuple):
     payload: Buffer
     base: int | None = None
     payload_bytes: int | None = None
+    lies: BucketPlace | None = None
 
 
 class EditionPart(NamedTuple):
@@ -204,6 +216,8 @@ def read_weights_here(data: bytes) -> WeightsHere:
 
 def write_edition_call(call: EditionCall) -> bytes:
     """Writes a PullEditionRequest."""
+    offer = call.mapping
+    mapping = None if offer is None else feed_pb2.MappingOffer(**vars(offer))
     return feed_pb2.PullEditionRequest(
         job=call.job,
         run=call.run,
@@ -213,6 +227,7 @@ def write_edition_call(call: EditionCall) -> bytes:
         buckets=call.buckets,
         base_versions=call.bases,
         part_bytes=call.part_bytes,
+        mapping=mapping,
     ).SerializeToString()
 
 
@@ -222,7 +237,9 @@ def read_edition_call(data: bytes) -> EditionCall:
     wire = _cast(message.wire_format)
     what = message.job, message.run, message.timeline, message.version
     most = message.part_bytes and max(message.part_bytes, LEAST_PART_BYTES)
-    return EditionCall(*what, wire, tuple(message.buckets), dict(message.base_versions), most)
+    offer = message.mapping
+    mapping = MappingOffer(offer.location, offer.socket_inode, offer.nonce) if message.HasField("mapping") else None
+    return EditionCall(*what, wire, tuple(message.buckets), dict(message.base_versions), most, mapping)
 
 
 def in_messages(bucket: EditionBucket, most: int) -> tuple[EditionBucket, list[Buffer]]:
@@ -258,6 +275,8 @@ def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
         if bucket.base is not None:
             response.bucket.base_version = bucket.base
         response.bucket.payload_bytes = bucket.payload_bytes or 0
+        if bucket.lies is not None:
+            response.bucket.file, response.bucket.offset = bucket.lies
     return message_parts(response, payload)
 
 
@@ -279,5 +298,6 @@ def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionPart:
         b"" if payload is None else payload,
         sent.base_version if sent.HasField("base_version") else None,
         sent.payload_bytes or None,
+        BucketPlace(sent.file, sent.offset) if sent.HasField("file") else None,
     )
     return EditionPart(now, bucket=bucket, age=age)

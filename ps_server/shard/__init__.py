@@ -1,5 +1,6 @@
 """A shard at work: locks and threads around `core`. Knows no coordinator and no gRPC.
 
+bucket_messages.py A bucket of an edition on its way to one reader, in as many messages as that wants
 shared_changes.py What changed between copies of a bucket, for readers that have an older one
 editions.py   Editions: unchanging copies of a job's weights, for readers that follow training
 feed_tally.py What readers of a job's weights have had, for people who watch

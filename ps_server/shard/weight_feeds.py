@@ -15,7 +15,6 @@ from typing import ClassVar, Protocol
 
 from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import InvalidRequest, OutOfOrder, PSError, TryLater, anew
-from ps_protocol.framing import Buffer
 from ps_protocol.job import WIRES, JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.editions import (
@@ -25,9 +24,9 @@ from ps_protocol.messages.editions import (
     EditionPart,
     WeightsAsked,
     WeightsHere,
-    in_messages,
 )
 from ps_server.failpoints import failpoint
+from ps_server.shard.bucket_messages import BucketMessages
 from ps_server.shard.editions import CopiedBucket, Over, Piece, TakenEdition, WantedEdition, piece_of
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import Feed, HostedJob
@@ -229,36 +228,21 @@ class EditionSender:
     @contextlib.contextmanager
     def _bucket(self, edition: TakenEdition, piece: Piece) -> Iterator[Lent]:
         failpoint("edition-half-sent")
-        now = lowest(self._source)
+        about = partial(EditionPart, lowest(self._source))
         try:
             copied = edition.copy(piece)
         except PSError as error:  # it was given up meanwhile
             self._fail(error)
-            yield Lent(EditionPart(now), None)
+            yield Lent(about(), None)
             return
         base = self._bases.get(copied.index)
         change = None if base is None else self._source.change(piece, base, copied)
-        about = copied.index, copied.version, copied.wire_format, copied.checksum
-        sent = EditionBucket(*about, copied.payload) if change is None else EditionBucket(*about, change, base)
-        first, later = in_messages(sent, self._most)
-        yield Lent(EditionPart(now, bucket=first), None)
+        head = copied.index, copied.version, copied.wire_format, copied.checksum
+        sent = EditionBucket(*head, copied.payload) if change is None else EditionBucket(*head, change, base)
+        messages = BucketMessages(self.outbox, sent, self._most, about, partial(self._lend_next, edition))
+        yield messages.first()
         self._source.sent(len(sent.payload), len(copied.payload))
-        self._lend_later(edition, now, later)
-
-    def _lend_later(self, edition: TakenEdition, now: int, later: list[Buffer]) -> None:
-        """Queues the rest of a bucket, or the next bucket where none is left.
-
-        later: the pieces of the bucket's payload that are not sent yet, in reverse order
-        """
-        if later:
-            self.outbox.lend(partial(self._more, edition, now, later))
-        else:
-            self._lend_next(edition)
-
-    @contextlib.contextmanager
-    def _more(self, edition: TakenEdition, now: int, later: list[Buffer]) -> Iterator[Lent]:
-        yield Lent(EditionPart(now, more=later.pop()), None)
-        self._lend_later(edition, now, later)
+        messages.go_on()
 
     def tick(self, now: float) -> None:
         """Sends a sign of life if one is due, while the edition is not complete. For one thread."""

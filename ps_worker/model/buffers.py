@@ -22,7 +22,7 @@ from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout, space_of
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import TORCH_DTYPES, is_finite, whole_of
-from ps_worker.model.sharded import is_sharded, like, local
+from ps_worker.model.sharded import as_placed, is_sharded, like, local
 from ps_worker.model.storage import counting_with, with_own_storage
 from ps_worker.model.tracked import (
     Touched,
@@ -450,6 +450,8 @@ class Gradients:
     def _adopt(self, index: int) -> bool:
         """Moves a gradient into the buffers, and frees the memory it was made in; returns whether it was elsewhere."""
         tensor, view = self._buffers.trained[index], self._buffers.gradient_views[index]
+        if index in self._buffers.sharded:
+            as_placed(tensor)
         gradient = local(tensor.grad) if index in self._buffers.sharded else tensor.grad
         if gradient is None or gradient.data_ptr() == view.data_ptr():
             return False

@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "ps_server.coordinator": {"ps_server.core", "ps_server.storage", "ps_server.failpoints", "ps_runtime"},
     "ps_server.relay": {
         "ps_server.core",
+        "ps_server.shard.bucket_messages",
         "ps_server.shard.outbox",
         "ps_server.shard.shared_changes",
         "ps_server.failpoints",
