@@ -8,6 +8,5 @@ loans.py     Weights that are sent from where they are, and copied only if an up
 reading.py   Threads that read from connections as bytes come
 sender.py    What leaves a server by one connection: frames, put by any thread, without waiting
 server.py    A server's end: tickets, calls, and memory for their payloads
-sockets.py   A connection that sends and receives frames, from and into memory that its caller names
-wire.py      The frames, which interleave the messages of several calls
+frames.py    The frames, which interleave the messages of several calls, and the sockets that carry them
 """

@@ -21,9 +21,20 @@ from typing import Protocol
 
 from google.rpc import code_pb2
 
+from ps_frames.frames import (
+    HEADER_BYTES,
+    FrameSocket,
+    Header,
+    Kind,
+    Offer,
+    frame,
+    frames_over,
+    nothing,
+    read_header,
+    receive_exactly,
+    write_header,
+)
 from ps_frames.reading import ReadingThreads
-from ps_frames.sockets import FrameSocket, frames_over, nothing, receive_exactly
-from ps_frames.wire import HEADER_BYTES, Header, Kind, Offer, frame, read_header, write_header
 from ps_protocol.errors import InvalidRequest, PSError, TryLater, Unreachable
 from ps_protocol.framing import Parts
 from ps_protocol.job import MAX_MESSAGE_BYTES

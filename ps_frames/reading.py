@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ps_frames.sockets import nothing
+from ps_frames.frames import nothing
 from ps_protocol.errors import TryLater
 from ps_runtime.background import guarded, note_error, start
 from ps_runtime.troubles import Troubles

@@ -14,16 +14,16 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import grpc
 
 from ps_frames.client import Answers, ClientConnection, DataLink, EachAnswer, OneAnswer, open_data_connection
+from ps_frames.frames import KINDS, Offer
 from ps_frames.reading import ReadingThreads
-from ps_frames.wire import KINDS, Offer
 from ps_protocol.errors import TryLater, Unreachable
 from ps_protocol.framing import Parts, split_head, split_message
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_runtime.daemon_pool import DaemonPool
 from ps_runtime.grpc_status import FAILURES, CallFailed, error_from, failure_of
+from ps_runtime.pools import DaemonPool
 from ps_runtime.retry import Peer, Retry
 from ps_runtime.signals import await_all
 from ps_runtime.troubles import Troubles

@@ -28,7 +28,7 @@ from ps_protocol.messages.data import BucketPush, PullCall, PulledState, read_no
 from ps_protocol.messages.workers import JoinResult, ShardMap
 from ps_protocol.row_ids import Ids
 from ps_runtime.background import join_within
-from ps_runtime.daemon_pool import JOIN_SECONDS
+from ps_runtime.pools import JOIN_SECONDS
 from ps_runtime.quantities import ranges
 from ps_runtime.signals import await_all, await_done
 from ps_tables.contributions import RowValues
