@@ -161,8 +161,6 @@ class ShardReader:
             data = self._describe(write_weights_asked(asked), timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             raise self.peer.error(error) from None
-        except ValueError:  # what gRPC raises where a channel is closed
-            raise self._cancelled() from None
         return read_weights_here(data)
 
     def pull(

@@ -29,7 +29,7 @@ from ps_protocol.framing import Parts
 from ps_protocol.job import MAX_MESSAGE_BYTES
 from ps_runtime.background import start
 from ps_runtime.credentials import Access
-from ps_runtime.grpc_status import CallFailed, failure_in
+from ps_runtime.grpc_status import FAILURES, CallFailed, failure_in
 from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
 from ps_runtime.tls_contexts import client_context
 from ps_runtime.troubles import Troubles
@@ -371,7 +371,7 @@ class DataLink:
     def _open_again(self) -> None:
         try:
             self._opened(self._make())
-        except (PSError, CallFailed, ValueError):  # ValueError: grpc's, where the channel was closed meanwhile
+        except (PSError, *FAILURES):
             self._pause = min(2 * self._pause, AGAIN_AT_MOST_SECONDS)
         else:
             self._pause = AGAIN_SECONDS

@@ -31,7 +31,7 @@ from ps_protocol.handover import SOCKET_PREFIX
 from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import Tls
-from ps_runtime.local_sockets import listen
+from ps_runtime.local_sockets import listen, remove_leftovers
 from ps_runtime.reloading import ReloadingFiles
 from ps_runtime.tls_contexts import server_context
 from ps_runtime.troubles import Troubles
@@ -319,6 +319,7 @@ class DataListener:
 
     def _listen_here(self, directory: Path) -> tuple[str, int]:
         name = SOCKET_PREFIX + secrets.token_hex(16)
+        remove_leftovers(directory, SOCKET_PREFIX)
         try:
             listener, inode = listen(directory, name, _BACKLOG)
         except OSError as error:

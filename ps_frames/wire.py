@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ps_protocol.errors import InvalidRequest
@@ -66,7 +67,8 @@ METHODS = {
 KINDS = {method: kind for kind, method in METHODS.items()}
 
 
-class Offer(NamedTuple):
+@dataclass(frozen=True)
+class Offer:
     """How a worker may open a data connection to a shard: the answer to OpenDataConnection.
 
     port:     the TCP port; 0: there is none
@@ -78,7 +80,7 @@ class Offer(NamedTuple):
     port: int = 0
     location: str = ""
     inode: int = 0
-    ticket: bytes = b""
+    ticket: bytes = field(default=b"", repr=False)
 
 
 class Header(NamedTuple):

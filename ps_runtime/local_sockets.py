@@ -19,8 +19,8 @@ from pathlib import Path
 
 from ps_protocol.errors import NotShared
 
+LEFT_SECONDS = 60.0  # a socket begins to listen microseconds after it gets its name
 _CREDENTIALS = struct.Struct("3i")
-_LEFT_BEHIND_SECONDS = 60.0  # a socket begins to listen microseconds after it gets its name
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,16 @@ def peer_of(connection: socket.socket) -> Credentials:
 
 
 def remove_leftovers(directory: Path, prefix: str) -> None:
-    """Removes sockets of this user, with names that begin so, whose processes were killed before they could."""
+    """Removes sockets of this user's processes that were killed before they could: no process listens there. prefix:
+    that of their names"""
     for path in directory.glob(prefix + "*"):
         with contextlib.suppress(OSError), opened(directory, path.name) as file:
             status = os.fstat(file)
-            if not is_private_socket(status) or time.time() - status.st_mtime < _LEFT_BEHIND_SECONDS:
+            if not is_private_socket(status) or time.time() - status.st_mtime < LEFT_SECONDS:
                 continue
             try:
                 connect(file, 1.0).close()
-            except ConnectionRefusedError:  # no process listens there
+            except ConnectionRefusedError:
                 path.unlink()
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, 
 from transformers import Trainer, TrainerCallback
 
 from ps_protocol.errors import Unsupported
-from ps_worker.accelerate import connect, hide_launcher
+from ps_worker.accelerate import connect, divides_itself, hide_launcher
 from ps_worker.data.loaders import rebuilt
 from ps_worker.session import Session
 
@@ -59,6 +59,7 @@ class OnServers:
         self._scheduler_given = False
         if self._on_servers:
             hide_launcher(session)
+            divides_itself()
         super().__init__(*arguments, **more)
         self.add_callback(_Progress(session))  # type: ignore[attr-defined]
         if self._on_servers:

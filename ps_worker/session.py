@@ -161,7 +161,7 @@ class Session:
             own: Those of the things whose state belongs to this worker alone. A worker that joins a running job does
                 not get their state from another worker. A rollback restores it all the same.
             group: The processes that together are this worker, which hold one model in pieces: the DeviceMesh that
-                `fully_shard` was given, or a process group. All of them make the same calls of the session. See
+                it is cut over, or a process group. All of them make the same calls of the session. See
                 docs/groups.md for what is supported.
 
         Returns:
@@ -171,6 +171,7 @@ class Session:
             Unsupported, InvalidRequest, JobMismatch, JobInUse, Unreachable: The worker cannot join as it asks to. The
                 model is unchanged then.
             JobFinished: The launch that this worker belongs to has finished the job.
+            FinishedWithout: The same, in a process that has trained another job of this launch already.
             LimitExceeded: Other workers have not joined within the start timeout (PS_START_TIMEOUT, 1800 s).
             NotShared: The transport is "shm", and a shard cannot use this worker's memory.
             PSError: Servers refuse the worker for another reason; the message says which.

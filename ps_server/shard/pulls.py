@@ -205,14 +205,16 @@ class Pulls:
     def _send_bucket(
         self, job: HostedJob, bucket: HostedUnit[Bucket], pull: Pull, waited: float, times: BucketTimes | None
     ) -> None:
-        buckets: tuple[PulledBucket, ...] = ()
         if pull.segment is None:
             is_small = bucket.unit.spec.nbytes <= SMALL_BYTES
-            lend = pull.outbox.lend_small if is_small else pull.outbox.lend
-            lend(partial(self._lend, job, bucket, pull, waited, times))
-            with job.lock:
-                pull.left -= 1
-                last = pull.left == 0
+            with pull.outbox.together() if is_small else contextlib.nullcontext():
+                lend = pull.outbox.lend_small if is_small else pull.outbox.lend
+                lend(partial(self._lend, job, bucket, pull, waited, times))
+                with job.lock:
+                    pull.left -= 1
+                    last = pull.left == 0
+                if last:
+                    pull.outbox.finish()
         else:
             landed = self._copy_out(job, bucket, pull, pull.segment, waited)._replace(times=times)
             with job.lock:
@@ -222,9 +224,8 @@ class Pulls:
                 seconds = pull.staged_seconds(self._clock()) if buckets else None
             if buckets:
                 (pull.outbox.tell_last if last else pull.outbox.tell)(Notice(buckets, seconds))
-                return
-        if last:
-            pull.outbox.finish()
+            elif last:
+                pull.outbox.finish()
 
     def _copy_out(
         self, job: HostedJob, bucket: HostedUnit[Bucket], pull: Pull, segment: SegmentMap, waited: float
@@ -300,11 +301,12 @@ class Pulls:
         elif pull.wanted is not None:
             row_bytes = row_codec(job.state.spec.weight_wire).size(table.unit.weights.dim)
             rows = max(1, MESSAGE_BYTES // row_bytes)
-            for first in range(0, len(pull.wanted), rows):
-                some = pull.wanted[first : first + rows]
-                lend = pull.outbox.lend_small if len(some) * row_bytes <= SMALL_BYTES else pull.outbox.lend
-                lend(partial(self._lend_rows, job, table, pull, first, some, waited))
-            pull.outbox.finish()
+            with pull.outbox.together() if len(pull.wanted) * row_bytes <= SMALL_BYTES else contextlib.nullcontext():
+                for first in range(0, len(pull.wanted), rows):
+                    some = pull.wanted[first : first + rows]
+                    lend = pull.outbox.lend_small if len(some) * row_bytes <= SMALL_BYTES else pull.outbox.lend
+                    lend(partial(self._lend_rows, job, table, pull, first, some, waited))
+                pull.outbox.finish()
 
     def _put(self, job: HostedJob, table: HostedTable, pull: Pull, rows: torch.Tensor, waited: float) -> PulledRows:
         """Writes all rows into the worker's segment: here and now, by the thread that stepped them."""

@@ -155,7 +155,7 @@ class Connection:
         for index, calls in self._calls.items():
             try:
                 yield from ((index, reading) for reading in read_clock(calls, self.place.identity))
-            except (PSError, ValueError) as error:  # ValueError: grpc's, where the channel was closed meanwhile
+            except PSError as error:
                 log.info("the timeline has no times of shard %d: %s", index, error)
 
     def push_initial(self, buckets: Sequence[BucketSpec]) -> list[Future[PushResult]]:
@@ -192,10 +192,12 @@ class Connection:
         """Drops all drafts: the step that they belong to is not made.
 
         No draft is sent until the next step. Otherwise a shard that has an old draft of the same clock could take it
-        for the one that the step commits, if the commit comes first.
+        for the one that the step commits, if the commit comes first; and where a step was interrupted, a draft of the
+        next one could overtake its pushes, and be refused.
         """
-        dropped = self._draft
+        dropped = self._draft or Draft()
         self._settle_drafts(False)
+        dropped.settle(False)
         self._draft = dropped
 
     def _settle_drafts(self, count: bool) -> dict[int, Future[PushResult]]:

@@ -393,7 +393,7 @@ class SharedRows:
             except NotShared as error:
                 self._troubles.met("room", "rows of %d bytes travel in messages: %s", size, error)
                 return None
-            except (PSError, ValueError) as error:  # ValueError: grpc's, where the channel was closed meanwhile
+            except PSError as error:
                 # The worker has lost its place, or a shard is gone: the calls that follow meet that, too.
                 log.debug("no larger segment for rows now: %s", error)
                 return None

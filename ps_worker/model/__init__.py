@@ -1,5 +1,6 @@
 """A model as flat buffers, its job, and its step.
 
+alike.py            Parameters that several members of a group hold alike: one of them pushes, and hands on
 base.py             The base of a round of local steps: the weights that it begins with
 buffers.py          The flat buffers that a model lies in: one tensor for the weights and one for the gradients
 elements.py         The tensors of a model as a job describes them, whatever their element types

@@ -83,6 +83,8 @@ class FlatModel:
         """Ends the session's hold on the model: removes its hooks. The tensors stay in the buffers."""
         self.gradients.release()
         self.weights.release()
+        if self.base.alike is not None:
+            self.base.alike.release()
 
     # -- gradients, on their way out ---------------------------------------------------------------------------------
 

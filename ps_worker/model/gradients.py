@@ -17,7 +17,7 @@ from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import is_finite
 from ps_worker.model.buffers import FlatBuffers
-from ps_worker.model.sharded import local
+from ps_worker.model.sharded import as_placed, local
 from ps_worker.model.storage import counting_with
 from ps_worker.model.tracked import unwatch_gradient, watched_gradient
 
@@ -129,6 +129,8 @@ class Gradients:
     def _adopt(self, index: int) -> bool:
         """Moves a gradient into the buffers, and frees the memory it was made in; returns whether it was elsewhere."""
         tensor, view = self._buffers.trained[index], self._buffers.gradient_views[index]
+        if index in self._buffers.sharded:
+            as_placed(tensor)
         gradient = local(tensor.grad) if index in self._buffers.sharded else tensor.grad
         if gradient is None or gradient.data_ptr() == view.data_ptr():
             return False

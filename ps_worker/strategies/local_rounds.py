@@ -193,6 +193,7 @@ class LocalRounds:
     def begun(self) -> None:
         """Begins the first round, and begins to count the steps of the script's optimizers."""
         self._begin_round()
+        self._model.base.share_alike(is_first=True)
         self._metrics.rounds.begin()
         is_new = self._loop.participation.connection.place.state is None
         if self._loop.clock and is_new and self._inner.is_empty:

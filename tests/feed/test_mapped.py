@@ -22,6 +22,7 @@ from ps_feed.mapping import HandedOver
 from ps_protocol.errors import Forbidden, NotShared
 from ps_protocol.handover import MappingOffer
 from ps_protocol.messages.editions import BucketPlace, EditionBucket
+from ps_runtime.local_sockets import reach
 from ps_runtime.memory_files import MemoryFile
 from ps_server.config import ServerConfig
 from ps_server.relay import mapped
@@ -266,8 +267,7 @@ def test_a_relay_connects_to_nothing_but_the_socket_of_its_own_users_reader(tmp_
 
 
 def hand(waiting: HandedOver, directory: Path, descriptor: int, nonce: bytes | None = None) -> None:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(directory / waiting.offer.location))
+    with reach(directory, waiting.offer.location, waiting.offer.socket_inode, 5.0) as connection:
         socket.send_fds(connection, [(nonce or waiting.offer.nonce) + b"\0"], [descriptor])
 
 

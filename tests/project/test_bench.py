@@ -113,7 +113,7 @@ SHAPES = {"feed": check_feed}
 
 @pytest.mark.long
 def test_processes_that_abort_or_do_not_end_are_found(tmp_path: Path) -> None:
-    flags = "launches --count 2 --at-once 1 --ends abort,hang --bound 20 --transport tcp --mib 1 --steps 1"
+    flags = "launches --count 2 --at-once 2 --ends abort,hang --bound 15 --transport tcp --mib 1 --steps 1"
     done = python("-m", "bench", *flags.split(), folder=tmp_path, seconds=600)
     assert done.returncode == 1
     assert "promises were broken" in done.stderr

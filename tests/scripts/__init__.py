@@ -2,6 +2,7 @@
 
 train_everything.py       Trains in whichever way its launcher chooses, and leaves its weights in a file
 train_in_group.py         One member of a group, with a model that fully_shard has cut
+train_parallel.py         One member of a group whose model tensor parallel has cut, alone or with fully_shard
 train_cut_anew.py         A process of a job whose checkpoint is restored with another cut of its groups
 train_with_dcp.py         A process that saves and loads by torch.distributed.checkpoint
 train_with_state.py       Dropout, BatchNorm, shuffling, schedulers, noise: all that decides how a run ends
@@ -14,6 +15,7 @@ train_on_slurm.py         What jobs under Slurm run: each step's samples in a fi
 train_on_ray.py           What a worker on Ray runs: it says how far it is, until a file says that it is enough
 validate_and_stop.py      Validation over all workers, ReduceLROnPlateau, early stopping
 huggingface_jobs.py       One function a test of the Trainer and of Accelerate: a worker's script
+accelerated_loaders.py    Loaders that Accelerate alone prepares, or that the session has prepared before
 lightning_jobs.py         One function a test of Lightning and Fabric: a worker's script
 count_steps.py            Each step adds 1 to every weight and row: whether any is lost, or counts in part
 few_threads.py            Runs a command whose user may have few threads

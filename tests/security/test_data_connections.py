@@ -92,6 +92,13 @@ def test_calls_run_side_by_side(worker: RawWorker, client: FrameClient) -> None:
     }
 
 
+def test_a_notice_that_is_the_last_answer_ends_its_call_in_one_frame(worker: RawWorker, client: FrameClient) -> None:
+    request = data_pb2.PullRequest(worker=worker.identity(), clock=0, times_wanted=True)
+    client.send(Kind.PULL, Parts(request.SerializeToString()))
+    assert client.read()[0].kind is Kind.LAST
+    assert client.ask(Kind.PULL, pull(worker, 0)), "and the connection goes on"
+
+
 def test_a_call_that_is_cancelled_waits_no_more(shared: Cluster, worker: RawWorker, client: FrameClient) -> None:
     call = client.send(Kind.PULL, pull(worker, 9))
     held = shared.shards[worker.shard_of[0]].jobs()[worker.spec.name].buckets[0]

@@ -1,0 +1,33 @@
+"""A loader that Accelerate alone prepares is not divided among the workers, and the log says so."""
+
+from __future__ import annotations
+
+from tests.tools.cluster import Cluster
+from tests.tools.framework_processes import needs, run_workers
+
+pytestmark = needs("accelerate")
+SAMPLES = [float(number) for number in range(8)]
+
+
+def test_a_loader_that_accelerate_alone_prepares_is_whole_on_each_worker_which_the_log_says_once(
+    shared: Cluster, job: str
+) -> None:
+    for seen, said in run_workers("accelerated_loaders", "samples_and_warnings", False, cluster=shared, job=job):
+        assert seen == SAMPLES
+        assert [text for text in said if "each of the 2 workers goes through all of its data" in text] == said[:1]
+        assert said
+
+
+def test_a_loader_that_the_session_has_prepared_before_is_divided_and_nothing_is_said(
+    shared: Cluster, job: str
+) -> None:
+    found = run_workers("accelerated_loaders", "samples_and_warnings", True, cluster=shared, job=job)
+    assert sorted(sample for seen, _ in found for sample in seen) == SAMPLES
+    assert [said for _, said in found] == [[], []]
+
+
+def test_a_worker_that_is_alone_is_not_warned(shared: Cluster, job: str) -> None:
+    [(seen, said)] = run_workers(
+        "accelerated_loaders", "samples_and_warnings", False, cluster=shared, job=job, workers=1
+    )
+    assert (seen, said) == (SAMPLES, [])
