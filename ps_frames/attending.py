@@ -18,8 +18,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ps_frames.client import ClientConnection
-from ps_runtime.ending import interruptible, undisturbed
-from ps_runtime.signals import HEARD_SECONDS
+from ps_runtime.signals import HEARD_SECONDS, interruptible, undisturbed
 
 
 class _Bell:
