@@ -7,6 +7,7 @@ rare case, because the thread releases the GIL in between. So a main thread wait
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import signal
 import sys
 import threading
@@ -118,7 +119,8 @@ class Ending:
 def _interrupts_held() -> Iterator[None]:
     """Delays SIGINT until the end of the block. A second SIGINT is handled at once, as the block may take longer than
     expected. For the main thread."""
-    handler = signal.getsignal(signal.SIGINT)
+    # Of `_signal`: the functions of `signal` look for each handler in an enum, which took a tenth of a small step.
+    handler = _signal.getsignal(signal.SIGINT)
     came: list[tuple[int, FrameType | None]] = []
     if not callable(handler):  # ignored, or it ends the process at once
         yield
@@ -131,11 +133,11 @@ def _interrupts_held() -> Iterator[None]:
         else:
             came.append((number, frame))
 
-    signal.signal(signal.SIGINT, note)
+    _signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(signal.SIGINT, handler)
         if came:
             handler(*came[0])
 
