@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from ps_frames.sockets import frames_over
-from ps_frames.wire import HEADER_BYTES, Kind, read_header, write_header
 from torch import nn
 
 from ps_frames import client
 from ps_frames.attending import Attending
 from ps_frames.client import ClientConnection, EachAnswer, OneAnswer, reading_threads
+from ps_frames.frames import HEADER_BYTES, Kind, frames_over, read_header, write_header
 from ps_frames.reading import ReadingThreads
 from ps_protocol.framing import Parts
 from ps_runtime.grpc_status import CallFailed
