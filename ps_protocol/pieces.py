@@ -1,8 +1,8 @@
 """Pieces of parameters: what the members of a group hold, where a worker is a group of processes.
 
-A parameter is cut along one dimension, and each piece is held by one member. The pieces of one name are parameters of
-the job like others: each has its own values, gradients and optimizer state. Together they are the
-parameter of that name.
+A parameter is cut into a grid of boxes, along one dimension or more, and each piece is of one member. The pieces of one
+name are parameters of the job like others: each has its own values, gradients and optimizer state. Together they are
+the parameter of that name.
 """
 
 from __future__ import annotations
@@ -37,11 +37,19 @@ class Stretches:
 def stretches_of(parameter: ParameterSpec) -> Stretches:
     """Returns where a piece that is valid lies. A whole parameter is one stretch."""
     piece, shape, numel = parameter.piece, parameter.shape, parameter.numel
-    cut = None if piece is None else next((d for d, n in enumerate(piece.whole_shape) if shape[d] != n), None)
-    if piece is None or cut is None:
+    cuts = _cut_dimensions(parameter)
+    if piece is None or not cuts:
         return Stretches(0, numel, numel, 1)
-    whole, inner = piece.whole_shape, math.prod(shape[cut + 1 :])
-    return Stretches(piece.offsets[cut] * inner, shape[cut] * inner, whole[cut] * inner, math.prod(shape[:cut]))
+    whole, last = piece.whole_shape, cuts[-1]
+    first = sum(offset * math.prod(whole[d + 1 :]) for d, offset in enumerate(piece.offsets))
+    inner = math.prod(shape[last + 1 :])
+    return Stretches(first, shape[last] * inner, whole[last] * inner, math.prod(shape[:last]))
+
+
+def _cut_dimensions(parameter: ParameterSpec) -> list[int]:
+    """Returns the dimensions along which a piece is shorter than its parameter."""
+    piece = parameter.piece
+    return [] if piece is None else [d for d, n in enumerate(piece.whole_shape) if parameter.shape[d] != n]
 
 
 def validate_pieces(parameters: Sequence[ParameterSpec], group_size: int) -> None:
@@ -124,24 +132,52 @@ def _described(parameter: ParameterSpec) -> str:
 
 
 def _validate_cover(name: str, pieces: Sequence[ParameterSpec]) -> None:
-    """Raises InvalidRequest unless the pieces of a name, cut along one dimension, cover it, each element once."""
+    """Raises InvalidRequest unless the pieces of a name are a grid that covers it, each element once."""
     assert pieces[0].piece is not None
     whole = pieces[0].piece.whole_shape
-    cut = next((d for d, size in enumerate(whole) if pieces[0].shape[d] != size), 0)
-    end = 0
+    cut = sorted({d for each in pieces for d in _cut_dimensions(each)})
+    expected = 1
+    for d in cut or range(min(1, len(whole))):
+        expected *= _validate_cuts(name, pieces, d)
     for each in pieces:
+        _validate_stretches(each)
+    places = {each.piece.offsets for each in pieces if each.piece is not None}
+    if len(places) != len(pieces) or len(pieces) != expected:
+        raise InvalidRequest(
+            f"the pieces of {name!r} are to cover its {whole}, each element once: expected {expected} at "
+            f"as many places, got {len(pieces)} at {len(places)}"
+        )
+
+
+def _validate_cuts(name: str, pieces: Sequence[ParameterSpec], dimension: int) -> int:
+    """Returns into how many parts pieces cut one dimension. Raises InvalidRequest unless these cover it, one after the
+    other."""
+    end, parts, size = 0, 0, 0
+    for each in sorted(pieces, key=lambda each: 0 if each.piece is None else each.piece.offsets[dimension]):
         assert each.piece is not None
-        others = [d for d in range(len(whole)) if d != cut]
-        if any(each.piece.offsets[d] or each.shape[d] != whole[d] for d in others):
+        start, length = each.piece.offsets[dimension], each.shape[dimension]
+        is_next = start == end and length > 0
+        if not is_next and (start, length) != (end - size, size):  # beside the one before, along another dimension
             raise InvalidRequest(
-                f"{name!r} is cut along more than one dimension: {each.shape} from {each.piece.offsets} on, of {whole}"
+                f"the pieces of {name!r} are to cover its {each.piece.whole_shape}, each element once: expected the "
+                f"next one at {end} of dimension {dimension}, got {each.shape} at {start}, of member {each.member}"
             )
-        if not whole or each.piece.offsets[cut] != end or not each.shape[cut]:
-            where = each.piece.offsets[cut] if whole else 0
-            raise InvalidRequest(
-                f"the pieces of {name!r} are to cover its {whole}, each element once: expected the next one at {end} "
-                f"of dimension {cut}, got {each.shape} at {where}, of member {each.member}"
-            )
-        end += each.shape[cut]
-    if end != whole[cut]:
-        raise InvalidRequest(f"the pieces of {name!r} end at {end} of dimension {cut}, and it has {whole[cut]} there")
+        if is_next:
+            end, parts, size = end + length, parts + 1, length
+    assert pieces[0].piece is not None
+    whole = pieces[0].piece.whole_shape[dimension]
+    if end != whole:
+        raise InvalidRequest(f"the pieces of {name!r} end at {end} of dimension {dimension}, and it has {whole} there")
+    return parts
+
+
+def _validate_stretches(piece: ParameterSpec) -> None:
+    """Raises InvalidRequest for a piece whose elements are not in stretches that are equally far apart: it is cut along
+    two dimensions, and there is something before the first or more than two of them."""
+    cuts = _cut_dimensions(piece)
+    if len(cuts) > 1 and (len(cuts) > 2 or math.prod(piece.shape[: cuts[0]]) > 1):
+        assert piece.piece is not None
+        raise InvalidRequest(
+            f"{piece.name!r} is cut along its dimensions {cuts}: {piece.shape} from {piece.piece.offsets} on, of "
+            f"{piece.piece.whole_shape}. A piece is cut along one dimension, or along the first and one other"
+        )

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ps_protocol.errors import NotShared
+
 LEFT_SECONDS = 60.0  # a socket begins to listen microseconds after it gets its name
 _CREDENTIALS = struct.Struct("3i")
 
@@ -83,6 +85,25 @@ def connect(descriptor: int, seconds: float) -> socket.socket:
     except OSError:
         connection.close()
         raise
+    return connection
+
+
+def reach(directory: Path, name: str, inode: int, seconds: float) -> socket.socket:
+    """Connects to a socket of this user, of whose name and inode number another process has told. seconds: as `connect`
+
+    Raises NotShared where there is another file, or another user's, and OSError as `opened` and `connect` do.
+    """
+    where = f"the socket {name} in {directory}"
+    with opened(directory, name) as file:
+        status = os.fstat(file)
+        if not is_private_socket(status):
+            raise NotShared(f"{where} must be a unix socket of this process' user alone (mode 0600)")
+        if status.st_ino != inode:
+            raise NotShared(f"{where} is another one: it has inode {status.st_ino}, not {inode}")
+        connection = connect(file, seconds)
+    if peer_of(connection).uid != os.geteuid():
+        connection.close()
+        raise NotShared(f"{where} is served by another user")
     return connection
 
 

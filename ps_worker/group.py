@@ -32,8 +32,7 @@ import torch.distributed as dist
 
 from ps_protocol.errors import BY_REASON, InvalidRequest, PSError
 from ps_protocol.messages.workers import JoinResult, member_states
-from ps_runtime.ending import undisturbed
-from ps_runtime.signals import HEARD_SECONDS
+from ps_runtime.signals import HEARD_SECONDS, undisturbed
 
 log = logging.getLogger("ps_worker")
 
@@ -68,6 +67,7 @@ class Group:
     size:   how many there are
     member: which of them this one is, from 0
     ranks:  of the processes in the default process group
+    data:   the share of the group's data that this member has, as (index, how many shares)
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -77,6 +77,7 @@ class Group:
         dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
         self._gloo: Any = dist.new_group(list(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
+        self.data = self.member, self.size
         self._call, self._met = "", 0  # of the script, and how often the members have met in it
         self._under_way: tuple[Collectives[Any], Any] | None = None  # an exchange, and its collective that has begun
         self._waits_since: float | None = None
@@ -221,6 +222,22 @@ class Group:
             return made if self.member == 0 else content.numpy().tobytes()
 
         return self._make(exchange())
+
+    def hand_out(self, contents: Sequence[tuple[int, torch.Tensor]], take: Callable[[], None]) -> None:
+        """Overwrites tensors on the host, of the same sizes on all members, with the content that one member has.
+
+        contents: the number of that member, and the tensor
+        take:     is called once all have come, also where this call was interrupted, before the next one
+        """
+
+        def exchange() -> Collectives[None]:
+            yield from self._meeting()
+            for member, content in contents:
+                source = dist.get_global_rank(self._gloo, member)
+                yield dist.broadcast(content, source, group=self._gloo, async_op=True)
+            take()
+
+        self._make(exchange())
 
     def check_alike(self, own: str) -> None:
         """Raises InvalidRequest, on all members, where one says another thing of this worker than the first one."""

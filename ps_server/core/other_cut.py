@@ -300,8 +300,9 @@ def shared(one: SliceOfPiece, other: SliceOfPiece) -> Iterator[tuple[Stretches, 
         yield from _by_stretch(one, other, first, last)
         return
     row = in_rows[0].step if in_rows else last
-    begin = max([0, *(lies.first for lies in in_rows)])
-    end = min([row, *(lies.first + lies.length for lies in in_rows)])
+    columns = [(lies.first % row, lies.first % row + lies.length) for lies in in_rows]
+    begin = max([0, *(column for column, _ in columns)])
+    end = min([row, *(column for _, column in columns)])
     if begin >= end:
         return
     full = range(-((begin - first) // row), (last - end) // row + 1)  # the rows whose columns are all in the span

@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 
 from ps_protocol.errors import NotShared, TryLater
-from ps_protocol.segment_layout import HANDED_OVER, HANDOVER_SECONDS, NONCE_BYTES, SOCKET_PREFIX, SegmentOffer
+from ps_protocol.handover import HANDED_OVER, HANDOVER_SECONDS, NONCE_BYTES, SOCKET_PREFIX
+from ps_protocol.segment_layout import SegmentOffer
 from ps_runtime.background import start
 from ps_runtime.local_sockets import listen, remove_leftovers
 from ps_runtime.memory import free_bytes

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from ps_protocol.errors import NotFound, PSError, UnknownWorker
+from ps_protocol.errors import FinishedWithout, JobFinished, NotFound, PSError, UnknownWorker
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
 from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap, read_script, write_script
-from ps_runtime.daemon_pool import Closed
+from ps_runtime.pools import Closed
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.first_rows import RowsBefore
@@ -38,6 +38,7 @@ from ps_worker.model.flat import FlatModel
 from ps_worker.model.state_transfer import States, state_assignments
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.recording import Timeline
+from ps_worker.values import Registration
 
 log = logging.getLogger("ps_worker")
 
@@ -106,13 +107,11 @@ class Participation:
     def join(self, spec: JobSpec) -> JobSpec:
         """Registers a job and takes a place in it; returns it with the size of its buckets.
 
-        Raises JobMismatch, JobInUse, Unreachable and other PSErrors; JobFinished in a process that comes late.
+        Raises JobMismatch, JobInUse, Unreachable and other PSErrors; JobFinished in a process that comes late, and
+        FinishedWithout where this process has trained another job of its launch.
         """
         for last in (False, True):
-            is_late = self.options.launch.is_unique and self._where not in _taken_part  # if the job has finished
-            launch = self.options.launch.name if is_late else ""
-            place = self.options.memory_place
-            registered = self._together(lambda: self.coordinator.register(spec, launch, place))  # noqa: B023
+            registered = self._together(lambda: self._register(spec))
             if last:
                 log.warning("job %r ended while this worker waited for a place: it begins the job anew", spec.name)
             self._shard_map, self.stage_limit = registered.shard_map, registered.stage_limit
@@ -126,6 +125,17 @@ class Participation:
                 if last or self.is_closed:
                     raise
         raise AssertionError
+
+    def _register(self, spec: JobSpec) -> Registration:
+        is_late = self.options.launch.is_unique and self._where not in _taken_part  # if the job has finished
+        launch = self.options.launch.name if is_late else ""
+        try:
+            return self.coordinator.register(spec, launch, self.options.memory_place)
+        except JobFinished as error:
+            # A process that has trained is in the middle of its script: an end with 0 would look like the script's own.
+            if not any(launch == trained for _, trained in _taken_part):
+                raise
+            raise FinishedWithout(f"this worker has trained, and finds its next job without it: {error}") from error
 
     @property
     def _where(self) -> tuple[str, str]:
@@ -228,8 +238,7 @@ class Participation:
 
     def beside(self, options: JobOptions) -> Participation:
         """Returns this worker's part in another job, which it has not joined yet. Its figures are those of this one."""
-        unique = replace(options.launch, is_unique=False)  # whether it has finished is the first job's to say
-        return Participation(replace(options, launch=unique), self._metrics_address, self._started)
+        return Participation(options, self._metrics_address, self._started)
 
     # -- the current place -------------------------------------------------------------------------------------------
 
@@ -268,10 +277,11 @@ class Participation:
 
     def share(self) -> tuple[int, int]:
         """Returns the share of the data of this process, as (index, how many shares); in an elastic job, among those
-        live. Each member of a group has one."""
+        live. In a group, members that have unlike batches have one each."""
         ranks = self.ranks
         if self.group is not None:
-            return self.rank * self.group.size + self.group.member, self.world_size * self.group.size
+            index, shares = self.group.data
+            return self.rank * shares + index, self.world_size * shares
         if self.options.world_size or self.rank not in ranks:
             return self.rank, self.world_size
         return ranks.index(self.rank), len(ranks)

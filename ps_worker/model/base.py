@@ -19,8 +19,8 @@ import torch
 from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import is_finite
-from ps_worker.model.buffers import FlatBuffers
-from ps_worker.model.weights import Weights
+from ps_worker.model.alike import HeldAlike
+from ps_worker.model.buffers import FlatBuffers, Weights
 
 
 class Base:
@@ -30,6 +30,7 @@ class Base:
 
     is_separate: the base lies where pulls land, and the weights have memory of their own
     is_there:    the memory has the complete base: no difference, and no pull that is under way
+    alike:       what other members of the group own of it; None: there is none
     """
 
     def __init__(self, buffers: FlatBuffers, weights: Weights) -> None:
@@ -37,6 +38,7 @@ class Base:
         self._buffers = buffers
         self._weights = weights
         self.is_separate = buffers.spec.has_separate_base
+        self.alike: HeldAlike | None = None
 
     def keep(self) -> None:
         """Makes the current weights the base. A separate base is complete already: the pull has written it."""
@@ -57,6 +59,8 @@ class Base:
         else:
             self._buffers.copy_weights(back=True)
         self._weights.landed()
+        if self.alike is not None:
+            self.alike.go_back()
 
     def subtract(self) -> None:
         """Computes the difference of the whole model, base - weights. The base is overwritten unless it is separate."""
@@ -86,10 +90,18 @@ class Base:
         self._weights.landed()
         self.is_there = True
 
+    def share_alike(self, is_first: bool = False) -> None:
+        """Has the members of a group hand what they hold alike from its owner to the others. is_first: also what no
+        optimizer steps
+        """
+        if self.alike is not None:
+            self.alike.share(self.values() if self._buffers.spec.local is not None else {}, is_first)
+
     def values(self) -> dict[int, torch.Tensor]:
         """Returns the base by the id of the parameter, as views of the buffers."""
         views = self._views()
-        return {id(tensor): views[index] for index, tensor in self._buffers.trained.items()}
+        found = {id(tensor): views[index] for index, tensor in self._buffers.trained.items()}
+        return found if self.alike is None else found | self.alike.base
 
     def _views(self) -> dict[int, torch.Tensor]:
         """Returns the base by parameter, each in its shape."""

@@ -36,7 +36,8 @@ def with_empty_shards(
             described = next((each[position] for each in told if each[position]), {})
             if described:
                 found[parameter] = {name: _state(parameter, number) for name, number in described.items()}
-    return found
+    # In one order on all members: who puts it together makes collectives of one after the other.
+    return {each: dict(sorted(found[each].items())) for each in parameters if each in found}
 
 
 def _described(parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Described:

@@ -32,12 +32,6 @@ def check_group(spec: JobSpec) -> None:
             f"workers that are groups of processes have no tables of rows, and the model has "
             f"{spec.tables[0].rows.name!r}"
         )
-    whole = next((each for each in spec.parameters if each.piece is None and each.group is not None), None)
-    if whole is not None:
-        raise Unsupported(
-            f"{whole.name} is whole in each process of the group, and an optimizer steps it: shard it, too, by calling "
-            "fully_shard on the model as a whole after its layers"
-        )
 
 
 def described_together(
@@ -62,9 +56,11 @@ def described_together(
 
 
 def _combined(told: Sequence[bytes]) -> JobSpec:
-    """Returns the job of a group: the pieces of all members, and the whole tensors of the first one."""
+    """Returns the job of a group: the pieces of all members, and the whole tensors of the first one. What several hold
+    alike is once there, as the lowest one's.
+    """
     specs = [job_spec_from_data(json.loads(each)) for each in told]
-    parameters: list[ParameterSpec] = []
+    parameters: dict[tuple[object, ...], ParameterSpec] = {}
     for member, spec in enumerate(specs):
         unlike = difference(replace(specs[0], parameters=()), replace(spec, parameters=()))
         if unlike is not None:
@@ -75,26 +71,26 @@ def _combined(told: Sequence[bytes]) -> JobSpec:
                 f"members 0 and {member} of this worker's group have unlike tensors that are not sharded: "
                 "parameters and buffers of a model are the same in all of its processes"
             )
-        pieces = [replace(each, member=member) for each in spec.parameters if each.piece is not None]
-        parameters += [*wholes, *pieces] if member == 0 else pieces
-    return replace(specs[0], parameters=tuple(parameters))
+        for each in spec.parameters:
+            parameters.setdefault((each.key, each.shape), replace(each, member=member))
+    return replace(specs[0], parameters=tuple(parameters.values()))
 
 
 def _tensors(
     spec: JobSpec, parameters: Sequence[ParameterSpec], tensors: Sequence[torch.Tensor], member: int
 ) -> list[torch.Tensor]:
-    """Returns the tensors of a group's job as one member has them: in the place of others' pieces, tensors without
-    memory.
+    """Returns the tensors of a group's job as one member has them: in the place of pieces that it has not, tensors
+    without memory.
 
     parameters, tensors: of this member
     """
     own = {each.key: tensor for each, tensor in zip(parameters, tensors, strict=True)}
     found = []
     for each in spec.parameters:
-        if each.piece is None or each.member == member:
-            if each.key not in own:
-                raise InvalidRequest(f"{each.name} is not in this process")
+        if each.key in own:
             found.append(own[each.key])
+        elif each.piece is None or each.member == member:
+            raise InvalidRequest(f"{each.name} is not in this process")
         else:
             found.append(torch.empty(each.shape, dtype=TORCH_DTYPES[each.dtype], device="meta"))
     return found

@@ -18,7 +18,7 @@ from ps_worker.group import Group
 from ps_worker.model.elements import element_spec, is_trained, parts_that_travel
 from ps_worker.model.group_spec import described_together
 from ps_worker.model.refused import refuse_lazy, refuse_sparse, refuse_sync_batch_norm, refuse_wrapped
-from ps_worker.model.sharded import is_sharded, local, piece_of
+from ps_worker.model.sharded import data_share, is_sharded, local, piece_of, uses_fsdp
 from ps_worker.tables.modules import named_tables
 from ps_worker.tables.server_rows import described_tables
 from ps_worker.tables.stepping import check, group_of, optimizer_of
@@ -47,6 +47,8 @@ def describe(
         spec, tensors = _described(models, optimizers, options, () if group is None else group.ranks)
         return replace(spec, name=name, consistency=consistency, world_size=world_size), tensors
 
+    if group is not None:
+        group.data = data_share(models)
     spec, tensors = own() if group is None else described_together(group, own)
     validate(spec)
     return spec if options.bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
@@ -121,6 +123,11 @@ def _parameters(
             continue
         if number is not None and not is_trained(key, tensor):
             number, optimizer = None, 0
+        if group and number is not None and uses_fsdp(models):  # its gradient is of this process' own batch
+            raise Unsupported(
+                f"{key} is whole in each process of the group, and an optimizer steps it: shard it, too, by calling "
+                "fully_shard on the model as a whole after its layers"
+            )
         for name, part in parts_that_travel(key, tensor):
             shape, dtype, element = element_spec(part, number is not None)
             is_saved = id(tensor) not in not_saved

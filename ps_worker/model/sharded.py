@@ -1,15 +1,19 @@
-"""Tensors that the processes of a group hold in pieces: DTensors, as `fully_shard` makes of a model's parameters.
+"""Tensors that the processes of a group hold in pieces: DTensors, as `fully_shard` and tensor parallelism make of a
+model's parameters.
 
-What this process trains of one is its local shard. A parameter of a job is then a piece: ps_protocol/pieces.py.
+What this process trains of one is its local shard. A parameter of a job is then a piece: ps_protocol/pieces.py. Several
+processes may hold a piece, or the whole tensor, alike: where a dimension of the mesh replicates it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.layout import ParameterSpec, PiecePlace
@@ -41,15 +45,47 @@ def like(tensor: Any, values: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def as_placed(tensor: Any) -> None:
+    """Has the gradient of a DTensor be placed as the DTensor is: that of a replicated one may be a sum of which each
+    process has a part. A collective of its mesh, in all processes at the same point of backward.
+    """
+    gradient = tensor.grad
+    if is_sharded(gradient) and tuple(gradient.placements) != tuple(tensor.placements):
+        tensor.grad = gradient.redistribute(placements=tensor.placements)
+
+
+def uses_fsdp(models: Iterable[nn.Module]) -> bool:
+    """Whether `fully_shard` was called on any module."""
+    return next(_fsdp_modules(models), None) is not None
+
+
+def _fsdp_modules(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    for model in models:
+        yield from (each for each in model.modules() if any(k.__name__ == "FSDPModule" for k in type(each).__mro__))
+
+
+def data_share(models: Iterable[nn.Module]) -> tuple[int, int]:
+    """Returns the share of a group's data that this process has, as (index, how many shares). Processes between which
+    `fully_shard` cuts a model have unlike batches; those among which tensor parallelism cuts it have the same.
+    """
+    found: list[Any] = [p for each in _fsdp_modules(models) for p in each.parameters() if is_sharded(p)]
+    if not found:
+        return 0, 1
+    tensor = max(found, key=lambda each: each.device_mesh.ndim)
+    # The first dimension of the mesh. Of HSDP with one replica the second.
+    dimension = 0 if _is_cut(tensor.placements[0]) or tensor.device_mesh.ndim == 1 else 1
+    return tensor.device_mesh.get_local_rank(dimension), tensor.device_mesh.shape[dimension]
+
+
 def piece_of(key: str, tensor: Any, ranks: Sequence[int]) -> ParameterSpec | None:
-    """Returns the piece of a DTensor that is here, with no group yet; None: none of it is.
+    """Returns the piece of a DTensor that is here, with no group yet; the whole if all is here, None if nothing is.
 
     ranks: of the group's processes
-    Raises Unsupported for one that is not cut along one dimension over all of the group, InvalidRequest for another
-    mesh.
+    Raises Unsupported for one of HSDP, or whose place in the whole cannot be told; InvalidRequest for another mesh.
     """
     mesh = [int(rank) for rank in tensor.device_mesh.mesh.flatten()]
-    if sorted(mesh) != sorted(ranks):
+    # A mesh of some of them: the same parameter is in the meshes of the others, too.
+    if not set(mesh) <= set(ranks) or len(ranks) % len(mesh):
         raise InvalidRequest(
             f"{key} is sharded over the processes {mesh}, and the group that prepare got has {list(ranks)}: hand over "
             "the mesh that the model is sharded over"
@@ -58,38 +94,67 @@ def piece_of(key: str, tensor: Any, ranks: Sequence[int]) -> ParameterSpec | Non
         raise Unsupported(
             f"{key} is a DTensor of {tensor.dtype}, and pieces have one of {', '.join(DTYPE_NAMES.values())}"
         )
-    sizes = tensor.device_mesh.shape
-    cuts = [(d, each) for d, each in enumerate(tensor.placements) if sizes[d] > 1 or each.is_shard()]
-    is_cut = len(cuts) == 1 and type(cuts[0][1]).__name__ == "Shard"
-    if not is_cut and len(ranks) > 1:
-        raise Unsupported(
-            f"{key} is placed {tuple(tensor.placements)} over its mesh of {tuple(sizes)}, and a group trains "
-            f"parameters that are cut along one dimension over all of its processes: {_way_out(tensor)}"
-        )
     whole, shape = tuple(tensor.shape), tuple(tensor._local_tensor.shape)
-    offsets = [0] * len(whole)
-    if is_cut:
-        mesh_dimension, placement = cuts[0]
-        cut, count = placement.dim, sizes[mesh_dimension]
-        size = -(-whole[cut] // count)  # as torch.chunk cuts: the last pieces may be shorter, or empty
-        offsets[cut] = min(whole[cut], size * tensor.device_mesh.get_local_rank(mesh_dimension))
+    place = _place(key, tensor)
+    if place.shape != shape:
+        raise Unsupported(
+            f"{key} is placed {tuple(tensor.placements)} over its mesh of {tuple(tensor.device_mesh.shape)}. There "
+            f"this process has {place.shape} of its {whole}, and its local shard has {shape}"
+        )
     if tensor._local_tensor.numel() == 0:
         return None
-    return ParameterSpec(key, shape, DTYPE_NAMES[tensor.dtype], None, piece=PiecePlace(whole, tuple(offsets)))
+    is_cut = any(size > 1 and _is_cut(each) for size, each in _over_mesh(tensor)) or len(ranks) == 1
+    piece = PiecePlace(whole, place.offsets) if is_cut and whole else None
+    return ParameterSpec(key, shape, DTYPE_NAMES[tensor.dtype], None, piece=piece)
 
 
-def _way_out(tensor: Any) -> str:
-    """Returns what to do in place of the way in which a DTensor is placed."""
-    dimensions = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    over = [(size, type(each).__name__) for size, each in dimensions if size > 1]
-    if [name for _, name in over] == ["Replicate", "Shard"]:
-        (replicas, _), (shards, _) = over
-        return (
-            f"for HSDP have each of its {replicas} replicas be a group, which calls fully_shard over a mesh of one "
-            f"dimension with its {shards} processes, as the servers combine the groups (ps-worker run --workers "
+def _over_mesh(tensor: Any) -> list[tuple[int, Any]]:
+    """Returns the size of each dimension of a DTensor's mesh, with its placement there."""
+    return list(zip(tensor.device_mesh.shape, tensor.placements, strict=True))
+
+
+def _is_cut(placement: Any) -> bool:
+    return type(placement).__name__ in ("Shard", "_StridedShard")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a box lies in a tensor."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def _place(key: str, tensor: Any) -> _Place:
+    """Returns the box of a DTensor that is here, as torch.chunk cuts: the last ones may be shorter, or empty.
+
+    `fully_shard` cuts what tensor parallelism has left to a process: where both cut one dimension, its placement is
+    called strided, and is made last.
+    """
+    _refuse_replicas(key, tensor)
+    offsets, shape = [0] * len(tensor.shape), list(tensor.shape)
+    each = list(enumerate(_over_mesh(tensor)))
+    for mesh_dimension, (count, placement) in sorted(each, key=lambda e: type(e[1][1]).__name__ == "_StridedShard"):
+        if not _is_cut(placement):
+            continue
+        cut = placement.dim
+        size = -(-shape[cut] // count)
+        first = min(shape[cut], size * tensor.device_mesh.get_local_rank(mesh_dimension))
+        offsets[cut] += first
+        shape[cut] = min(size, shape[cut] - first)
+    return _Place(tuple(offsets), tuple(shape))
+
+
+def _refuse_replicas(key: str, tensor: Any) -> None:
+    """Raises Unsupported for parameters of HSDP, and for values that are a part of a sum."""
+    over = [(size, each) for size, each in _over_mesh(tensor) if size > 1]
+    placed = f"{key} is placed {tuple(tensor.placements)} over its mesh of {tuple(tensor.device_mesh.shape)}"
+    if any(not _is_cut(each) and type(each).__name__ != "Replicate" for _, each in over):
+        raise Unsupported(f"{placed}, and a group trains parameters that are sharded or replicated")
+    if len(over) > 1 and not _is_cut(over[0][1]) and _is_cut(over[1][1]):
+        (replicas, _), (shards, _) = over[:2]
+        raise Unsupported(
+            f"{placed}: for HSDP have each of its {replicas} replicas be a group, which calls fully_shard over a mesh "
+            f"of one dimension with its {shards} processes, as the servers combine the groups (ps-worker run --workers "
             f"{replicas} --group {shards})"
         )
-    return (
-        "in place of tensor parallel, alone or with FSDP, call fully_shard over a mesh of one dimension with all "
-        "processes of the group"
-    )

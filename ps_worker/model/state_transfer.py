@@ -87,9 +87,7 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 
 def state_assignments(spec: JobSpec, layout: Layout, states: States) -> Iterator[BucketAssignment]:
     """Yields the assignments after which the parameters in `states` have that state and no other."""
-    for bucket in layout.buckets:
-        if bucket.frozen:
-            continue
+    for bucket in layout.trained:
         given = {p: states[part.parameter] for p, part in enumerate(bucket.slices) if part.parameter in states}
         if not given:
             continue

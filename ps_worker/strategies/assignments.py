@@ -30,11 +30,12 @@ from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.participation import Participation, end_last_step
 from ps_worker.group import Group, in_call
 from ps_worker.metrics import WorkerMetrics, added
+from ps_worker.model.alike import beside
 from ps_worker.model.empty_shards import with_empty_shards
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.script_stages import Stage, tensors_in
-from ps_worker.model.sharded import is_sharded, like, local
+from ps_worker.model.sharded import is_sharded
 from ps_worker.model.state_transfer import StateCollector, States, check_states, state_assignments
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.values import BucketAssignment
@@ -189,6 +190,8 @@ class Assignments:
             if group is not None:  # a fetch is a call of all members, and one may have none of these parameters
                 lacks = b"lacks" in group.gather(b"lacks" if lacks else b"")
             own = self._by_tensor(parameters, {**(fetch() if lacks else {}), **(states or {})})
+            alike = self._model.base.alike
+            own = own if alike is None else {**own, **alike.states(own)}
             return with_empty_shards(group, tensors_in(stage.optimizers[optimizer]), own)
 
     def _loaded(self, parameters: Set[int]) -> States | None:
@@ -202,7 +205,7 @@ class Assignments:
     def _by_tensor(self, parameters: Set[int], states: States) -> dict[torch.Tensor, Mapping[str, torch.Tensor]]:
         return {
             self._tensors[index]: {
-                name: _beside(self._tensors[index], name, value) for name, value in states[index].items()
+                name: beside(self._tensors[index], name, value) for name, value in states[index].items()
             }
             for index in sorted(parameters & states.keys())
             if states[index]
@@ -360,9 +363,3 @@ def fetched_states(
         with in_call(participation.group, "optimizer.state_dict"):
             if in_place(fetch) is None:
                 return collector.states
-
-
-def _beside(tensor: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
-    """Returns state on its parameter's device, and of its kind; numbers stay on the host, as torch keeps them."""
-    is_like = value.shape == local(tensor).shape and name != "step"
-    return like(tensor, value.to(tensor.device)) if is_like else value

@@ -61,7 +61,8 @@ class GradientSteps:
         return (BesideCheckpoint if self._beside else WorkerCheckpoint)(device, save)
 
     def begun(self) -> None:
-        """Does nothing: the next backward begins a step."""
+        """Has members of a group hand on what they hold alike. The next backward begins a step."""
+        self._maker.model.base.share_alike(is_first=True)
 
     def tell_script(self) -> None:
         """Begins to answer requests of workers that join late for what the script has set."""

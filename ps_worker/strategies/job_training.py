@@ -28,7 +28,7 @@ import torch
 from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.errors import UnknownWorker, Unsupported
 from ps_protocol.messages.workers import JoinResult, SavedState
-from ps_runtime.ending import is_cut_short, undisturbed
+from ps_runtime.signals import is_cut_short, undisturbed
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step, teller
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
@@ -93,16 +93,16 @@ class JobTraining:
         self.stages = JobStages(participation, steps, self.assignments, added, lambda: self.checkpoint)
         self._metrics = metrics
         group, to_come = participation.group, (self._end, self._leave_out, self._push, self.come_back, self._broke_off)
-        self._together = None if group is None else StepsTogether(group, participation, self.assignments, *to_come)
+        given = self.assignments, *to_come, self.model.base
+        self._together = None if group is None else StepsTogether(group, participation, *given)
         self._sender = StateSender(participation.coordinator, participation.members)
         self.sent: SentStep | None = None
         self.unfinished: Unfinished | None = None
         self.lag = 0
         self._counted: int | None = None  # the clock of the last step of this process that counts
         self._restore_count = participation.connection.place.restore_count  # the rollbacks that this worker has made
-        self.rolled_back = False
+        self.rolled_back = self._closing = False
         self._left: tuple[int, SetByScript] | None = None  # its clock, and what the script had set, in a lost place
-        self._closing = False
         self._beside = beside
         self.kind = kind(self)
         self.checkpoint = self.kind.make_checkpoint(device, self._sender.send)
@@ -344,7 +344,7 @@ class JobTraining:
             with named(PUSH):
                 ahead = () if tables is None else tables.ask_ahead()
                 pushed, pulls, committing = connection.push_pull(
-                    pushes, step.drafts_hold, step.rows, ranges, ahead, begun=begun
+                    pushes, step.drafts_hold, step.rows, ranges, ahead, begun=begun, is_awaited=True
                 )
             if tables is not None:
                 tables.sent()

@@ -27,7 +27,7 @@ from ps_protocol.batches import MAX_PUSH_RANGES
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient, Unsupported
 from ps_protocol.local import Local
 from ps_protocol.messages.workers import SavedState
-from ps_runtime.ending import interruptible, is_cut_short
+from ps_runtime.signals import interruptible, is_cut_short
 from ps_worker.group import in_call
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.job_spec import check_known
@@ -193,6 +193,7 @@ class LocalRounds:
     def begun(self) -> None:
         """Begins the first round, and begins to count the steps of the script's optimizers."""
         self._begin_round()
+        self._model.base.share_alike(is_first=True)
         self._metrics.rounds.begin()
         is_new = self._loop.participation.connection.place.state is None
         if self._loop.clock and is_new and self._inner.is_empty:

@@ -22,9 +22,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.layout import bucket_layout
-from ps_runtime.ending import is_cut_short
+from ps_protocol.job import JobSpec, added_name
+from ps_protocol.layout import Layout, bucket_layout
 from ps_runtime.launch_id import is_launched
+from ps_runtime.signals import is_cut_short
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.shared_memory import check_transport
@@ -40,11 +41,12 @@ from ps_worker.data.loaders import (
 )
 from ps_worker.group import group_of, in_call
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
+from ps_worker.model.alike import held_alike
 from ps_worker.model.job_spec import describe
 from ps_worker.model.state_transfer import states_before
 from ps_worker.model.step import StepMaker
 from ps_worker.model.stepped_alone import SteppedAlone, refuse
-from ps_worker.strategies.added import AddedGroups, added_name
+from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.gradient_steps import GradientSteps
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.local_rounds import LocalRounds, outer_optimizer
@@ -267,15 +269,14 @@ def join(
         spec = participation.join(described)
         named = list(zip(spec.optimizers, optimizers, strict=True))
         tables = ServerTables(named_tables(models), spec.non_finite)
-        layout, timeline = bucket_layout(spec.parameters, spec.bucket_bytes), participation.timeline
-        layout = layout if group is None else replace(layout, member=group.member)
-        timeline.describe(layout, None if group is None else group.member)
+        layout = _described_layout(participation, spec)
         steps = StepMaker(
             *(spec, tensors, layout, named, tables, options.overlap, metrics),
             draft=lambda full: participation.connection.draft(full),
-            timeline=timeline,
+            timeline=participation.timeline,
         )
         undo.callback(steps.model.release)
+        steps.model.base.alike = held_alike(group, spec, tensors)
         checkpoint_wanted = participation.connect(steps.model, states, tables)
 
         def begin(number: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> JobTraining:
@@ -296,6 +297,14 @@ def join(
         tables.forget()
         undo.pop_all()
         return training
+
+
+def _described_layout(participation: Participation, spec: JobSpec) -> Layout:
+    """Returns the layout of a job, as this process has it, and as its timeline is told."""
+    member = None if participation.group is None else participation.group.member
+    layout = replace(bucket_layout(spec.parameters, spec.bucket_bytes), member=member)
+    participation.timeline.describe(layout, member)
+    return layout
 
 
 def _kind_of_steps(

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ps_runtime.ending import interruptible
+from ps_runtime.signals import interruptible
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.group import Group
+from ps_worker.model.base import Base
 from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.unfinished import Fate, Unfinished
 
@@ -29,7 +30,7 @@ _FATES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepsTogether:
     """What one member does of a step with the others. For the training thread.
 
@@ -39,6 +40,7 @@ class StepsTogether:
     push:      pushes it, with all members
     come_back: takes the next place, with all members
     broke_off: ends what an error has broken off
+    base:      hands what members hold alike to those that do not own it
     """
 
     group: Group
@@ -49,7 +51,9 @@ class StepsTogether:
     push: Callable[[], None]
     come_back: Callable[[], bool]
     broke_off: Callable[[BaseException], None]
+    base: Base
     _signals: list[BaseException] = field(default_factory=list)
+    _has_failed: bool = False  # the push of the step at hand, for some member: weights may be there all the same
 
     def step(self, index: int | None) -> bool | None:
         """Makes a step of one optimizer, or of none. Returns what JobTraining.in_place does."""
@@ -74,15 +78,18 @@ class StepsTogether:
 
     def _in_place(self, make: Callable[[], None]) -> bool | None:
         """Makes a call of all members, whose errors all of them raise; where the place is lost, takes the next one."""
+        self._has_failed, came_back = False, None
         try:
             make()
-            return None
         except PlaceLost:
-            pass
+            came_back = self.come_back()
         except BaseException as error:
             self.broke_off(error)
+            if self._has_failed:
+                self.base.share_alike()
             raise
-        return self.come_back()
+        self.base.share_alike()
+        return came_back
 
     def _end(self, index: int | None) -> None:
         """Ends the step at hand on all members. Raises what any of them raises."""
@@ -110,6 +117,8 @@ class StepsTogether:
         self.assignments.rely_on(-lowest, self.participation.rank)
         if lost is not None:
             raise lost
+        if not some_empty and self.base.alike is not None:
+            self.base.alike.check()
         if some_assign:
             self.group.all_through(self._assign)
 
@@ -122,6 +131,7 @@ class StepsTogether:
         go on from that clock, and what shards have not had of it is left out, or pushed again from the next place."""
         unfinished.begun = unfinished.begun or clock
         if not isinstance(error, PlaceLost):
+            self._has_failed = True
             self.participation.connection.fail(clock)
 
     def fate(self, own: Fate) -> Fate:

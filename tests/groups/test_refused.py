@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import ps_torch
 from ps_protocol.errors import InvalidRequest, Unsupported
@@ -136,6 +136,10 @@ def dtensor(mesh: Mesh, placements: list[Placement], whole: tuple[int, ...], her
         ([Shard(0)], (4,), (5,), (1,), 2, PiecePlace((5,), (4,))),
         ([Shard(0)], (4,), (5,), (0,), 3, None),
         ([Replicate(), Shard(0)], (1, 2), (5, 4), (2, 4), 1, PiecePlace((5, 4), (3, 0))),
+        ([Replicate()], (2,), (5, 4), (5, 4), 1, None),
+        ([Shard(0), Replicate()], (2, 2), (5, 4), (2, 4), 1, PiecePlace((5, 4), (3, 0))),
+        ([Shard(0), Shard(1)], (2, 2), (5, 4), (2, 2), 1, PiecePlace((5, 4), (3, 2))),
+        ([_StridedShard(0, split_factor=2), Shard(0)], (2, 2), (11,), (2,), 1, PiecePlace((11,), (9,))),
     ],
 )
 def test_where_a_piece_lies(
@@ -154,19 +158,20 @@ def test_where_a_piece_lies(
 @pytest.mark.parametrize(
     ("placements", "shape", "said"),
     [
-        ([Replicate()], (2,), "in place of tensor parallel"),
-        ([Shard(0), Shard(1)], (2, 2), "in place of tensor parallel"),
-        ([Shard(0), Replicate()], (2, 2), "in place of tensor parallel"),
+        ([Partial()], (2,), "a group trains parameters that are sharded or replicated"),
         ([Replicate(), Shard(0)], (2, 3), r"for HSDP have each of its 2 replicas .* \(.* --workers 2 --group 3\)"),
         ([Replicate(), Shard(0), Replicate()], (3, 2, 1), r"for HSDP .* --workers 3 --group 2"),
     ],
 )
 def test_a_parameter_that_is_placed_otherwise(placements: list[Placement], shape: tuple[int, ...], said: str) -> None:
     mesh = Mesh(*shape)
-    with pytest.raises(Unsupported, match=r"w is placed .* along one dimension over all of its processes: ") as raised:
+    with pytest.raises(Unsupported, match=rf"w is placed .*{said}"):
         piece_of("w", dtensor(mesh, placements, (8, 8), (4, 8)), range(mesh.mesh.numel()))
-    assert re.search(said, str(raised.value))
-    assert "fully_shard over a mesh of one dimension" in str(raised.value)
+
+
+def test_a_shard_that_is_not_where_its_placement_says() -> None:
+    with pytest.raises(Unsupported, match=r"has \(4, 8\) of its \(8, 8\), and its local shard has \(3, 8\)"):
+        piece_of("w", dtensor(Mesh(2), [Shard(0)], (8, 8), (3, 8)), range(2))
 
 
 def test_a_parameter_over_other_processes() -> None:

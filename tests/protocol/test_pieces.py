@@ -13,7 +13,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, difference, validate
 from ps_protocol.layout import ParameterSpec, PiecePlace, bucket_layout
 from ps_protocol.modes import parse_mode
-from ps_protocol.pieces import whole_parameters
+from ps_protocol.pieces import Stretches, stretches_of, whole_parameters
 
 PLAIN = JobSpec("job", (), "SGD", ({"lr": 0.1},), parse_mode("sync"), 64, world_size=2)
 
@@ -23,6 +23,11 @@ def piece(member: int, rows: int, first: int, name: str = "w", whole: tuple[int,
     return ParameterSpec(
         name, (rows, *whole[1:]), "float32", 0, member=member, piece=PiecePlace(whole, (first, *whole[1:-1], 0))
     )
+
+
+def box(member: int, shape: tuple[int, ...], at: tuple[int, ...], whole: tuple[int, ...] = (5, 4)) -> ParameterSpec:
+    """A piece that one member holds, cut along any dimensions."""
+    return ParameterSpec("w", shape, "float32", 0, member=member, piece=PiecePlace(whole, at))
 
 
 def cut(*parameters: ParameterSpec, group_size: int = 2) -> JobSpec:
@@ -88,18 +93,40 @@ def test_pieces_make_whole_parameters() -> None:
             cut(replace(piece(0, 3, 0), piece=PiecePlace((5,), (0,))), piece(1, 2, 3)),
             r"expected a piece in 2 dimensions, got offsets \(0,\) in \(5,\)",
         ),
+        (cut(box(0, (3, 2), (0, 0)), box(1, (3, 2), (0, 2))), "end at 3 of dimension 0, and it has 5 there"),
+        (
+            cut(box(0, (3, 2), (0, 0)), box(1, (3, 2), (0, 2)), box(2, (2, 2), (3, 0)), group_size=3),
+            r"are to cover its \(5, 4\), each element once: expected 4 at as many places, got 3 at 3",
+        ),
+        (
+            cut(box(0, (3, 2), (0, 0)), box(1, (2, 2), (0, 2)), box(2, (2, 4), (3, 0)), group_size=3),
+            "expected the next one at 3 of dimension 0",
+        ),
         (
             cut(
-                replace(piece(0, 3, 0), shape=(3, 2)),
-                replace(piece(1, 3, 0), shape=(3, 2), piece=PiecePlace((5, 4), (0, 2))),
+                *(box(2 * a + b, (2, 1, 2), (0, a, 2 * b), (2, 2, 4)) for a in (0, 1) for b in (0, 1)),
+                group_size=4,
             ),
-            "'w' is cut along more than one dimension",
+            r"'w' is cut along its dimensions \[1, 2\]: .* along the first and one other",
         ),
     ],
 )
 def test_pieces_that_do_not_make_one_parameter_are_refused(spec: JobSpec, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         validate(spec)
+
+
+def test_pieces_may_be_a_grid() -> None:
+    """Where each row of it has the same cuts. The last one has fewer rows."""
+    columns = [(0, 2), (2, 1), (3, 1)]
+    rows = [(0, 3), (3, 2)]
+    places = [(row, column) for row in rows for column in columns]
+    boxes = [box(index, (n, m), (y, x)) for index, ((y, n), (x, m)) in enumerate(places)]
+    validate(cut(*boxes, group_size=6))
+    found = [stretches_of(each) for each in boxes]
+    numbers = [lies.first + i * lies.step + j for lies in found for i in range(lies.count) for j in range(lies.length)]
+    assert sorted(numbers) == list(range(20))
+    assert found[4] == Stretches(first=14, length=1, step=4, count=2)
 
 
 def test_a_group_has_a_greatest_size() -> None:

@@ -40,6 +40,22 @@ def pieces(whole: ParameterSpec, members: int, dimension: int) -> list[Parameter
     return found
 
 
+GRID = 3  # in place of a dimension
+
+
+def boxes(whole: ParameterSpec, members: int) -> list[ParameterSpec]:
+    """A parameter as a grid of processes holds it: cut along its first dimension by half of them, and along its last
+    one in two."""
+    found = []
+    for row in pieces(whole, members // 2, 0):
+        for column in pieces(row, 2, len(whole.shape) - 1):
+            assert row.piece is not None
+            assert column.piece is not None
+            place = PiecePlace(whole.shape, (row.piece.offsets[0], *column.piece.offsets[1:]))
+            found.append(replace(column, member=2 * row.member + column.member, piece=place))
+    return found
+
+
 def cut(job: JobSpec, members: int, dimensions: Sequence[int] = ()) -> JobSpec:
     """The job of a group that cuts each parameter along a dimension: its first, or as many as are given. 0 members: of
     workers of one process."""
@@ -47,7 +63,11 @@ def cut(job: JobSpec, members: int, dimensions: Sequence[int] = ()) -> JobSpec:
         return job
     along = [*dimensions, *[0] * len(job.parameters)]
     cuts = [
-        pieces(each, members, d % len(each.shape)) for each, d in zip(job.parameters, along, strict=False) if each.shape
+        boxes(each, members)
+        if d == GRID and len(each.shape) > 1 and members % 2 == 0
+        else pieces(each, members, d % len(each.shape))
+        for each, d in zip(job.parameters, along, strict=False)
+        if each.shape
     ]
     scalars = [each for each in job.parameters if not each.shape]
     found = [each for member in range(members) for cut in cuts for each in cut if each.member == member]
@@ -163,7 +183,8 @@ def made_up(job: JobSpec) -> Wholes:
 @given(jobs(), st.data())
 def test_what_is_joined_and_cut_is_what_would_have_been_cut_alike(job: JobSpec, data: st.DataObject) -> None:
     each = [
-        (data.draw(st.integers(0, 5)), data.draw(st.lists(st.integers(0, 2), min_size=5, max_size=5))) for _ in range(2)
+        (data.draw(st.integers(0, 5)), data.draw(st.lists(st.integers(0, GRID), min_size=5, max_size=5)))
+        for _ in range(2)
     ]
     before, after = (cut(job, *how) for how in each)
     after = replace(after, bucket_bytes=data.draw(st.sampled_from([64, 128, 4096])))
@@ -175,18 +196,22 @@ def test_what_is_joined_and_cut_is_what_would_have_been_cut_alike(job: JobSpec, 
     assert len({step.data_ptr() for step in steps}) == len(steps), "an optimizer counts each of them on"
 
 
-@pytest.mark.parametrize("one", range(3))
-@pytest.mark.parametrize("other", range(3))
+@pytest.mark.parametrize("one", range(GRID + 1))
+@pytest.mark.parametrize("other", range(GRID + 1))
 def test_pieces_of_many_buckets_are_joined_along_each_dimension(one: int, other: int) -> None:
     job = replace(ADAM, parameters=(ParameterSpec("w", (6, 7, 5), "float32", 0),))
-    before, after, wholes = cut(job, 3, [one]), cut(job, 2, [other]), made_up(job)
+    before, after, wholes = (
+        cut(job, 4 if one == GRID else 3, [one]),
+        cut(job, 6 if other == GRID else 2, [other]),
+        made_up(job),
+    )
     found, expected = restored(before, after, snapshots(before, wholes)), snapshots(after, wholes)
     assert all(same(found[index], expected[index]) for index in expected)
 
 
 @given(jobs(), st.integers(1, 5), st.integers(1, 5))
 def test_jobs_that_are_cut_otherwise_differ_in_nothing_else(job: JobSpec, one: int, other: int) -> None:
-    before, after = cut(job, one), cut(job, other, [1] * 5)
+    before, after = cut(job, one, [GRID] * 5), cut(job, other, [1] * 5)
     for each in (before, after):
         validate(each)
     assert difference_of_uncut(before, after) is None

@@ -7,8 +7,8 @@ import zlib
 import numpy as np
 
 from ps_feed.edition import Contents
+from ps_protocol.convert import Origin
 from ps_protocol.messages.editions import EditionBucket
-from ps_protocol.messages.envelope import Origin
 from tests.tools.raw_worker import vector_job
 
 CONTENTS = Contents(vector_job("job", "sync", 64, 1), None, "float32")

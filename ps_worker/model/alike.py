@@ -1,0 +1,182 @@
+"""Parameters that several members of a group hold alike, as tensor parallelism replicates them.
+
+owner     The lowest member that holds one. The job has it once: its owner pushes and pulls it, and reads and sets its
+          optimizer state.
+others    They get its weights from the owner, over the group, once all members have those of a step. So all have the
+          same bits, whatever each has computed.
+gradient  The group has reduced it: it is the same on all of them. In the first step they compare.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import safetensors.torch
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import JobSpec
+from ps_protocol.tensors import TORCH_DTYPES
+from ps_worker.group import Group
+from ps_worker.model.sharded import as_placed, like, local
+from ps_worker.model.tracked import values
+
+# Members compute a gradient in unlike order, where they reduce it themselves: it may differ by rounding.
+TOLERANCE = 1e-2
+
+
+class HeldAlike:
+    """What the members of one group hold alike of a job. For the training thread; all members make the same calls.
+
+    tensors: of this member, in the order of the job's parameters
+    base:    in a round of local steps: by parameter that another member owns, the weights that the round began with
+    """
+
+    def __init__(self, group: Group, spec: JobSpec, tensors: Sequence[torch.Tensor]) -> None:
+        self._group, self._spec, self._tensors = group, spec, tensors
+        each = enumerate(zip(spec.parameters, tensors, strict=True))
+        self._others = [
+            index
+            for index, (parameter, tensor) in each
+            if parameter.member != group.member
+            and not tensor.is_meta
+            and (parameter.group is not None or parameter.piece is not None)  # other whole tensors come from servers
+        ]
+        told = [json.loads(each) for each in group.gather(json.dumps(self._others).encode())]
+        self._shared = sorted({index for each in told for index in each})
+        self._hooks: list[RemovableHandle] = []
+        self._is_checked = spec.local is not None  # there gradients are the script's own
+        self.base: dict[int, torch.Tensor] = {}
+        if spec.local is None:
+            for index in self._others:
+                tensor = tensors[index]
+                if tensor.requires_grad:
+                    self._hooks.append(tensor.register_post_accumulate_grad_hook(as_placed))
+
+    @property
+    def are_some(self) -> bool:
+        """Whether members hold anything alike."""
+        return bool(self._shared)
+
+    def release(self) -> None:
+        """Removes hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def share(self, bases: Mapping[int, torch.Tensor], is_first: bool = False) -> None:
+        """Has each owner hand its weights to the others.
+
+        bases:    in local modes, by parameter of this member, the weights that the round began with; empty: none
+        is_first: also what no optimizer steps
+        """
+        has_bases = self._spec.local is not None
+        shared = [i for i in self._shared if is_first or self._spec.parameters[i].group is not None]
+        contents: dict[tuple[int, bool], torch.Tensor] = {}
+        for index in shared:
+            for is_base in (False, True) if has_bases and self._spec.parameters[index].group is not None else (False,):
+                contents[index, is_base] = self._content(index, bases if is_base else {})
+
+        def take() -> None:
+            for (index, is_base), content in contents.items():
+                if index in self._others and is_base:
+                    self.base[id(self._tensors[index])] = content
+                elif index in self._others:
+                    values(self._tensors[index]).copy_(content)
+
+        sent = [(self._spec.parameters[index].member, each) for (index, _), each in contents.items()]
+        self._group.hand_out(sent, take)
+
+    def _content(self, index: int, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Returns memory for one parameter: that of its owner has its weights."""
+        parameter, tensor = self._spec.parameters[index], self._tensors[index]
+        if parameter.member == self._group.member:
+            own = bases.get(id(tensor), values(tensor))
+            return own.detach().to("cpu", copy=True).contiguous()
+        return torch.empty(parameter.shape, dtype=TORCH_DTYPES[parameter.dtype], device="cpu")
+
+    def go_back(self) -> None:
+        """Sets what other members own to the weights that the round began with."""
+        for index in self._others:
+            tensor = self._tensors[index]
+            if id(tensor) in self.base:
+                values(tensor).copy_(self.base[id(tensor)])
+
+    # -- gradients, and state ----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises InvalidRequest, on all members, if in the first step with gradients these are not the same on all that
+        hold a parameter."""
+        if self._is_checked or not self._shared:
+            return
+        self._is_checked = True
+        own = {str(index): self._described(index) for index in self._shared if not self._tensors[index].is_meta}
+        told: list[dict[str, list[float]]] = [json.loads(each) for each in self._group.gather(json.dumps(own).encode())]
+        for index in self._shared:
+            parameter = self._spec.parameters[index]
+            expected = told[parameter.member].get(str(index), [])
+            for member, each in enumerate(told):
+                found = each.get(str(index), expected)
+                if not _are_close(found, expected):
+                    raise InvalidRequest(
+                        f"members {parameter.member} and {member} of a group hold the same of {parameter.name}, and "
+                        f"have unlike gradients of it: of norm {_norm(expected)} and {_norm(found)}. What they hold "
+                        "alike gets the same gradient: give them the same batches, or reduce it within the group"
+                    )
+
+    def _described(self, index: int) -> list[float]:
+        """Returns numbers that tell whether a gradient is the same; none where there is none."""
+        gradient = self._tensors[index].grad
+        if gradient is None:
+            return []
+        flat = local(gradient).detach()
+        flat = (torch.view_as_real(flat) if flat.is_complex() else flat).double()
+        return [float(flat.norm()), float(flat.sum())]
+
+    def states(
+        self, own: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+    ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns the optimizer state of what other members own. own: that of this member's"""
+        if not self._shared:
+            return {}
+        owned = [index for index in self._shared if self._spec.parameters[index].member == self._group.member]
+        given = {
+            f"{index}/{name}": local(value).detach().to("cpu", copy=True).contiguous()
+            for index in owned
+            for name, value in own.get(self._tensors[index], {}).items()
+        }
+        found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for told in self._group.gather(safetensors.torch.save(given)):
+            for key, value in safetensors.torch.load(told).items():
+                index, name = int(key.split("/")[0]), key.split("/")[1]
+                if index in self._others:
+                    tensor = self._tensors[index]
+                    found.setdefault(tensor, {})[name] = beside(tensor, name, value)
+        return found
+
+
+def held_alike(group: Group | None, spec: JobSpec, tensors: Sequence[torch.Tensor]) -> HeldAlike | None:
+    """Returns what the members of a group hold alike; None: nothing, or there is no group."""
+    found = None if group is None else HeldAlike(group, spec, tensors)
+    return found if found is not None and found.are_some else None
+
+
+def beside(tensor: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
+    """Returns state on its parameter's device, and of its kind; numbers stay on the host, as torch keeps them."""
+    is_like = value.shape == local(tensor).shape and name != "step"
+    return like(tensor, value.to(tensor.device)) if is_like else value
+
+
+def _are_close(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether gradients with these numbers may be the same; one that is not finite is refused elsewhere."""
+    if len(one) != len(other):
+        return False
+    room = TOLERANCE * (1e-12 + max(one[0], other[0])) if one else 0.0
+    return all(not abs(a - b) > room for a, b in zip(one, other, strict=True))
+
+
+def _norm(described: Sequence[float]) -> str:
+    return f"{described[0]:.4g}" if described else "none"

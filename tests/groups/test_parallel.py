@@ -1,0 +1,106 @@
+"""Groups of processes that train a model which tensor parallelism has cut, alone or with `fully_shard`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ps_server.storage.export import export, model_state_dict
+from tests.scripts.train_parallel import Model, Options, one_process
+from tests.tools.cluster import Cluster
+from tests.tools.forkserver import Nursery
+from tests.tools.groups import LEASE, WAIT_SECONDS, Groups, Tensors, begun_and_ended, same
+
+SHARDED = Options(groups=1, members=4, shards=True, even=True, clip=0.02, asks=True, loads=True)
+
+
+def relative_distance(found: Tensors, expected: Tensors) -> float:
+    """The largest difference, as a part of the largest element of its tensor."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[name] - each).abs().max()) / (float(each.abs().max()) or 1.0) for name, each in expected.items()
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(),
+        Options(optimizer="SGD", micro=2, whole=True),
+        Options(groups=1, clip=0.02, asks=True, loads=True),
+        SHARDED,
+        pytest.param(
+            Options(members=4, shards=True, even=True, whole=True, optimizer="SGD", micro=2), marks=pytest.mark.long
+        ),
+    ],
+    ids=["AdamW", "SGD", "clip", "sharded", "sharded SGD"],
+)
+def test_groups_of_tensor_parallel_members_end_as_one_process(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, options: Options
+) -> None:
+    """Parameters are cut along either dimension or both, in strides, or held alike by some members or all."""
+    begin, end = begun_and_ended(nursery, shared.address, job, tmp_path, options)
+    assert relative_distance(end, one_process(options)) <= 1e-6
+    assert same({name: begin[name] for name in Model(options.even).state_dict()}, Model(options.even).state_dict())
+
+
+def test_members_that_hold_the_same_rows_have_the_same_batches(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    begun_and_ended(nursery, shared.address, job, tmp_path / "cut", Options(steps=1))
+    seen = [json.loads((tmp_path / "cut" / f"seen-{g}-{m}").read_text()) for g in (0, 1) for m in (0, 1)]
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert sorted(seen[0] + seen[2]) == list(range(4))
+
+
+def test_unlike_gradients_of_what_members_hold_alike_are_refused(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    options = Options(groups=1, whole=True, unlike=True)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        assert all(process.wait(WAIT_SECONDS) == 0 for process in groups.processes.values())
+    for member in (0, 1):
+        said = (tmp_path / f"refused-0-{member}").read_text()
+        assert said.startswith("members 0 and 1 of a group hold the same of head.weight, and have unlike gradients of")
+
+
+def test_a_push_that_fails_leaves_members_with_the_same_weights(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    _, end = begun_and_ended(nursery, shared.address, job, tmp_path, Options(groups=1, unpushed=2, optimizer="SGD"))
+    assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
+    assert relative_distance(end, one_process(Options(groups=1, optimizer="SGD"))) > 1e-6
+
+
+@pytest.mark.parametrize("mode", ["local:2", "ssp:1"])
+def test_tensor_parallel_members_train_as_a_worker_of_one_process_in_other_modes(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
+) -> None:
+    groups = 2 if mode.startswith("local") else 1
+    options = Options(groups=groups, mode=mode)
+    _, end = begun_and_ended(nursery, shared.address, job, tmp_path / "cut", options)
+    plain = replace(options, members=0)
+    _, expected = begun_and_ended(nursery, shared.address, f"{job}-plain", tmp_path / "plain", plain)
+    assert relative_distance(end, expected) <= 1e-6
+
+
+def test_a_checkpoint_of_tensor_parallel_members_goes_on_in_one_process_to_the_bit(
+    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+) -> None:
+    """And is exported whole. Each process has the weights and the optimizer's state that those had."""
+    kept = tmp_path / "checkpoints"
+    first = make_cluster(checkpoint_dir=kept, lease=LEASE)
+    _, last = begun_and_ended(nursery, first.address, job, tmp_path / "first", SHARDED)
+    first.stop()
+    export(kept, job, None, tmp_path / "exported")
+    assert same(model_state_dict(tmp_path / "exported"), {n: last[n] for n in Model(True).state_dict()})
+    second = make_cluster(checkpoint_dir=kept, restore=True, lease=LEASE)
+    plain = replace(SHARDED, members=0, shards=False, loads=False, steps=SHARDED.steps + 2)
+    begin, end = begun_and_ended(nursery, second.address, job, tmp_path / "second", plain)
+    assert same(begin, last)
+    assert relative_distance(end, one_process(plain)) <= 1e-6
