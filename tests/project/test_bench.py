@@ -61,6 +61,7 @@ def run(name: str, flags: str, directory: Path, *more: str) -> list[dict[str, An
     return [json.loads(line) for line in (directory / "found.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.timeout(600)  # several commands, each of which imports torch, beside other tests
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in QUICK else pytest.mark.slow) for name in SMALLEST]
 )
