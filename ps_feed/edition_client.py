@@ -29,7 +29,7 @@ from ps_protocol.v1 import cluster_pb2, feed_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
-from ps_runtime.daemon_pool import Closed, DaemonPool
+from ps_runtime.pools import Closed, DaemonPool
 from ps_runtime.retry import Peer
 
 T = TypeVar("T")

@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from ps_frames.frames import HEADER_BYTES, TICKET_BYTES, Kind, Offer, frames_over, read_header
 from ps_frames.reading import ReadingThreads
 from ps_frames.server import Opener, ServerConnection, Serving, Tickets
-from ps_frames.sockets import frames_over
-from ps_frames.wire import HEADER_BYTES, TICKET_BYTES, Kind, Offer, read_header
 from ps_protocol.errors import InvalidRequest, PSError, TryLater
 from ps_protocol.handover import SOCKET_PREFIX
 from ps_runtime.arrivals import Arrivals, HostLimits

@@ -23,10 +23,19 @@ from typing import Protocol
 
 import numpy as np
 
+from ps_frames.frames import (
+    HEADER_BYTES,
+    METHODS,
+    TICKET_BYTES,
+    FrameSocket,
+    Header,
+    Kind,
+    frame,
+    read_header,
+    write_header,
+)
 from ps_frames.loans import Loan
 from ps_frames.sender import FrameSender, LentFrame
-from ps_frames.sockets import FrameSocket
-from ps_frames.wire import HEADER_BYTES, METHODS, TICKET_BYTES, Header, Kind, frame, read_header, write_header
 from ps_protocol.errors import Code, InvalidRequest, PSError
 from ps_protocol.framing import Buffer, Parts
 from ps_protocol.identity import Identity

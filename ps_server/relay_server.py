@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import grpc
 
-from ps_protocol.messages.envelope import Origin
+from ps_protocol.convert import Origin
 from ps_runtime import downloads, web
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.channel import server_options

@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ps_protocol.convert import duration, job_spec, job_spec_message, seconds, wire_format, wire_format_number
+from ps_protocol.convert import (
+    Origin,
+    duration,
+    job_spec,
+    job_spec_message,
+    parse,
+    seconds,
+    wire_format,
+    wire_format_number,
+)
 from ps_protocol.framing import Buffer, Parts, message_parts
 from ps_protocol.handover import MappingOffer
 from ps_protocol.job import JobSpec
-from ps_protocol.messages.envelope import Origin, parse
 from ps_protocol.v1 import feed_pb2
 
 LEAST_PART_BYTES = 2**16  # of a payload in one message: each message costs both ends some time

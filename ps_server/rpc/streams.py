@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import grpc
 
+from ps_frames.frames import nothing
 from ps_frames.server import AuthContext, CallBroken, FrameCall, LastAnswer, LentMessage, Metadata, ServerCall
-from ps_frames.sockets import nothing
 from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts
 from ps_runtime.background import guarded, note_error

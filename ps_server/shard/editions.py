@@ -34,8 +34,8 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import bytes_of
 from ps_runtime.background import guarded, note_error
 from ps_runtime.memory import free_bytes
-from ps_server.core.buckets import Bucket
 from ps_server.core.feed_figures import FeedFigures
+from ps_server.core.unit import Bucket
 from ps_server.shard.feed_tally import FeedTally
 from ps_server.shard.shared_changes import BucketChanges
 

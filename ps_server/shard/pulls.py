@@ -23,16 +23,15 @@ from ps_protocol.messages.rows import PulledRows, PulledTable, RowsPull, TablePu
 from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import bytes_of
-from ps_server.core.buckets import Bucket
 from ps_server.core.consistency import ALL_STAGED_APPLIED, Admission
-from ps_server.core.validation import check_once
-from ps_server.failpoints import failpoint
-from ps_server.shard.budgets import PulledBuckets
+from ps_server.core.unit import Bucket
+from ps_server.core.validation import check_once, named_twice
+from ps_server.failpoints import armed, failpoint
 from ps_server.shard.hosted_job import HostedJob, HostedTable, HostedUnit
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import SMALL_BYTES, Lent, Outbox
 from ps_server.shard.segments import copy_out
-from ps_server.shard.waiting import READER, Pull, Waiter
+from ps_server.shard.waiting import READER, Pull, PulledBuckets, Waiter
 from ps_server.storage.tensor_file import file_chunks
 
 NOTICE_AFTER_SECONDS = 2.0
@@ -88,7 +87,8 @@ class Pulls:
         segment = job.segment(worker) if shared else None
         if len(indices) > len(job.buckets):
             raise InvalidRequest(f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)}")
-        check_once(indices, "a pull names each bucket")
+        if len(set(indices)) != len(indices):
+            raise named_twice(indices, "a pull names each bucket")
         for index in indices:
             (job.state.checker.trained if shared else job.state.checker.bucket)(index)
         stray = call.whole.difference(indices)
@@ -237,7 +237,8 @@ class Pulls:
             version = bucket.rule.version
             _note_sent(job, bucket, pull)
             copy_out(target, bucket.unit.weights.flat)
-        failpoint("pull-half-sent")
+        if armed:
+            failpoint("pull-half-sent")
         self._metrics.pulled(job.name, target.nbytes)
         return PulledBucket(
             spec.index,
@@ -282,7 +283,8 @@ class Pulls:
                 times=times,
             )
             yield Lent(answer, loan)
-        failpoint("pull-half-sent")
+        if armed:
+            failpoint("pull-half-sent")
         self._metrics.pulled(job.name, len(payload))
 
     def _send_rows(self, job: HostedJob, table: HostedTable, pull: Pull, waited: float) -> None:

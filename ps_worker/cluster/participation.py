@@ -23,7 +23,7 @@ from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
 from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap, read_script, write_script
-from ps_runtime.daemon_pool import Closed
+from ps_runtime.pools import Closed
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.first_rows import RowsBefore

@@ -36,7 +36,7 @@ from ps_protocol.segment_layout import (
     aligned,
     segment_plan,
 )
-from ps_runtime.daemon_pool import DaemonPool
+from ps_runtime.pools import DaemonPool
 from ps_runtime.quantities import ranges
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.calls import ShardCalls

@@ -28,7 +28,7 @@ import torch
 from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.errors import UnknownWorker, Unsupported
 from ps_protocol.messages.workers import JoinResult, SavedState
-from ps_runtime.ending import is_cut_short, undisturbed
+from ps_runtime.signals import is_cut_short, undisturbed
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step, teller
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
@@ -344,7 +344,7 @@ class JobTraining:
             with named(PUSH):
                 ahead = () if tables is None else tables.ask_ahead()
                 pushed, pulls, committing = connection.push_pull(
-                    pushes, step.drafts_hold, step.rows, ranges, ahead, begun=begun
+                    pushes, step.drafts_hold, step.rows, ranges, ahead, begun=begun, is_awaited=True
                 )
             if tables is not None:
                 tables.sent()

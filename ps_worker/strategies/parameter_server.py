@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec, added_name
 from ps_protocol.layout import Layout, bucket_layout
-from ps_runtime.ending import is_cut_short
 from ps_runtime.launch_id import is_launched
+from ps_runtime.signals import is_cut_short
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.shared_memory import check_transport

@@ -12,7 +12,7 @@ from typing import Any
 
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.workers import JoinResult, SavedState
-from ps_runtime.ending import is_cut_short
+from ps_runtime.signals import is_cut_short
 from ps_worker.metrics import WorkerMetrics, added
 from ps_worker.model.flat import FlatModel
 from ps_worker.state.checkpoint import WorkerCheckpoint

@@ -11,6 +11,7 @@ import numpy as np
 from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays
 from ps_feed.edition_client import _part
 from ps_protocol.changes import encode_change
+from ps_protocol.convert import Origin
 from ps_protocol.errors import PSError
 from ps_protocol.messages.editions import (
     EditionBegin,
@@ -21,7 +22,6 @@ from ps_protocol.messages.editions import (
     write_edition_part,
     write_weights_here,
 )
-from ps_protocol.messages.envelope import Origin
 from tests.tools.fuzz import _damage
 from tests.tools.raw_worker import vector_job
 

@@ -18,6 +18,7 @@ from ps_feed import subscription
 from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays
 from ps_feed.edition_client import JoinedParts, receive
 from ps_protocol.changes import apply_change, encode_change
+from ps_protocol.convert import Origin
 from ps_protocol.framing import Buffer, split_message
 from ps_protocol.messages.editions import (
     LEAST_PART_BYTES,
@@ -31,7 +32,6 @@ from ps_protocol.messages.editions import (
     write_edition_call,
     write_edition_part,
 )
-from ps_protocol.messages.envelope import Origin
 from tests.tools.cluster import Cluster
 from tests.tools.followed_trainer import relay
 from tests.tools.raw_worker import vector_job

@@ -22,7 +22,7 @@ from ps_protocol.errors import Fenced, InvalidRequest, PSError, UnknownWorker
 from ps_protocol.identity import Identity
 from ps_protocol.messages.workers import SavedState
 from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
-from ps_runtime import ending
+from ps_runtime import signals
 from ps_runtime.credentials import PLAINTEXT
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
@@ -197,7 +197,7 @@ def test_no_member_waits_for_the_others_where_signals_are_held(
     model: Any = fully_shard(nn.Sequential(nn.Linear(3, 2)), mesh=mesh)
     held: list[bool] = []
     wait = Group._await
-    monkeypatch.setattr(Group, "_await", lambda *given: (held.append(ending._ending._held), wait(*given))[1])
+    monkeypatch.setattr(Group, "_await", lambda *given: (held.append(signals._ending._held), wait(*given))[1])
     with cluster.connect(mode, job=job) as session:
         outer = {"outer": {"warm_up": 0}} if mode != "sync" else {}
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), group=mesh, **outer)
@@ -272,10 +272,10 @@ def test_a_signal_acts_in_a_wait_of_an_undisturbed_block_and_not_beside_it() -> 
     done: list[str] = []
 
     def act(*, before: bool = False, within: bool = False, after: bool = False) -> None:
-        with ending.undisturbed():
+        with signals.undisturbed():
             _interrupt_if(before)
             done.append("before")
-            with ending.interruptible():
+            with signals.interruptible():
                 _interrupt_if(within)
                 done.append("within")
             _interrupt_if(after)

@@ -25,7 +25,7 @@ from bench.results import Result, check_loss, result
 from bench.runs import merged
 from bench.scale import predicted
 from bench.training import build
-from ps_runtime.daemon_pool import DaemonPool
+from ps_runtime.pools import DaemonPool
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import until
 from tests.tools.launching import python

@@ -94,7 +94,7 @@ MAY_IMPORT = {
         "ps_worker.data",
         "ps_worker.cluster",
         "ps_worker.model.sharded",
-        "ps_runtime.daemon_pool",
+        "ps_runtime.pools",
         "ps_runtime.troubles",
     },
     "ps_worker.strategies": {

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from ps_frames.frames import TICKET_BYTES, Kind, write_header
 from ps_frames.server import TICKET_SECONDS, Opener, Tickets
-from ps_frames.wire import TICKET_BYTES, Kind, write_header
 from ps_protocol.errors import (
     Fenced,
     Forbidden,

@@ -25,8 +25,7 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT
 from ps_runtime.grpc_status import error_from
 from ps_server.core.limits import Limits
-from ps_server.rpc.call_limits import STREAMS_OF_A_CONNECTION
-from ps_server.rpc.calls_in_flight import WAITING_FOR_EACH
+from ps_server.rpc.call_limits import STREAMS_OF_A_CONNECTION, WAITING_FOR_EACH
 from ps_server.rpc.health_client import is_serving
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, scrape, until

@@ -23,15 +23,15 @@ from torch import nn
 from ps_feed import subscription as subscriptions
 from ps_feed.subscription import Subscription
 from ps_frames.client import ClientConnection, DataLink, reading_threads
+from ps_frames.frames import frames_over
 from ps_frames.listener import Handshakes
-from ps_frames.sockets import frames_over
 from ps_launch.lifeline import Lifeline
 from ps_launch.one_server import OneServer
 from ps_protocol.errors import NotShared, TryLater
 from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.background import Background
 from ps_runtime.credentials import PLAINTEXT
-from ps_runtime.daemon_pool import DaemonPool
+from ps_runtime.pools import DaemonPool
 from ps_runtime.retry import Peer
 from ps_runtime.web import serve
 from ps_server.core.limits import Limits
@@ -243,7 +243,7 @@ HERE: dict[str, Callable[[Path], None]] = {
     "ps_frames/listener.py Handshakes.__init__": handshakes,
     "ps_server/storage/lease.py Lease.__init__": lease,
     "ps_server/shard/threads.py OwnThreads.repeat": notices,
-    "ps_runtime/daemon_pool.py DaemonPool._add_thread": pools_of_a_session,
+    "ps_runtime/pools.py DaemonPool._add_thread": pools_of_a_session,
     "ps_frames/reading.py ReadingThreads._start": data_connection,
     "ps_frames/client.py DataLink.current": data_link,
     "ps_worker/cluster/local_segment.py LocalSegment.__init__": segments,

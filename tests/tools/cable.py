@@ -13,7 +13,7 @@ import pytest
 
 import ps_worker
 from ps_frames.client import ClientConnection
-from ps_frames.wire import Offer
+from ps_frames.frames import Offer
 from ps_protocol.messages.workers import JoinResult, ShardMap
 from ps_worker import Session
 from ps_worker.cluster import calls
