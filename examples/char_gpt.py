@@ -228,6 +228,7 @@ def train(arguments: argparse.Namespace) -> None:
     seconds = time.perf_counter() - started
     progress.close()
 
+    session.barrier()  # (ps) all workers have made their last step
     if session.rank == 0:
         # All workers' samples, taking the others to be as fast as this one.
         samples = arguments.steps * arguments.batch_size * session.world_size
@@ -241,7 +242,8 @@ def train(arguments: argparse.Namespace) -> None:
             "samples_per_second": samples / seconds,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
-        leave_behind(arguments.out, session.unwrap(model), losses, result)
+        weights = session.global_weights(model)  # (ps) those of the job, in every mode
+        leave_behind(arguments.out, session.unwrap(model), weights, losses, result)
 
 
 class Progress:
@@ -280,14 +282,14 @@ class Progress:
 # --- what is left behind ---------------------------------------------------------------------------------------------
 
 
-def leave_behind(out: Path, model: CharGPT, losses: Sequence[float], result: dict[str, Any]) -> None:
+def leave_behind(
+    out: Path, model: CharGPT, weights: dict[str, Any], losses: Sequence[float], result: dict[str, Any]
+) -> None:
     """Writes model.safetensors, result.json and, if matplotlib is there, loss.png; prints what the model writes."""
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
-    # Copies: a weight may be a view into a larger buffer, and tied ones are one tensor under two names.
-    weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-    save_file(weights, out / "model.safetensors")
+    save_file({name: tensor.cpu() for name, tensor in weights.items()}, out / "model.safetensors")
     try:
         draw(losses, result, out / "loss.png")
     except ImportError:

@@ -187,7 +187,8 @@ def train(arguments: argparse.Namespace) -> Result:
         recent = losses[-100:] or [math.nan]  # in an elastic job a worker may get no batch
         print(f"loss {sum(recent) / len(recent):.4f}, {result.rows} rows, {arguments.samples / seconds:.0f} samples/s")
         print(f"AUC {result.auc:.4f} on new samples; the best that can be is {result.best_auc:.4f}", flush=True)
-        leave_behind(arguments.out, own, losses, result)
+        weights = session.global_weights(model)  # (ps) those of the job, in every mode
+        leave_behind(arguments.out, weights, losses, result)
     return result
 
 
@@ -206,12 +207,12 @@ def with_progress(batches: Iterable[Any], shown: bool) -> Iterable[Any]:
 # --- what is left behind ---------------------------------------------------------------------------------------------
 
 
-def leave_behind(out: Path, model: nn.Module, losses: Sequence[float], result: Result) -> None:
+def leave_behind(out: Path, weights: dict[str, Any], losses: Sequence[float], result: Result) -> None:
     """Writes model.safetensors, with all rows, result.json and, if matplotlib is there, clicks.png."""
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
-    save_file(model.state_dict(), out / "model.safetensors")
+    save_file(weights, out / "model.safetensors")
     (out / "result.json").write_text(json.dumps(asdict(result), indent=2) + "\n")
     try:
         draw(losses, result, out / "clicks.png")

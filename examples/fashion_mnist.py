@@ -196,9 +196,11 @@ def train(arguments: argparse.Namespace) -> float:
             print(f"pass {number}: loss {sum(recent) / len(recent):.3f}, accuracy {accuracies[-1]:.4f}", flush=True)
     seconds = time.perf_counter() - started
 
+    session.barrier()  # (ps) all workers have made their last step
     if session.is_main:
         result = Result(session.mode, session.world_size, len(accuracies), accuracies[-1], tuple(accuracies), seconds)
-        leave_behind(arguments.out, session.unwrap(model), losses, result, test, session.device)
+        weights = session.global_weights(model)  # (ps) those of the job, in every mode
+        leave_behind(arguments.out, session.unwrap(model), weights, losses, result, test, session.device)
     return accuracies[-1]
 
 
@@ -218,15 +220,19 @@ def with_progress(batches: Iterable[Any], title: str, shown: bool) -> Iterable[A
 
 
 def leave_behind(
-    out: Path, model: nn.Module, losses: Sequence[float], result: Result, test: Clothes, device: torch.device
+    out: Path,
+    model: nn.Module,
+    weights: dict[str, Any],
+    losses: Sequence[float],
+    result: Result,
+    test: Clothes,
+    device: torch.device,
 ) -> None:
     """Writes model.safetensors, result.json and, if matplotlib is there, fashion_mnist.png."""
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
-    # Copies: a weight may be a view into a larger buffer.
-    weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-    save_file(weights, out / "model.safetensors")
+    save_file({name: tensor.cpu() for name, tensor in weights.items()}, out / "model.safetensors")
     (out / "result.json").write_text(json.dumps(asdict(result), indent=2) + "\n")
     picture = out / "fashion_mnist.png"
     try:

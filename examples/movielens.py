@@ -324,7 +324,8 @@ def train(arguments: argparse.Namespace) -> float:
     if session.is_main:
         count = len(own.rows) + len(own.genres)
         result = Result(session.mode, session.world_size, len(aucs), aucs[-1], tuple(aucs), count, seconds)
-        leave_behind(arguments.out, own, losses, result, data)
+        weights = session.global_weights(model)  # (ps) those of the job, in every mode
+        leave_behind(arguments.out, own, weights, losses, result, data)
     return aucs[-1]
 
 
@@ -343,14 +344,14 @@ def with_progress(batches: Iterable[Any], title: str, shown: bool) -> Iterable[A
 # --- what is left behind ---------------------------------------------------------------------------------------------
 
 
-def leave_behind(out: Path, model: DeepFM, losses: Sequence[float], result: Result, data: MovieLens) -> None:
+def leave_behind(
+    out: Path, model: DeepFM, weights: dict[str, Any], losses: Sequence[float], result: Result, data: MovieLens
+) -> None:
     """Writes model.safetensors, with all rows, result.json and, if matplotlib is there, movielens.png."""
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
-    # Copies: a weight may be a view into a larger buffer.
-    weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-    save_file(weights, out / "model.safetensors")
+    save_file({name: tensor.cpu() for name, tensor in weights.items()}, out / "model.safetensors")
     (out / "result.json").write_text(json.dumps(asdict(result), indent=2) + "\n")
     try:
         draw(losses, result, most_liked(model, data), out / "movielens.png")

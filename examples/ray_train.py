@@ -60,11 +60,12 @@ def train(config: dict[str, Any]) -> None:
         if session.is_main:
             print(f"epoch {epoch}: loss {mean:.3f}", flush=True)
 
+    session.barrier()  # all workers have made their last step
     # report waits for all workers: once, at the end. The trained weights come from one of them.
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if ray.train.get_context().get_world_rank() == 0:
-            save_file(session.unwrap(model).state_dict(), Path(folder) / "model.safetensors")
+            save_file(session.global_weights(model), Path(folder) / "model.safetensors")
             checkpoint = Checkpoint.from_directory(folder)
         ray.train.report({"loss": mean}, checkpoint=checkpoint)
 

@@ -95,13 +95,14 @@ def main() -> None:
                 critic.requires_grad_(True)
         if session.is_main and (epoch + 1) % 10 == 0:
             print(f"epoch {epoch + 1}: critic's loss {loss.item():.3f}")
+    session.barrier()  # all workers have made their last step
     with torch.no_grad():
         found = distance(generator(torch.randn(1024, 8, device=session.device)))
     found = session.mean(found)
     if session.is_main:
         print(f"made points are {found:.3f} from the nearest of the eight places, on average")
         if options.save:
-            save_file(session.unwrap(generator).state_dict(), options.save)
+            save_file(session.global_weights(generator), options.save)  # those of the job, in every mode
     session.close()
 
 

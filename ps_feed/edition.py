@@ -7,21 +7,27 @@ view, and the tensor is joined of them when it is asked for.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ps_feed.mapping import HandedOver
 from ps_protocol.changes import apply_change
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, NotShared
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout, ParameterSpec, bucket_layout, space_of
 from ps_protocol.messages.editions import EditionBucket
 from ps_protocol.pieces import validate_pieces
+from ps_runtime.memory_files import MemoryFile
+
+log = logging.getLogger("ps_feed")
 
 # numpy has no bfloat16: its elements are given as the 16 bits that they are.
 _NUMPY_TYPES: dict[str, str] = {**{name: name for name in DATA_TYPES}, "bfloat16": "uint16"}
@@ -112,6 +118,7 @@ class EditionArrays:
     timeline: which of several series of updates the version counts; another begins when the job is rolled back
     timelines: by bucket: where workers share no clock, each shard may have another one
     checksums: by bucket: the checksum of its elements that the shard sent with it
+    files:     the sealed memory files of this process in which spaces lie, if they do
     """
 
     contents: Contents
@@ -122,6 +129,7 @@ class EditionArrays:
     spaces: Mapping[str, npt.NDArray[np.uint8]]
     checksums: Mapping[int, int]
     timelines: Mapping[int, int] = field(default_factory=dict)
+    files: Mapping[str, MemoryFile] = field(default_factory=dict)
 
     def tells(self, index: int) -> bool:
         """Whether a bucket is one that no optimizer steps, and rank 0 has told what is in it."""
@@ -186,15 +194,26 @@ class Arriving:
     before: an edition of the same run and timeline, whose frozen tensors are taken over, and of which changes may come;
             None: none
     told:   by bucket that no optimizer steps, the version that is there: what `before` has of it may be older
+    memory: makes a memory file of so many bytes for a space; None: it is to lie in memory of this process alone
     nbytes: that have come of buckets; whole: of those that came whole; elements: of the buckets that have come, as they
             lie in the edition
     """
 
-    def __init__(self, contents: Contents, before: EditionArrays | None, told: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        contents: Contents,
+        before: EditionArrays | None,
+        told: Mapping[int, int] | None = None,
+        memory: Callable[[int], MemoryFile | None] = lambda size: None,
+    ) -> None:
         self._contents, self._before = contents, before
         self._versions, self._timelines = dict[int, int](), dict[int, int]()
         self._checksums = dict[int, int]()
         self._spaces: dict[str, npt.NDArray[np.uint8]] = {}
+        self._files: dict[str, MemoryFile] = {}  # those of `before`, and those that are to be sealed
+        self._own: set[str] = set()  # spaces that are new in this edition
+        self._empty: set[str] = set()  # those of them of which nothing has come
+        self._mapped: set[str] = set()  # spaces that a relay has handed over
         self._lock = threading.Lock()
         self.nbytes = self.whole = self.elements = 0
         itemsizes = {each.space: DATA_TYPES[contents.dtype(each)].itemsize for each in contents.buckets.values()}
@@ -203,10 +222,21 @@ class Arriving:
         spaces = {each.space for each in frozen}
         renewed = {each.space for each in frozen if each.index in newer}
         for space, itemsize in itemsizes.items():
-            if before is not None and space in spaces:
-                self._spaces[space] = before.spaces[space].copy() if space in renewed else before.spaces[space]
+            if before is not None and space in spaces - renewed:
+                self._spaces[space] = before.spaces[space]
+                if space in before.files:
+                    self._files[space] = before.files[space]
+                continue
+            self._own.add(space)
+            size = contents.layout.space_sizes[space] * itemsize
+            file = memory(size)
+            if file is not None:
+                self._files[space] = file
+            self._spaces[space] = np.empty(size, np.uint8) if file is None else file.fill()
+            if before is not None and space in renewed:
+                self._spaces[space][:] = before.spaces[space]
             else:
-                self._spaces[space] = np.empty(contents.layout.space_sizes[space] * itemsize, np.uint8)
+                self._empty.add(space)
         taken_over = [] if before is None else [each.index for each in frozen if each.index not in newer]
         if before is not None:
             self._checksums = {each: before.checksums[each] for each in taken_over}
@@ -221,22 +251,57 @@ class Arriving:
             return sum(self._contents.size(self._contents.buckets[index]) for index in self.missing)
 
     def take(self, sent: EditionBucket, timeline: int, what: str) -> None:
-        """Takes a bucket. Raises InvalidRequest for one that was not asked for, Damaged if it is not what was sent."""
-        bucket = self._contents.buckets.get(sent.bucket)
-        if bucket is None or sent.bucket in self._versions:
-            raise InvalidRequest(f"{what}: bucket {sent.bucket} was not asked for, or came twice")
+        """Takes a bucket. Raises Damaged if it is not what was sent, was not asked for, or came before."""
+        bucket = self._awaited(sent, what)
+        with self._lock:
+            self._empty.discard(bucket.space)
+            if bucket.space in self._mapped:
+                raise Damaged(f"{what}: bucket {sent.bucket} came, and others of its space lie in a file")
         elements = self._elements(bucket, sent, what)
         if zlib.crc32(elements.data) != sent.checksum:
             raise Damaged(f"{what}: bucket {sent.bucket} was damaged on the way: its checksum is another one")
         place = self._place(bucket)
         if place.ctypes.data != elements.ctypes.data:  # otherwise it came there
             place[:] = elements
+        self._took(sent, timeline, len(elements))
+
+    def map(self, sent: EditionBucket, timeline: int, memory: npt.NDArray[np.uint8], what: str) -> None:
+        """Takes a bucket that lies in memory which a relay has handed over, and has checked. Raises Damaged.
+
+        memory: all bytes of the file
+        """
+        bucket = self._awaited(sent, what)
+        size, lies = self._contents.size(bucket), sent.lies
+        expected = bucket.start * (size // bucket.numel), self._spaces[bucket.space].nbytes
+        if lies is None or (lies.offset, memory.nbytes) != expected:
+            raise Damaged(
+                f"{what}: expected bucket {sent.bucket} at byte {expected[0]} of {expected[1]}, got {lies} of "
+                f"{memory.nbytes}"
+            )
+        with self._lock:
+            if bucket.space in self._empty:
+                self._spaces[bucket.space] = memory
+                self._empty.discard(bucket.space)
+                self._mapped.add(bucket.space)
+        if bucket.space not in self._mapped:
+            self._place(bucket)[:] = memory[lies.offset : lies.offset + size]
+        elif self._spaces[bucket.space] is not memory:
+            raise Damaged(f"{what}: bucket {sent.bucket} lies in another file than others of its space")
+        self._took(sent, timeline, size)
+
+    def _awaited(self, sent: EditionBucket, what: str) -> BucketSpec:
+        bucket = self._contents.buckets.get(sent.bucket)
+        if bucket is None or sent.bucket in self._versions:
+            raise Damaged(f"{what}: bucket {sent.bucket} was not asked for, or came twice")
+        return bucket
+
+    def _took(self, sent: EditionBucket, timeline: int, size: int) -> None:
         with self._lock:
             self._versions[sent.bucket], self._timelines[sent.bucket] = sent.version, timeline
             self._checksums[sent.bucket] = sent.checksum
             self.missing.discard(sent.bucket)
             self.nbytes += len(sent.payload)
-            self.elements += len(elements)
+            self.elements += size
             self.whole += 0 if sent.base is not None else len(sent.payload)
 
     def place(self, sent: EditionBucket) -> memoryview | None:
@@ -244,7 +309,7 @@ class Arriving:
         there before `take`. None: it is a change, or nothing that `take` would accept.
         """
         bucket = self._contents.buckets.get(sent.bucket)
-        if bucket is None or sent.base is not None or sent.bucket in self._versions:
+        if bucket is None or sent.base is not None or sent.bucket in self._versions or bucket.space in self._mapped:
             return None
         place = self._place(bucket)
         return place.data if place.nbytes == sent.payload_bytes else None
@@ -264,7 +329,7 @@ class Arriving:
             raise Damaged(f"{what}: bucket {sent.bucket} came as a change of version {sent.base}, which is not here")
         try:
             base = before.elements(bucket.index).data
-            return apply_change(sent.payload, base, size // bucket.numel, self._place(bucket))
+            return apply_change(sent.payload, base, size // bucket.numel, self._place(bucket), sent.sparse)
         except InvalidRequest as error:
             raise Damaged(f"{what}: bucket {sent.bucket}: {error}") from None
 
@@ -272,6 +337,13 @@ class Arriving:
         """Returns the edition. Raises InvalidRequest if a bucket is missing."""
         if self.missing:
             raise InvalidRequest(f"{len(self.missing)} buckets are missing, such as {min(self.missing)}")
+        for name in self._own & self._files.keys():
+            del self._spaces[name]  # no reference may be left
+            try:
+                self._spaces[name] = self._files[name].seal()
+            except NotShared as error:
+                log.warning("an edition is not handed over as memory: %s", error)
+                self._spaces[name] = self._files.pop(name).fill()
         for space in self._spaces.values():
             space.flags.writeable = False
         trained = [version for index, version in self._versions.items() if not self._contents.buckets[index].frozen]
@@ -285,11 +357,16 @@ class Arriving:
             self._spaces,
             self._checksums,
             self._timelines,
+            self._files,
         )
 
 
 class ReceivingRoom:
     """The memory into which editions are received. This one has no limit; a relay's has one."""
+
+    def memory(self, size: int) -> MemoryFile | None:
+        """Returns a memory file for one of an edition's spaces; None: it need not lie in one."""
+        return None
 
     def check(self, arriving: Arriving) -> None:
         """Raises LimitExceeded where there is none for an edition: it is not even asked for."""
@@ -302,3 +379,25 @@ class ReceivingRoom:
 
     def end(self, arriving: Arriving) -> None:
         """Ends the promise: all of it has come, or no more of it comes."""
+
+
+class Incoming:
+    """What has come of an edition, from any shard. parts: when how many bytes came of payloads, the first ones first"""
+
+    def __init__(self, arriving: Arriving, room: ReceivingRoom, what: str) -> None:
+        self._arriving, self._room, self._what = arriving, room, what
+        self.parts: list[tuple[float, int]] = []
+
+    def place(self, bucket: EditionBucket) -> memoryview | None:
+        """See ShardReader.pull."""
+        self._room.begin(self._arriving)
+        return self._arriving.place(bucket)
+
+    def take(self, files: HandedOver | None, bucket: EditionBucket, timeline: int) -> None:
+        """Takes a bucket, which may lie in memory that a relay has handed over."""
+        if files is not None and bucket.lies is not None:
+            self._arriving.map(bucket, timeline, files.file(bucket.lies.file), self._what)
+            return
+        self._room.begin(self._arriving)
+        self.parts.append((time.monotonic(), len(bucket.payload)))
+        self._arriving.take(bucket, timeline, self._what)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import grpc
 
 from ps_feed.edition import Damaged
-from ps_protocol.errors import TryLater, Unsupported
+from ps_protocol.errors import InvalidRequest, TryLater, Unsupported
 from ps_protocol.framing import Buffer, split_message
 from ps_protocol.job import MAX_MESSAGE_BYTES
 from ps_protocol.messages.editions import (
@@ -29,7 +29,7 @@ from ps_protocol.v1 import cluster_pb2, feed_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
-from ps_runtime.daemon_pool import Closed, DaemonPool
+from ps_runtime.pools import Closed, DaemonPool
 from ps_runtime.retry import Peer
 
 T = TypeVar("T")
@@ -109,6 +109,14 @@ class JoinedParts:
         return bucket._replace(payload=self._memory[:size], payload_bytes=None)
 
 
+def _part(data: bytes) -> EditionPart:
+    """Reads a message. Raises Damaged: a feed goes on after that, and would end with InvalidRequest."""
+    try:
+        return read_edition_part(*split_message(data))
+    except InvalidRequest as error:
+        raise Damaged(f"a message of an edition cannot be read: {error}") from None
+
+
 class KnownShards(NamedTuple):
     """Where shards are, by index, how many there are to be, and the jobs that the coordinator has."""
 
@@ -153,8 +161,6 @@ class ShardReader:
             data = self._describe(write_weights_asked(asked), timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             raise self.peer.error(error) from None
-        except ValueError:  # what gRPC raises where a channel is closed
-            raise self._cancelled() from None
         return read_weights_here(data)
 
     def pull(
@@ -177,7 +183,7 @@ class ShardReader:
                 raise self._cancelled()
             self._call = self._pull(write_edition_call(call))
         try:
-            parts = (read_edition_part(*split_message(data)) for data in self._call)
+            parts = map(_part, self._call)
             is_whole = receive(parts, take, alive, place)
         except grpc.RpcError as error:
             # The error is the call itself, to which its own traceback refers, and that to what has come.

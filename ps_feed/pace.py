@@ -1,14 +1,20 @@
-"""How many updates ahead of a job a feed asks for its next edition.
+"""What a feed asks for next: an edition how many updates ahead of the job, and whether as what changed.
 
 The distance doubles when a shard was past the version, and is halved after KEEP_AHEAD editions in a row that came.
+Changes are asked for on a slow network, which is measured by editions that come whole.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MOST_AHEAD = 4096  # updates ahead of the job that are asked for
 KEEP_AHEAD = 16  # editions after which a smaller distance is tried
+CHANGES_BELOW = 2e8  # bytes a second of whole editions, below which changes are asked for
+MEASURED_SECONDS = 60.0  # after which a network that was slow is measured again, by an edition that is asked for whole
+MEASURED_SHARE = 50  # times what such an edition took, if that is longer: so measuring takes 2 % of the time at most
 
 
 @dataclass
@@ -28,3 +34,20 @@ class UpdatesAhead:
         self._good += 1
         if self._good >= KEEP_AHEAD:
             self._good, self.updates = 0, self.updates // 2
+
+
+class NetworkSpeed:
+    """Whether the network is so slow that changes arrive sooner than whole editions."""
+
+    def __init__(self) -> None:
+        self._is_slow, self.measured_until = False, 0.0  # as a whole edition has shown; it holds so long
+
+    def is_slow(self) -> bool:
+        """Whether it was, and need not be measured again."""
+        return self._is_slow and time.monotonic() < self.measured_until
+
+    def note(self, came: Sequence[tuple[float, int]]) -> None:
+        """Notes an edition that was asked for whole. came: when which bytes of it came, the first ones first"""
+        seconds, size = came[-1][0] - came[0][0] if came else 0.0, sum(size for _, size in came[1:])
+        self._is_slow = size < CHANGES_BELOW * seconds if len(came) > 1 else True
+        self.measured_until = time.monotonic() + max(MEASURED_SECONDS, MEASURED_SHARE * seconds)

@@ -29,15 +29,18 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
-from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays, ReceivingRoom
+from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays, Incoming, ReceivingRoom
 from ps_feed.edition_client import EachShard, ShardReader, cluster
-from ps_feed.pace import UpdatesAhead
+from ps_feed.mapping import Handover
+from ps_feed.pace import NetworkSpeed, UpdatesAhead
 from ps_protocol.errors import (
     Forbidden,
     InvalidRequest,
     NotFound,
+    NotShared,
     OutOfOrder,
     PSError,
     TryLater,
@@ -46,7 +49,7 @@ from ps_protocol.errors import (
     Unsupported,
     anew,
 )
-from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsAsked, WeightsHere
+from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.troubles import Troubles
@@ -63,9 +66,6 @@ EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter ex
 # Of a payload in one message. With messages of 2 MiB a reader of 100 MB took 150 MB beside its two editions, with these
 # 30 (measured): gRPC has a message three times while it hands it over, and malloc keeps what large ones leave.
 PART_BYTES = 2**19
-CHANGES_BELOW = 2e8  # bytes a second of whole editions, below which changes are asked for
-MEASURED_SECONDS = 60.0  # after which a network that was slow is measured again, by an edition that is asked for whole
-MEASURED_SHARE = 50  # times what such an edition took, if that is longer: so measuring takes 2 % of the time at most
 _FINAL = (Forbidden, InvalidRequest, Unauthenticated, Unsupported)  # errors that waiting does not cure
 _RANDOM = random.Random()
 
@@ -111,6 +111,7 @@ class Subscription:
     period: seconds between two editions, at least
     access: needs the role of a reader
     changes: True: changes of buckets in place of whole ones; False: never; None: while the network is slow
+    shared_directory: where a relay on this host may hand over the memory of its editions; None: all comes in messages
     told:   is called, in the subscription's thread, at each new edition, at an error, and at the end
     room:   the memory into which editions are received
 
@@ -128,6 +129,7 @@ class Subscription:
         period: float = 0.0,
         access: Access = PLAINTEXT,
         changes: bool | None = None,
+        shared_directory: Path | None = None,
         told: Callable[[], None] | None = None,
         room: ReceivingRoom | None = None,
     ) -> None:
@@ -148,9 +150,8 @@ class Subscription:
         self._edition: EditionArrays | None = None
         self._trouble: PSError | None = None
         self._series = "", -1  # the run and the timeline that shards were on last
-        self._changes = changes
-        self._is_slow, self._measured_until = False, 0.0  # the network, as a whole edition has shown; it holds so long
-        self._is_damaged = False  # the last edition was: all is asked for whole
+        self._changes, self._handover = changes, Handover(shared_directory, job)
+        self._network, self._is_damaged = NetworkSpeed(), False  # the last edition was: all is asked for whole
         self.received = Received()
         self._due = 0.0  # when the next edition may come, if a period is set
         self._lag: float | None = None  # seconds since a relay knew last that its edition is the newest; None: no relay
@@ -324,6 +325,9 @@ class Subscription:
                     self._closing.wait(PASSED_SECONDS)
                 except _StandsStill:
                     pass
+                except NotShared as error:
+                    self._handover.failed(error)
+                    raise TryLater(str(error)) from None
                 except Damaged as error:
                     self._is_damaged = True
                     self.received.damaged += 1
@@ -491,10 +495,11 @@ class Subscription:
         contents = self._contents
         assert contents is not None
         told = {index: version for each in here for index, version in each.buffers.items()}
-        arriving, room = Arriving(contents, before, told), self._room
+        room = self._room
+        arriving = Arriving(contents, before, told, room.memory)
         room.check(arriving)
         base = before if self._wants_changes() else None
-        came: list[tuple[float, int]] = []
+        came = Incoming(arriving, room, f"edition {version}")
         heard = dict.fromkeys(range(len(here)), time.monotonic())  # when each shard was heard of last
 
         def pull(reader: ShardReader) -> None:
@@ -503,20 +508,12 @@ class Subscription:
             if wanted:
                 least = version if shard.has_one_version or shard.is_relayed else shard.lowest
                 bases = {} if base is None else base.bases(wanted, shard.timeline)
-                what = self._job, shard.run, shard.timeline, least, self._wire
-                call = EditionCall(*what, wanted, bases, PART_BYTES)
-                reader.pull(call, take, partial(alive, reader.index), place)
+                what = self._job, shard.run, shard.timeline, least, self._wire, wanted, bases, PART_BYTES
+                with self._handover.offered(shard.is_relayed and not self._is_damaged) as files:
+                    call = EditionCall(*what, None if files is None else files.offer, sparse=True)
+                    reader.pull(call, partial(came.take, files), partial(alive, reader.index), came.place)
             else:
                 del heard[reader.index]
-
-        def place(bucket: EditionBucket) -> memoryview | None:
-            room.begin(arriving)
-            return arriving.place(bucket)
-
-        def take(bucket: EditionBucket, timeline: int) -> None:
-            room.begin(arriving)
-            came.append((time.monotonic(), len(bucket.payload)))
-            arriving.take(bucket, timeline, f"edition {version}")
 
         def alive(index: int, told: int, age: float | None) -> None:
             self._heard_of(told)
@@ -533,13 +530,12 @@ class Subscription:
         finally:
             room.end(arriving)
         edition = arriving.complete(here[0].run, max(each.timeline for each in here))
-        self._note_received(arriving, came, is_measured=base is None)
+        self._note_received(arriving, came.parts, is_measured=base is None and bool(came.parts))
         return edition
 
     def _wants_changes(self) -> bool:
         """Whether the next edition is asked for as what changed."""
-        is_slow = self._is_slow and time.monotonic() < self._measured_until
-        return not self._is_damaged and (is_slow if self._changes is None else self._changes)
+        return not self._is_damaged and (self._network.is_slow() if self._changes is None else self._changes)
 
     def _note_received(self, arriving: Arriving, came: list[tuple[float, int]], is_measured: bool) -> None:
         """Counts an edition that came.
@@ -548,10 +544,8 @@ class Subscription:
         is_measured: it was asked for whole. How long changes take says little of the network, also where all buckets
                      came whole because no change was smaller
         """
-        seconds, size = came[-1][0] - came[0][0] if came else 0.0, sum(size for _, size in came[1:])
         if is_measured:
-            self._is_slow = size < CHANGES_BELOW * seconds if len(came) > 1 else True
-            self._measured_until = time.monotonic() + max(MEASURED_SECONDS, MEASURED_SHARE * seconds)
+            self._network.note(came)
         self._is_damaged = False
         self.received.editions += 1
         self.received.nbytes += arriving.nbytes

@@ -2,12 +2,12 @@
 
 Both ends know bytes and calls, and nothing of jobs, buckets or tables.
 
+attending.py A thread that waits for answers receives them itself
 client.py    A worker's end: calls side by side; opened, and opened again where it has ended
 listener.py  Where workers open data connections, and connections that have not shown their ticket yet
 loans.py     Weights that are sent from where they are, and copied only if an update comes to change them
 reading.py   Threads that read from connections as bytes come
 sender.py    What leaves a server by one connection: frames, put by any thread, without waiting
 server.py    A server's end: tickets, calls, and memory for their payloads
-sockets.py   A connection that sends and receives frames, from and into memory that its caller names
-wire.py      The frames, which interleave the messages of several calls
+frames.py    The frames, which interleave the messages of several calls, and the sockets that carry them
 """

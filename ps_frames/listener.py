@@ -22,16 +22,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from ps_frames.frames import HEADER_BYTES, TICKET_BYTES, Kind, Offer, frames_over, read_header
 from ps_frames.reading import ReadingThreads
 from ps_frames.server import Opener, ServerConnection, Serving, Tickets
-from ps_frames.sockets import frames_over
-from ps_frames.wire import HEADER_BYTES, TICKET_BYTES, Kind, Offer, read_header
 from ps_protocol.errors import InvalidRequest, PSError, TryLater
-from ps_protocol.segment_layout import SOCKET_PREFIX
+from ps_protocol.handover import SOCKET_PREFIX
 from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import Tls
-from ps_runtime.local_sockets import listen
+from ps_runtime.local_sockets import listen, remove_leftovers
 from ps_runtime.reloading import ReloadingFiles
 from ps_runtime.tls_contexts import server_context
 from ps_runtime.troubles import Troubles
@@ -319,6 +318,7 @@ class DataListener:
 
     def _listen_here(self, directory: Path) -> tuple[str, int]:
         name = SOCKET_PREFIX + secrets.token_hex(16)
+        remove_leftovers(directory, SOCKET_PREFIX)
         try:
             listener, inode = listen(directory, name, _BACKLOG)
         except OSError as error:

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
+from ps_frames.frames import FrameSocket, nothing
 from ps_frames.loans import Loan
-from ps_frames.sockets import FrameSocket, nothing
 from ps_protocol.framing import Buffer
 from ps_runtime.background import note_error
 

@@ -23,10 +23,19 @@ from typing import Protocol
 
 import numpy as np
 
+from ps_frames.frames import (
+    HEADER_BYTES,
+    METHODS,
+    TICKET_BYTES,
+    FrameSocket,
+    Header,
+    Kind,
+    frame,
+    read_header,
+    write_header,
+)
 from ps_frames.loans import Loan
 from ps_frames.sender import FrameSender, LentFrame
-from ps_frames.sockets import FrameSocket
-from ps_frames.wire import HEADER_BYTES, METHODS, TICKET_BYTES, Header, Kind, frame, read_header, write_header
 from ps_protocol.errors import Code, InvalidRequest, PSError
 from ps_protocol.framing import Buffer, Parts
 from ps_protocol.identity import Identity
@@ -41,6 +50,10 @@ Metadata = Sequence[tuple[str, str | bytes]]
 AuthContext = Mapping[str, Sequence[bytes]]
 LentMessage = tuple[Parts, Loan | None]
 Answer = Parts | Callable[[], AbstractContextManager[LentMessage]]
+
+
+class LastAnswer(Parts):
+    """An answer that is sent in one frame with the end of its call, which follows it."""
 
 
 class CallBroken(Exception):
@@ -213,6 +226,7 @@ class FrameCall(ServerCall):
         self._connection = connection
         self._header = header
         self._is_read = False
+        self._last: LastAnswer | None = None
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] | None = []  # None: it is over
         self._code: Code | None = None
@@ -282,9 +296,12 @@ class FrameCall(ServerCall):
     # -- the answer --------------------------------------------------------------------------------------------------
 
     def send(self, answer: Answer | None) -> None:
-        """Queues an answer. A lent answer is made when its turn comes. None: ends the call"""
+        """Queues an answer. A lent answer is made when its turn comes. None: ends the call, with a LastAnswer that was
+        sent before"""
         if answer is None:
             self.end()
+        elif isinstance(answer, LastAnswer):
+            self._last = answer
         elif isinstance(answer, Parts):
             self._connection.sender.put(self._frame(Kind.ANSWER, answer))
         else:
@@ -301,6 +318,8 @@ class FrameCall(ServerCall):
             self._connection.cancel()
         if answer is not None:
             last = self._frame(Kind.LAST, Parts(answer))
+        elif self._last is not None and self._code is None:
+            last = self._frame(Kind.LAST, self._last)
         else:
             last = self._frame(Kind.END if self._code is None else Kind.ERROR, Parts(self._status))
         self._connection.sender.put(last, self.over)

@@ -2,6 +2,7 @@
 
 children.py     Starts and restarts children, passes on what they write, notices their end, and stops them
 failures.py     How a worker failed, in a few words: its code or signal, and the last line of its traceback
+launch_folder.py The folder of a launch for temporary files, and those of launchers that were killed
 groups.py       The processes of workers, one each or the members of a group, which end and start as a whole
 lifeline.py     A supervised process' standard input: one line, and whether the parent is there
 output.py       What children write, as whole lines: on the console with a worker's rank in front, and in a log file

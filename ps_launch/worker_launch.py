@@ -20,7 +20,6 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from typing import BinaryIO
 from ps_launch.children import Children, Program, Stopped, stop_on_signals
 from ps_launch.failures import Cause, Failure
 from ps_launch.groups import WorkerProcesses, by_cause
+from ps_launch.launch_folder import launch_folder
 from ps_launch.output import Console, Dropped, WorkerOutput, rank_prefix
 from ps_launch.own_servers import STOP_SECONDS as SERVERS_STOP_SECONDS
 from ps_launch.own_servers import OwnServers, ServersPlan
@@ -151,7 +151,7 @@ class _Workers:
         self._console = Console("ps-worker", plan.settings.get("PS_LOG_FORMAT") or TEXT)
         self._restarts = {local: Restarts(plan.max_restarts) for local in range(plan.workers)}
         self._logs = _open_logs(plan, stack)
-        folder = Path(stack.enter_context(_directory()))
+        folder = stack.enter_context(launch_folder())
         self._started = folder / "started"
         self._timelines = Timelines(plan.settings, folder)
         self._children = Children(self._program, stack)
@@ -397,10 +397,3 @@ def _open_logs(plan: Launch, stack: contextlib.ExitStack) -> dict[int, BinaryIO]
 
 def _log_name(rank: int, member: int | None) -> str:
     return f"worker-{rank}.log" if member is None else f"worker-{rank}.{member}.log"
-
-
-def _directory() -> tempfile.TemporaryDirectory[str]:
-    try:
-        return tempfile.TemporaryDirectory(prefix="ps-worker-")
-    except OSError as error:
-        raise InvalidRequest(f"there is no directory for temporary files ({error.strerror}); set TMPDIR") from None

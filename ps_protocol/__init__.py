@@ -3,16 +3,17 @@
 addresses.py       The syntax of addresses and of host names
 changes.py         What changed in a bucket between two versions of it, as bytes
 codecs.py          Encodes a bucket's elements as a payload, and decodes them
-convert.py         Conversions between protobuf messages and values that servers and workers share
+convert.py         Conversions between protobuf messages and values; payloads, headers of answers, notices of a wait
 batches.py         Elastic data: the batches that the coordinator leases to workers
 errors.py          Every error of the project, its reason and its canonical code
 figures.py         The measurements of a worker, for dashboards
 fragments.py       The fragments of a model in mode `local:H/F`, and the steps at which each is pushed and mixed in
 framing.py         Messages with a payload: protobuf for the other fields, no copy for the payload
+handover.py        How memory is handed over to a process on the same host
 hyper_parameters.py  Hyper-parameters of optimizers, as plain values
 identity.py        The identity of a worker, which all its messages carry
 job.py             The specification of a job, which servers compare between workers
-layout.py          Cuts a model's parameters into buckets: one pure function that servers and workers run
+layout.py          Cuts a model's parameters into buckets; the wire format of each, and its size in bytes
 local.py           Local steps: the modes `local:H`, `local:H/F` and `local:Ts`, their rounds, and the outer optimizer
 messages/          The messages of the contract as values, and both directions of each
 modes.py           The modes of training, and the one rule behind four of them
@@ -25,6 +26,5 @@ segment_layout.py  The layout of the memory that a worker shares with the shards
 stages.py          Stages of a script that changes its optimizers: the optimizer of a bucket in each stage
 tables.py          The specification of a table of rows, which servers compare between workers
 tensors.py         Conversions between bytes and tensors, without copying
-wire_formats.py    The wire format of a bucket, and its size in bytes
 versions.py        The versions of the protocol, and their compatibility
 """

@@ -1,4 +1,4 @@
-"""Encodes a bucket's elements as a payload, and decodes them. wire_formats.py has the sizes of the same formats.
+"""Encodes a bucket's elements as a payload, and decodes them. layout.py has the sizes of the same formats.
 
 A payload is bytes that only its codec can interpret: servers and workers ask the codec for their size, and to encode
 and decode them. `gradient_codec` and `weight_codec` choose the codec of a bucket from the job alone. Shared memory
@@ -21,9 +21,16 @@ import torch
 
 from ps_protocol.framing import Buffer
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import DATA_TYPES, BucketSpec
+from ps_protocol.layout import (
+    BLOCK_FORMATS,
+    DATA_TYPES,
+    BlockFormat,
+    BucketSpec,
+    CastFormat,
+    gradient_format,
+    weight_format,
+)
 from ps_protocol.tensors import TORCH_DTYPES, tensor_from
-from ps_protocol.wire_formats import BLOCK_FORMATS, BlockFormat, CastFormat, gradient_format, weight_format
 
 Memory = Callable[[int, torch.dtype], torch.Tensor]  # (elements, type) -> memory for them, on the CPU
 
@@ -142,13 +149,13 @@ def plain_codec(bucket: BucketSpec) -> Cast:
 
 def gradient_codec(spec: JobSpec, bucket: BucketSpec) -> Codec:
     """Returns the codec of a bucket's gradients."""
-    name = gradient_format(spec, bucket)
+    name = gradient_format(spec.gradient_wire, bucket)
     return BLOCKS.get(name) or PLAIN[name]
 
 
 def weight_codec(spec: JobSpec, bucket: BucketSpec) -> Codec:
     """Returns the codec of a bucket's weights. Frozen buckets keep their type."""
-    name = weight_format(spec, bucket)
+    name = weight_format(spec.weight_wire, bucket)
     return BLOCKS.get(name) or PLAIN[name]
 
 

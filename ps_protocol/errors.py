@@ -140,7 +140,8 @@ class JobFinished(NotFound):
 
 
 class FinishedWithout(NotFound):
-    """The job has finished while the caller, a worker that had taken part, was away: the job's weights are gone."""
+    """The job has finished while the caller, which had trained there or in another job of its launch, was away: the
+    job's weights are gone."""
 
     reason = "FINISHED_WITHOUT"
 

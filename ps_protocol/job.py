@@ -105,6 +105,16 @@ class JobSpec:
         return self.optimizers[self.group_optimizers[group] if self.group_optimizers else 0]
 
 
+def added_name(name: str, number: int) -> str:
+    """Returns the name of a job of parameters that are added to another job's. name: that job's; number: from 1"""
+    return f"{name}.added{number}"
+
+
+def is_added_to(name: str, other: str) -> bool:
+    """Returns whether `other` is the name of a job of parameters that are added to those of the job `name`."""
+    return other.startswith(f"{name}.added") and other[len(name) + len(".added") :].isdecimal()
+
+
 def validate(spec: JobSpec) -> None:
     """Raises InvalidRequest or LimitExceeded that names the first error of a spec."""
     if not _JOB_NAME.fullmatch(spec.name):

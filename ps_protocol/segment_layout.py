@@ -30,11 +30,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES
 
-NONCE_BYTES = 32
 PAGE_BYTES = 4096
-SOCKET_PREFIX = "ps-torch-"  # of a socket's name, before 32 hexadecimal digits
-HANDED_OVER = b"\0"  # the data byte that carries the descriptor: SCM_RIGHTS needs at least one
-HANDOVER_SECONDS = 10.0  # how long worker and shard wait for each other at the socket
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,8 @@ def guarded(name: str, work: Callable[[], object]) -> None:
     except Exception:
         note_error(name)
     else:
-        _troubles.over(name)
+        if _troubles.open:
+            _troubles.over(name)
 
 
 class Background:

@@ -49,11 +49,11 @@ def open_channel(address: str, access: Access = PLAINTEXT, reads_itself: bool = 
                   and both wake all the time while nothing comes: 15 times a second instead of 5 (measured)
 
     With certificate files, the channel is replaced when they change; calls under way end on the old one. With a token,
-    every call carries it. Raises InvalidRequest if a token would leave this machine in plaintext.
+    every call carries it. A call on a channel that is closed raises ChannelClosed. Raises InvalidRequest if a token
+    would leave this machine in plaintext.
     """
-    if access.tls is None and access.token is None:
-        return grpc.insecure_channel(address, options=_options(reads_itself))
-    if access.tls is None and not access.insecure and not is_loopback(address.rpartition(":")[0]):
+    is_shown = access.tls is None and access.token is not None
+    if is_shown and not access.insecure and not is_loopback(address.rpartition(":")[0]):
         raise InvalidRequest(
             f"a token for {address} would travel in plaintext: give --tls-ca, or --insecure to allow it"
         )
@@ -83,8 +83,21 @@ _CLIENT_OPTIONS: ChannelOptions = [
 RETIRED_SECONDS = 120.0
 
 
+class ChannelClosed(grpc.RpcError):  # type: ignore[misc]  # grpcio ships no types
+    """A call on a channel that is closed. gRPC itself raises a bare ValueError, which no caller takes for a call that
+    failed. It reads as gRPC's error of a call that was under way when the channel was closed."""
+
+    def code(self) -> grpc.StatusCode:
+        """Returns what gRPC ends calls with that are under way on a channel that is closed."""
+        return grpc.StatusCode.CANCELLED
+
+    def details(self) -> str:
+        """Returns the text."""
+        return "the connection is closed"
+
+
 class RenewedChannel(grpc.Channel):  # type: ignore[misc]  # grpcio ships no types
-    """A channel that reloads its certificates and attaches the current token to each call."""
+    """A channel that reloads its certificates, attaches the current token to each call, and knows that it is closed."""
 
     def __init__(self, address: str, access: Access, options: ChannelOptions) -> None:
         self._address, self._options = address, options
@@ -93,14 +106,17 @@ class RenewedChannel(grpc.Channel):  # type: ignore[misc]  # grpcio ships no typ
         self._lock = threading.Lock()
         self._retired: list[tuple[float, grpc.Channel]] = []
         self._generation = 0
+        self.is_closed = False
         self._channel = self._make()
 
     def current(self) -> tuple[int, grpc.Channel]:
-        """Returns the number of the current channel, and the channel."""
+        """Returns the number of the current channel, and the channel. Raises ChannelClosed."""
+        if self.is_closed:
+            raise ChannelClosed
         if self._watched is not None:
             self._watched.get()
             with self._lock:
-                if self._watched.generation != self._generation:
+                if self._watched.generation != self._generation and not self.is_closed:
                     self._generation = self._watched.generation
                     self._retired.append((time.monotonic(), self._channel))
                     self._channel = self._make()
@@ -120,6 +136,7 @@ class RenewedChannel(grpc.Channel):  # type: ignore[misc]  # grpcio ships no typ
 
     def close(self) -> None:
         with self._lock:
+            self.is_closed = True
             for _, channel in self._retired:
                 channel.close()
             self._channel.close()
@@ -159,9 +176,14 @@ class _Method:
 
     def __call__(self, request: Any, **options: Any) -> Any:
         generation, channel = self._channel.current()
-        if self._made[0] != generation:
-            self._made = (generation, self._make(channel))
         signed = self._channel.metadata()
         if signed is not None:
             options["metadata"] = (*(options.get("metadata") or ()), *signed)
-        return self._made[1](request, **options)
+        try:
+            if self._made[0] != generation:
+                self._made = (generation, self._make(channel))
+            return self._made[1](request, **options)
+        except ValueError:
+            if self._channel.is_closed:  # since a moment ago
+                raise ChannelClosed from None
+            raise

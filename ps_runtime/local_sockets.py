@@ -12,10 +12,14 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ps_protocol.errors import NotShared
+
+LEFT_SECONDS = 60.0  # a socket begins to listen microseconds after it gets its name
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -84,11 +88,44 @@ def connect(descriptor: int, seconds: float) -> socket.socket:
     return connection
 
 
+def reach(directory: Path, name: str, inode: int, seconds: float) -> socket.socket:
+    """Connects to a socket of this user, of whose name and inode number another process has told. seconds: as `connect`
+
+    Raises NotShared where there is another file, or another user's, and OSError as `opened` and `connect` do.
+    """
+    where = f"the socket {name} in {directory}"
+    with opened(directory, name) as file:
+        status = os.fstat(file)
+        if not is_private_socket(status):
+            raise NotShared(f"{where} must be a unix socket of this process' user alone (mode 0600)")
+        if status.st_ino != inode:
+            raise NotShared(f"{where} is another one: it has inode {status.st_ino}, not {inode}")
+        connection = connect(file, seconds)
+    if peer_of(connection).uid != os.geteuid():
+        connection.close()
+        raise NotShared(f"{where} is served by another user")
+    return connection
+
+
 def peer_of(connection: socket.socket) -> Credentials:
     """Returns the process at the other end, as it was when it began to listen, or connected."""
     noted = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(noted)
     return Credentials(pid, uid)
+
+
+def remove_leftovers(directory: Path, prefix: str) -> None:
+    """Removes sockets of this user's processes that were killed before they could: no process listens there. prefix:
+    that of their names"""
+    for path in directory.glob(prefix + "*"):
+        with contextlib.suppress(OSError), opened(directory, path.name) as file:
+            status = os.fstat(file)
+            if not is_private_socket(status) or time.time() - status.st_mtime < LEFT_SECONDS:
+                continue
+            try:
+                connect(file, 1.0).close()
+            except ConnectionRefusedError:
+                path.unlink()
 
 
 def _own_inode(directory: Path, name: str) -> int:

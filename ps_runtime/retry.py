@@ -88,9 +88,10 @@ class Retry:
 
     def progressed(self) -> None:
         """Restarts the time limit, because a message has arrived."""
-        self._peer.troubles.over(_AWAY)
-        self._peer.troubles.over(_BUSY)
-        self._peer.waits.over(_BUSY)
+        if self._peer.troubles.open or self._peer.waits.open:
+            self._peer.troubles.over(_AWAY)
+            self._peer.troubles.over(_BUSY)
+            self._peer.waits.over(_BUSY)
         self._waits_since, self._is_long, self._is_unknown = None, False, False
         self._begin_anew()
 

@@ -36,12 +36,13 @@ class Troubles:
     """The recurring errors of one object. Methods may be called from any thread.
 
     kind: the label under which they are counted, see docs/metrics.md; None: another metric counts them
+    open: by key, the errors that are not over. Nearly always there are none, and `over` need not be called
     """
 
     def __init__(self, log: logging.Logger, kind: str | None) -> None:
         self._log = log
         self._kind = kind
-        self._met: dict[Hashable, _Trouble] = {}
+        self.open: dict[Hashable, _Trouble] = {}
 
     def met(
         self,
@@ -64,7 +65,7 @@ class Troubles:
         with _lock:
             if self._kind is not None:
                 _counts[self._kind] += 1
-            trouble = self._met.setdefault(key, _Trouble(text, tuple(map(_kept, arguments))))
+            trouble = self.open.setdefault(key, _Trouble(text, tuple(map(_kept, arguments))))
             trouble.times += 1
             if what in trouble.said:
                 return
@@ -75,10 +76,10 @@ class Troubles:
         """Notes that the error of a key is over, so that the next one is logged again. Logs this if it was met more
         than once.
         """
-        if key not in self._met:  # nearly always, and then it takes no lock
+        if key not in self.open:  # without the lock, as nearly always
             return
         with _lock:
-            trouble = self._met.pop(key, None)
+            trouble = self.open.pop(key, None)
         if trouble is not None and trouble.times > 1:
             self._log.info(f"over, after {trouble.times} times: {trouble.text}", *trouble.arguments)
 

@@ -216,7 +216,12 @@ PROCESS = (
         seconds_or_none,
         ServerConfig.absence_seconds,
     ),
-    Setting("shared_directory", "where workers on this host hand over shared memory", Path, DEFAULT_SHARED_DIRECTORY),
+    Setting(
+        "shared_directory",
+        "where processes on this host hand over the memory that they share",
+        Path,
+        DEFAULT_SHARED_DIRECTORY,
+    ),
     Setting("cold_rows_dir", "where a shard keeps rows of tables that its memory has no room for", path, metavar="DIR"),
     NATIVE,
     Setting("apply_threads", "threads that a shard applies updates with", count, ServerConfig.apply_threads),

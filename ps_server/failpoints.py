@@ -6,7 +6,7 @@
 
 Only the commands `ps-server shard`, `coordinator` and `relay` look at the variable, once, when they start. A process
 that `ps-server up` starts in place of one that died has the delays alone. Where it is not set, a place costs one look
-at two empty dictionaries.
+at an empty set, or at two empty dictionaries.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Entry:
     delay: float | None = None
 
 
+armed: set[str] = set()  # the names of all below: what each step passes is asked only where there are some
 _left: dict[str, int] = {}  # by name, how often it is still to be passed; empty unless the variable is set
 _delays: dict[str, float] = {}  # by name, seconds that each passage takes; likewise
 _lock = threading.Lock()
@@ -97,6 +98,7 @@ def arm(shard: int | None) -> None:
     for entry in parse(os.environ.get(VARIABLE, "")):
         if entry.shard not in (None, shard):
             continue
+        armed.add(entry.name)
         if entry.delay is not None:
             _delays[entry.name] = entry.delay
             log.warning(

@@ -91,7 +91,16 @@ UPSTREAM = Setting(
     metavar="HOST:PORT",
     required=True,
 )
-_OF_ALL = {"host", "port", "metrics_host", "metrics_port", "tokens", "metrics_insecure", "audit_log"}
+_OF_ALL = {
+    "host",
+    "port",
+    "metrics_host",
+    "metrics_port",
+    "tokens",
+    "metrics_insecure",
+    "audit_log",
+    "shared_directory",
+}
 RELAY = (
     UPSTREAM,
     Setting(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import grpc
 
-from ps_protocol.messages.envelope import Origin
+from ps_protocol.convert import Origin
 from ps_runtime import downloads, web
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.channel import server_options
@@ -70,6 +70,7 @@ class RelayServer:
             every=config.every,
             period=config.period,
             limit=server.limits.feeds,
+            shared_directory=server.shared_directory,
         )
         feeds = RelayFeedService(self.relayed, Origin(0, secrets.randbits(63)), shares.pool)
         registry.register(relay_gauges(self.relayed))

@@ -20,8 +20,8 @@ import torch
 from grpc_health.v1.health import HealthServicer
 
 from ps_frames.listener import Where
+from ps_protocol.convert import Origin
 from ps_protocol.errors import TryLater
-from ps_protocol.messages.envelope import Origin
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.background import guarded

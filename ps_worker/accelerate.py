@@ -12,14 +12,19 @@ then be reduced twice, and async would wait at every step. Therefore Accelerate 
 
 from __future__ import annotations
 
+import logging
+import weakref
 from typing import Any
 
+from accelerate import accelerator as accelerators
 from accelerate.state import AcceleratorState, PartialState
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.rank import hide_launcher_variables
 from ps_worker.connecting import connect as connect_session
 from ps_worker.session import Session
+
+log = logging.getLogger("ps_worker")
 
 # Any of these variables makes Accelerate start torch.distributed: torchrun's, Intel MPI's, MVAPICH's and Open MPI's.
 LAUNCHED = (
@@ -33,7 +38,8 @@ def connect(*arguments: Any, **settings: Any) -> Session:
     """Returns a session as `ps_torch.connect` does. Accelerate then sees one process, of this worker's rank.
 
     The launcher's variables are removed from os.environ, except in mode ddp, where Accelerate works as usual. Call it
-    before Accelerator or TrainingArguments are made.
+    before Accelerator or TrainingArguments are made. A loader that only `accelerator.prepare` gets is not divided among
+    the workers: the log warns of it, once.
 
     Args:
         arguments, settings: As for `ps_torch.connect`.
@@ -44,6 +50,7 @@ def connect(*arguments: Any, **settings: Any) -> Session:
     session = connect_session(*arguments, **settings)
     if session.mode != "ddp":
         hide_launcher(session)
+        _watched.watch(session)
     return session
 
 
@@ -60,3 +67,44 @@ def hide_launcher(session: Session) -> None:
         if known:  # the latter is a copy, if it is there yet
             known["process_index"], known["local_process_index"] = session.rank, session.local_rank
             known["device"] = session.device  # of several GPUs Accelerate would take the first for all workers
+
+
+class _UndividedLoaders:
+    """Warns of a loader that only Accelerate prepares. It takes this process for the only one and divides nothing, and
+    the loaders that a session has prepared are none of torch's: it leaves them as they are.
+    """
+
+    def __init__(self) -> None:
+        self._session: weakref.ref[Session] | None = None
+        self._plain: Any = None  # Accelerate's own function
+
+    def watch(self, session: Session) -> None:
+        """Watches from now on, for the session that was made last."""
+        self._session = weakref.ref(session)
+        if self._plain is None:
+            self._plain = accelerators.prepare_data_loader
+            accelerators.prepare_data_loader = self._prepare
+
+    def trust(self) -> None:
+        """Stops watching: whoever calls Accelerate divides the data itself."""
+        self._session = None
+
+    def _prepare(self, loader: Any, *arguments: Any, **options: Any) -> Any:
+        session = None if self._session is None else self._session()
+        if session is not None and session.world_size > 1:
+            self._session = None
+            log.warning(
+                "accelerator.prepare got a loader that session.prepare has not had: each of the %d workers goes "
+                "through all of its data. Hand a loader of training data to session.prepare first; for an evaluation "
+                "on each worker this is right",
+                session.world_size,
+            )
+        return self._plain(loader, *arguments, **options)
+
+
+_watched = _UndividedLoaders()
+
+
+def divides_itself() -> None:
+    """Says that whoever calls `accelerator.prepare` divides the data by itself: no warning of loaders."""
+    _watched.trust()

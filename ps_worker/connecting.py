@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass, field
 from types import FrameType
 
-from ps_runtime.ending import end_by_signal
+from ps_runtime.signals import end_by_signal
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.session import Session

@@ -422,6 +422,7 @@ def subscribe(
     address, access = reading_from(server, tls_cert, tls_key, tls_ca, token_file, insecure, relays=True)
     name = check("job", job)
     wanted = None if parameters is None else tuple(parameters)
+    shared_directory = check("shared_directory", None)
     subscription = Subscription(
         address,
         name,
@@ -431,5 +432,6 @@ def subscribe(
         period=period,
         access=access,
         changes=changes,
+        shared_directory=shared_directory,
     )
     return WeightFeed(subscription, name, names)

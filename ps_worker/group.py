@@ -32,8 +32,7 @@ import torch.distributed as dist
 
 from ps_protocol.errors import BY_REASON, InvalidRequest, PSError
 from ps_protocol.messages.workers import JoinResult, member_states
-from ps_runtime.ending import undisturbed
-from ps_runtime.signals import HEARD_SECONDS
+from ps_runtime.signals import HEARD_SECONDS, undisturbed
 
 log = logging.getLogger("ps_worker")
 

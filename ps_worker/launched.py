@@ -87,8 +87,8 @@ def warn_of_unknown_variables() -> None:
 def report_errors_in_one_line() -> None:
     """Has this project's errors and Ctrl-C end a script, under the launcher, with its own line and one message.
 
-    A process that comes late, and finds its job finished in `prepare`, has nothing to do: it ends with code 0. A worker
-    that had taken part, and was away when the job finished, ends with a code of its own.
+    A process that comes late, and finds its job finished in `prepare`, has nothing to do: it ends with code 0. One that
+    has trained, in this job or in another one of its launch, ends with a code of its own.
     """
     if not is_launched() or getattr(sys.excepthook, "is_ours", False):
         return

@@ -22,16 +22,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import is_loopback, require_encryption
-from ps_runtime.ending import is_cut_short
 from ps_runtime.own_address import own_address
+from ps_runtime.signals import is_cut_short
 from ps_worker.by_mode import STRATEGIES
 from ps_worker.config import WorkerConfig, check
 from ps_worker.given import check_own, check_pairs, non_finite_named, sort_given, wire_named
 from ps_worker.launched import speak_as
 from ps_worker.metrics import WorkerMetrics
+from ps_worker.model.buffers import with_values
 from ps_worker.model.local_settings import local_settings
 from ps_worker.model.no_sync import lend
-from ps_worker.model.weights import with_values
 from ps_worker.prepared import Prepared
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.tables.table_library import loops_for
@@ -171,6 +171,7 @@ class Session:
             Unsupported, InvalidRequest, JobMismatch, JobInUse, Unreachable: The worker cannot join as it asks to. The
                 model is unchanged then.
             JobFinished: The launch that this worker belongs to has finished the job.
+            FinishedWithout: The same, in a process that has trained another job of this launch already.
             LimitExceeded: Other workers have not joined within the start timeout (PS_START_TIMEOUT, 1800 s).
             NotShared: The transport is "shm", and a shard cannot use this worker's memory.
             PSError: Servers refuse the worker for another reason; the message says which.

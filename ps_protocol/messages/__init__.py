@@ -6,7 +6,6 @@ made, and where it is used.
 
 data.py       Pushes and pulls of buckets, and what shards answer
 editions.py   Editions of weights: what readers ask shards for, and what these answer
-envelope.py   What the messages of the data path have in common: a payload, the header of an answer, a notice of a wait
 rows.py       Pushes, pulls and feeds of rows of tables, and what shards answer
 workers.py    What workers tell the coordinator and hear from it: joins, signs of life, rounds of values, leases of data
 """

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from ps_protocol.batches import DataRange
 from ps_protocol.convert import (
+    Awaited,
+    Origin,
+    Request,
     data_range_messages,
     data_ranges,
     duration,
@@ -22,7 +25,10 @@ from ps_protocol.convert import (
     known,
     next_optimizer,
     next_optimizer_message,
+    parse,
+    read,
     seconds,
+    whole,
     wire_format,
     wire_format_number,
 )
@@ -31,7 +37,6 @@ from ps_protocol.framing import Buffer, Parts, message_parts
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
-from ps_protocol.messages.envelope import Awaited, Origin, Request, parse, read, whole
 from ps_protocol.segment_layout import SegmentOffer
 from ps_protocol.stages import StageSpec
 from ps_protocol.v1 import data_pb2

@@ -6,10 +6,19 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ps_protocol.convert import duration, job_spec, job_spec_message, seconds, wire_format, wire_format_number
+from ps_protocol.convert import (
+    Origin,
+    duration,
+    job_spec,
+    job_spec_message,
+    parse,
+    seconds,
+    wire_format,
+    wire_format_number,
+)
 from ps_protocol.framing import Buffer, Parts, message_parts
+from ps_protocol.handover import MappingOffer
 from ps_protocol.job import JobSpec
-from ps_protocol.messages.envelope import Origin, parse
 from ps_protocol.v1 import feed_pb2
 
 LEAST_PART_BYTES = 2**16  # of a payload in one message: each message costs both ends some time
@@ -83,6 +92,8 @@ class EditionCall(NamedTuple):
     bases:    by bucket, the version that the reader has, on this timeline and in this type: the shard may send only the
               change since then
     part_bytes: the most bytes of a payload in one message; 0: each comes in one
+    sparse:   changes may be sparse
+    mapping:  where a relay of this host can hand over the edition's memory; None: only payloads will do
     """
 
     job: str
@@ -93,6 +104,15 @@ class EditionCall(NamedTuple):
     buckets: tuple[int, ...]
     bases: Mapping[int, int] = MappingProxyType({})
     part_bytes: int = 0
+    mapping: MappingOffer | None = None
+    sparse: bool = False
+
+
+class BucketPlace(NamedTuple):
+    """Where the elements of a bucket lie that a relay has handed over: in which file, and where in it, in bytes."""
+
+    file: int
+    offset: int
 
 
 class EditionBegin(NamedTuple):
@@ -112,6 +132,8 @@ class EditionBucket(NamedTuple):
     payload:     the elements; if there is a base, the change since it
     base:        the version of the base; None: the bucket is sent whole
     payload_bytes: the bytes of the payload, if this is its beginning; None: it is all of it
+    lies:        where the elements are, if there is no payload; None: it is here
+    sparse:      it is a sparse change
     """
 
     bucket: int
@@ -121,6 +143,8 @@ class EditionBucket(NamedTuple):
     payload: Buffer
     base: int | None = None
     payload_bytes: int | None = None
+    lies: BucketPlace | None = None
+    sparse: bool = False
 
 
 class EditionPart(NamedTuple):
@@ -196,6 +220,8 @@ def read_weights_here(data: bytes) -> WeightsHere:
 
 def write_edition_call(call: EditionCall) -> bytes:
     """Writes a PullEditionRequest."""
+    offer = call.mapping
+    mapping = None if offer is None else feed_pb2.MappingOffer(**vars(offer))
     return feed_pb2.PullEditionRequest(
         job=call.job,
         run=call.run,
@@ -205,6 +231,8 @@ def write_edition_call(call: EditionCall) -> bytes:
         buckets=call.buckets,
         base_versions=call.bases,
         part_bytes=call.part_bytes,
+        mapping=mapping,
+        sparse_changes=call.sparse,
     ).SerializeToString()
 
 
@@ -214,7 +242,10 @@ def read_edition_call(data: bytes) -> EditionCall:
     wire = _cast(message.wire_format)
     what = message.job, message.run, message.timeline, message.version
     most = message.part_bytes and max(message.part_bytes, LEAST_PART_BYTES)
-    return EditionCall(*what, wire, tuple(message.buckets), dict(message.base_versions), most)
+    offer = message.mapping
+    mapping = MappingOffer(offer.location, offer.socket_inode, offer.nonce) if message.HasField("mapping") else None
+    bases = dict(message.base_versions)
+    return EditionCall(*what, wire, tuple(message.buckets), bases, most, mapping, message.sparse_changes)
 
 
 def in_messages(bucket: EditionBucket, most: int) -> tuple[EditionBucket, list[Buffer]]:
@@ -250,6 +281,9 @@ def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
         if bucket.base is not None:
             response.bucket.base_version = bucket.base
         response.bucket.payload_bytes = bucket.payload_bytes or 0
+        if bucket.lies is not None:
+            response.bucket.file, response.bucket.offset = bucket.lies
+        response.bucket.sparse = bucket.sparse
     return message_parts(response, payload)
 
 
@@ -271,5 +305,7 @@ def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionPart:
         b"" if payload is None else payload,
         sent.base_version if sent.HasField("base_version") else None,
         sent.payload_bytes or None,
+        BucketPlace(sent.file, sent.offset) if sent.HasField("file") else None,
+        sent.sparse,
     )
     return EditionPart(now, bucket=bucket, age=age)

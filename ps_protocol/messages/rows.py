@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from ps_protocol.batches import DataRange
 from ps_protocol.convert import (
+    Awaited,
+    Origin,
+    Request,
     data_range_messages,
     data_ranges,
     duration,
@@ -20,9 +23,12 @@ from ps_protocol.convert import (
     identity,
     identity_message,
     known,
+    parse,
+    read,
     row_initializer,
     row_initializer_message,
     seconds,
+    whole,
     wire_format,
     wire_format_number,
 )
@@ -31,7 +37,6 @@ from ps_protocol.framing import Buffer, Parts, message_parts
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.identity import Identity
 from ps_protocol.messages.data import Notice
-from ps_protocol.messages.envelope import Awaited, Origin, Request, parse, read, whole
 from ps_protocol.tables import Beginning, Initializer
 from ps_protocol.v1 import feed_pb2, rows_pb2
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from ps_protocol.errors import FinishedWithout, JobFinished, NotFound
+from ps_protocol.job import is_added_to
 
 JOBS_KEPT = 64  # of each kind; the first to end are forgotten
 
@@ -91,6 +92,7 @@ class EndedJobs:
             self._why.pop(name, None)
             if not launch:
                 self._finished.pop(name, None)
+            self._forget_added(name)  # its new run adds groups anew
 
     def joined(self, name: str, launch: str) -> None:
         """Notes that a launch takes part in the running job of this name, which so is no longer finished for it."""
@@ -105,7 +107,12 @@ class EndedJobs:
         finished.
         """
         with self._lock:
+            self._forget_added(name)
             return self._finished.pop(name, None) is not None
+
+    def _forget_added(self, name: str) -> None:
+        for added in [other for other in self._finished if is_added_to(name, other)]:
+            del self._finished[added]
 
 
 def has_finished(name: str, at: float) -> JobFinished:

@@ -3,7 +3,6 @@
 accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
 admission.py     Admission: which requests may be received now, and which wait for a place
 agreement.py     How alike workers move in a round of local steps
-buckets.py       A bucket of a job on one shard: a unit whose contributions are gradients in one piece
 budget.py        How many bytes a job may take on a shard, and how many may wait there, by job and by principal
 checking.py      What a push contributes: checks it against the job and makes the command that stages it
 checking_rows.py  What a push of rows contributes: as checking.py, for tables
@@ -12,13 +11,12 @@ consistency.py   The rule of one bucket's updates in each mode: what is staged, 
 data_commits.py  Counts each sample into each bucket of a shard exactly once; sets of numbers as intervals
 data_leases.py   One loader's data, as the coordinator gives it out: batch by batch, each to one worker
 dense.py         One bucket's tensors: its weights, its optimizer, and the gradients being added up for the open update
-sums.py          The sum of what workers have contributed to one update of a bucket, and steps in pieces
+sums.py          What contributions to one update add up to: the sum of gradients, and the hyper-parameters they name
 feed_figures.py  How a job's weights are read, for people who watch
 extent.py        Checks how large a job is, and that its parts fit together
 server_figures.py What processes measure of their own work, for people who watch
 limits.py        How much anyone may take: every limit of a server by name, with its default
 membership.py    The live workers of a job: leases, incarnations, ranks
-named_values.py  Hyper-parameters: which were found good, and whose an update is made with
 other_cut.py     Buckets of a job, put together from those of the same job whose parameters were cut otherwise
 partition.py     One job's buckets and tables on one shard: roster, rules and weights, changed by commands alone
 placement.py     How large a job's buckets are, and which shard holds which: by bytes, largest first
@@ -28,6 +26,6 @@ statistics.py    What a shard or a coordinator says about itself: frozen records
 table_rows.py    A table's rows on one shard, what workers contribute to them, and how many there may be
 shard_table.py   A table of a job on one shard: a unit whose contributions are rows, in several messages
 thread_shares.py How the threads that a process may have are divided
-unit.py          A unit: what a bucket and a table have in common
+unit.py          A unit: what a bucket and a table have in common; and the unit that is a bucket
 validation.py    Checks registrations, addresses and names before a coordinator or a shard uses them
 """

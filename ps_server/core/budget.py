@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from ps_protocol.errors import Backlogged
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import bucket_layout
+from ps_protocol.layout import BLOCK_FORMATS, bucket_layout, weight_format
 from ps_protocol.optimizer_state import tensors_kept
-from ps_protocol.wire_formats import BLOCK_FORMATS, weight_format
 
 
 class PrincipalBudget:
@@ -298,5 +297,5 @@ def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = N
         staged += derived_limit(0, 0, max(0, spec.world_size - 1), len(spec.tables))
     slices = sum(len(bucket.slices) for bucket in buckets)
     objects = len(buckets) * BUCKET_BYTES + slices * SLICE_BYTES + len(spec.groups) * GROUP_BYTES
-    weights += sum(bucket.nbytes for bucket in buckets if weight_format(spec, bucket) in BLOCK_FORMATS)
+    weights += sum(bucket.nbytes for bucket in buckets if weight_format(spec.weight_wire, bucket) in BLOCK_FORMATS)
     return JobRoom(weights, optimizer, staged, objects)

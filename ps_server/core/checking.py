@@ -25,8 +25,7 @@ from ps_protocol.tensors import is_finite
 from ps_server.core.commands import Assign, Commit, DraftGradient, Initialise, StageGradient, UnitCommand
 from ps_server.core.data_commits import check_ranges
 from ps_server.core.dense import Assignment, Gradient
-from ps_server.core.named_values import GoodValues
-from ps_server.core.sums import wide
+from ps_server.core.sums import GoodValues, wide
 from ps_server.core.validation import check_stage
 
 ASSIGNING = (PushKind.ASSIGN, PushKind.ASSIGN_STATE)

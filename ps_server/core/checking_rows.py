@@ -22,8 +22,8 @@ from ps_protocol.tables import MAX_UPDATES, JobTable
 from ps_server.core.checking import GradientChecks
 from ps_server.core.commands import AssignRows, BeginRows, StageRows
 from ps_server.core.data_commits import check_ranges
-from ps_server.core.named_values import GoodValues
 from ps_server.core.placement import Place
+from ps_server.core.sums import GoodValues
 from ps_tables.beginning import decoded, row_columns
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.row_sums import are_finite

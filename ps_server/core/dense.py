@@ -24,9 +24,8 @@ from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, hyper_p
 from ps_protocol.stages import StageSpec, first_stage
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.agreement import Agreement
-from ps_server.core.named_values import NamedValues, ValuesInUse
 from ps_server.core.snapshot import OptimizerState
-from ps_server.core.sums import PIECE, PieceStep, Scratch, Sum, square, wide
+from ps_server.core.sums import PIECE, NamedValues, PieceStep, Scratch, Sum, ValuesInUse, square, wide
 
 
 class SentWeights:

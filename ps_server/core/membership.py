@@ -545,4 +545,9 @@ def check_incarnation(rank: int, incarnation: int, live: int | None) -> None:
 def check_key(rank: int, key: bytes, issued: bytes) -> None:
     """Raises Forbidden unless `key` is the one that was issued with a live incarnation; in constant time."""
     if not hmac.compare_digest(key, issued):
-        raise Forbidden(f"the call does not come from worker {rank}: its lease_key is not the one that Join gave")
+        raise wrong_key(rank)
+
+
+def wrong_key(rank: int) -> Forbidden:
+    """Returns the error for a call whose key is not the one that was issued with a live incarnation."""
+    return Forbidden(f"the call does not come from worker {rank}: its lease_key is not the one that Join gave")

@@ -13,6 +13,7 @@ guards the rest.
 
 from __future__ import annotations
 
+import hmac
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,6 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import Layout, bucket_layout
 from ps_server.core.agreement import Agreement
-from ps_server.core.buckets import Bucket
 from ps_server.core.budget import PrincipalBudget, StagingRoom, derived_limit
 from ps_server.core.checking import PushChecker
 from ps_server.core.checking_rows import RowChecker
@@ -41,13 +41,13 @@ from ps_server.core.commands import (
 from ps_server.core.consistency import Add, Live, Step, UpdateRule, update_rule
 from ps_server.core.data_commits import DataCommits
 from ps_server.core.dense import DenseBucket, Gradient
-from ps_server.core.membership import Counted, check_incarnation, check_key
+from ps_server.core.membership import Counted, check_incarnation, wrong_key
 from ps_server.core.placement import Place
 from ps_server.core.server_figures import TableFigures, told
 from ps_server.core.shard_table import ShardTable
 from ps_server.core.snapshot import VersionRange, union
 from ps_server.core.sums import Scratch
-from ps_server.core.unit import Unit
+from ps_server.core.unit import Bucket, Unit
 
 ASSIGNED_WEIGHTS = 4  # what may be assigned and wait for its step, in weights: they and three optimizer states
 
@@ -131,8 +131,8 @@ class JobPartition:
             )
         if live is None or live.incarnation != worker.incarnation:
             check_incarnation(rank, worker.incarnation, live.incarnation if live else None)
-        else:
-            check_key(rank, worker.key, live.key)
+        elif not hmac.compare_digest(worker.key, live.key):
+            raise wrong_key(rank)
 
     def highest_incarnation(self) -> int:
         """Returns the highest incarnation that this partition has heard of: live, removed or fenced."""

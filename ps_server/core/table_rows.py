@@ -10,9 +10,9 @@ import torch
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.row_ids import Ids
 from ps_protocol.tables import MAX_ROWS, JobTable, TableSpec
-from ps_server.core.named_values import NamedValues, ValuesInUse
 from ps_server.core.placement import Place
 from ps_server.core.server_figures import RowCounts
+from ps_server.core.sums import NamedValues, ValuesInUse
 from ps_tables.changed_rows import Changes
 from ps_tables.cold import PLACE_BYTES
 from ps_tables.contributions import RowGradients, RowValues

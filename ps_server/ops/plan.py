@@ -13,10 +13,9 @@ from typing import Any
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import ParameterSpec, bucket_layout
+from ps_protocol.layout import FORMATS, BlockFormat, CastFormat, ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizer_state import KNOWN
-from ps_protocol.wire_formats import FORMATS, BlockFormat, CastFormat
 from ps_runtime.quantities import counted, number_text, size_text, time_text
 from ps_server.core.budget import room_for
 from ps_server.core.extent import check_extent

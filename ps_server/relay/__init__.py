@@ -2,6 +2,7 @@
 
 followed.py   One job in one wire format: its last editions, and who reads them
 kept.py       An edition that a relay keeps, and who reads it
+mapped.py     Memory of editions that a relay hands over to readers of its host
 room.py       The memory into which a relay receives: an edition only if there is room for it
 sending.py    One reader that gets one edition
 relayed.py    The jobs of a relay: each is followed while somebody reads it

@@ -12,14 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 from ps_feed.edition import EditionArrays
 from ps_feed.subscription import Subscription
+from ps_protocol.changes import Change
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, RunEnded, TryLater, anew
 from ps_protocol.messages.editions import EditionCall, WeightsHere
 from ps_runtime.background import guarded
 from ps_server.core.feed_figures import FeedFigures
 from ps_server.relay.kept import KeptEdition, Reader
+from ps_server.relay.mapped import MappedFiles
 from ps_server.relay.room import EditionRoom
 from ps_server.relay.sending import RelaySender
 from ps_server.shard.outbox import Outbox
@@ -34,6 +37,7 @@ class FollowedJob:
 
     subscribe: begins to follow it, given what to call when there is something new
     room:      the relay's memory
+    directory: where readers of this host wait for memory; None: none is handed over
     """
 
     def __init__(
@@ -42,9 +46,10 @@ class FollowedJob:
         wire: str,
         subscribe: Callable[[Callable[[], None]], Subscription],
         room: EditionRoom,
+        directory: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name, self.wire = name, wire
+        self.name, self.wire, self.mapped = name, wire, MappedFiles(directory)
         self.asked = clock()  # when somebody asked for it last
         self.sent_bytes = self.sent_elements = 0  # of changes, what they stand for
         self._changes_of: tuple[str, int] | None = None  # the run and the timeline of:
@@ -168,7 +173,8 @@ class FollowedJob:
         wanted = frozenset(call.buckets or kept.arrays.contents.buckets)
         bases = {index: base for index, base in call.bases.items() if index in wanted}
         wants = kept.series, call.version, wanted, bases
-        sender = RelaySender(self, *wants, outbox, caller, self._clock(), call.part_bytes)
+        how = call.part_bytes, call.mapping, call.sparse
+        sender = RelaySender(self, *wants, outbox, caller, self._clock(), *how)
         with self._lock:
             if self._is_closed:
                 raise self._not_followed()
@@ -198,8 +204,11 @@ class FollowedJob:
             self.sent_bytes += size
             self.sent_elements += whole
 
-    def change(self, kept: KeptEdition, index: int, base: int) -> bytes | None:
-        """Returns what changed in a bucket since a version on the same timeline; None: it is to be sent whole."""
+    def change(self, kept: KeptEdition, index: int, base: int, sparse: bool) -> Change | None:
+        """Returns what changed in a bucket since a version on the same timeline; None: it is to be sent whole.
+
+        sparse: it may be sparse
+        """
         contents = kept.arrays.contents
         with self._lock:
             if self._changes_of != kept.series:
@@ -208,13 +217,14 @@ class FollowedJob:
             if changes is None:
                 changes = self._changes[index] = BucketChanges(contents.dtype(contents.buckets[index]), self._room.has)
             copies = [each.bucket(index) for each in self._kept if each.series == kept.series]
-        return changes.between(base, kept.bucket(index), copies)
+        return changes.between(base, kept.bucket(index), copies, sparse)
 
     # -- editions ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Sends signs of life, and takes editions away from readers that hold up others. For one thread."""
         newest, subscription = self.newest, self._subscription
+        self.mapped.look()
         if newest is not None and subscription.edition is newest.arrays:
             newest.equal = max(newest.equal, now - subscription.age)
         self._promote()
@@ -246,6 +256,7 @@ class FollowedJob:
             self._kept, self._pending, self._waiting = [], None, set()
             self._has_news.notify_all()
         _end(dict.fromkeys(readers, error))
+        self.mapped.close()
 
     def _not_followed(self) -> TryLater:
         return TryLater(f"job {self.name!r} is not followed here any more")

@@ -74,6 +74,12 @@ class KeptEdition:
         """Returns the seconds since it was known last to be what the shards have."""
         return max(0.0, self._clock() - self.equal)
 
+    def offset(self, index: int) -> int:
+        """Returns where a bucket lies in its space, in bytes."""
+        contents = self.arrays.contents
+        spec = contents.buckets[index]
+        return spec.start * (contents.size(spec) // spec.numel)
+
     def bucket(self, index: int) -> EditionBucket:
         """Returns a bucket as it travels: a view of the edition's memory."""
         edition = self.arrays

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 
 from ps_feed.subscription import WIRES, Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
@@ -29,6 +30,7 @@ class Relayed:
     named:  jobs that are followed always, each in a wire format
     every, period: updates, and seconds, between two editions, at least
     limit:  feeds of one job; of one principal half as many
+    shared_directory: where readers of this host wait for the memory of editions; None: all is sent
     """
 
     def __init__(
@@ -39,10 +41,11 @@ class Relayed:
         every: int = 1,
         period: float = 0.0,
         limit: float = math.inf,
+        shared_directory: Path | None = None,
     ) -> None:
-        self.upstream = upstream
+        self.upstream, self._directory = upstream, shared_directory
         self._named, self._every, self._period, self._limit = frozenset(named), every, period, limit
-        self._room = EditionRoom()
+        self._room = EditionRoom(is_shared=shared_directory is not None)
         self._followed: dict[tuple[str, str], FollowedJob] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -127,7 +130,7 @@ class Relayed:
                 room=self._room,
             )
 
-        return FollowedJob(name, wire, subscribe, self._room)
+        return FollowedJob(name, wire, subscribe, self._room, self._directory)
 
     def _look_for(self, name: str, before: FollowedJob | None) -> None:
         """Raises NotFound where there is no such job. before: what has ended under that name, and may be read still"""

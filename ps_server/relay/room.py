@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 from ps_feed.edition import Arriving, ReceivingRoom
-from ps_protocol.errors import LimitExceeded
+from ps_protocol.errors import LimitExceeded, NotShared
 from ps_runtime.memory import free_bytes
+from ps_runtime.memory_files import MemoryFile
+
+log = logging.getLogger("ps_server")
 
 
 class EditionRoom(ReceivingRoom):
@@ -18,11 +22,25 @@ class EditionRoom(ReceivingRoom):
     What several editions take that arrive at the same time is free at first, and each of them would find it. So an
     edition is promised its memory with its first bucket. One that is only waited for is promised nothing: its job may
     stand still.
+
+    is_shared: editions are to lie in memory files, which readers of this host can map
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_shared: bool = False) -> None:
+        self._is_shared = is_shared  # False, too, once that has failed
         self._arriving: set[Arriving] = set()
         self._lock = threading.Lock()
+
+    def memory(self, size: int) -> MemoryFile | None:
+        """See ReceivingRoom."""
+        if not self._is_shared:
+            return None
+        try:
+            return MemoryFile(size)
+        except NotShared as error:
+            log.warning("readers of this host get editions in messages, and not as memory: %s", error)
+            self._is_shared = False
+            return None
 
     def check(self, arriving: Arriving) -> None:
         """See ReceivingRoom."""

@@ -11,11 +11,14 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
+from ps_protocol.changes import Change
 from ps_protocol.errors import PSError, anew
-from ps_protocol.framing import Buffer
-from ps_protocol.messages.editions import EditionBegin, EditionPart, in_messages
+from ps_protocol.handover import MappingOffer
+from ps_protocol.messages.editions import BucketPlace, EditionBegin, EditionPart
 from ps_server.failpoints import failpoint
 from ps_server.relay.kept import KeptEdition
+from ps_server.relay.mapped import MappedFiles
+from ps_server.shard.bucket_messages import BucketMessages
 from ps_server.shard.outbox import Lent, Outbox
 
 SIGN_SECONDS = 0.25  # between two signs of life while a reader waits
@@ -28,11 +31,15 @@ class RelayedJob(Protocol):
     def latest(self) -> int:
         """The highest version that is known of."""
 
+    @property
+    def mapped(self) -> MappedFiles:
+        """What readers of this host have mapped."""
+
     def sent(self, size: int, whole: int) -> None:
         """Counts bytes that left, and those of the elements that they stand for."""
 
-    def change(self, kept: KeptEdition, index: int, base: int) -> bytes | None:
-        """Returns what changed in a bucket since a version; None: it is to be sent whole."""
+    def change(self, kept: KeptEdition, index: int, base: int, sparse: bool) -> Change | None:
+        """Returns what changed in a bucket since a version; None: it is to be sent whole. sparse: it may be sparse"""
 
     def leave(self, reader: RelaySender) -> None:
         """Forgets a reader."""
@@ -46,6 +53,8 @@ class RelaySender:
     buckets: that are wanted, by index, each once
     bases:   versions that the reader has, by bucket
     caller:  the principal that reads; empty: nobody in particular
+    mapping: where the reader waits for the memory of the edition; None: payloads are sent
+    sparse:  changes may be sparse
     most:    bytes of a payload in one message; 0: all of it
     """
 
@@ -60,8 +69,11 @@ class RelaySender:
         caller: str,
         now: float,
         most: int = 0,
+        mapping: MappingOffer | None = None,
+        sparse: bool = False,
     ) -> None:
-        self._most = most
+        self._most, self._mapping, self._sparse = most, mapping, sparse
+        self._files: dict[str, int] | None = None  # by space, the file that was handed over
         self.series, self.version, self.caller = series, version, caller
         self._source, self._outbox, self._bases = source, outbox, bases
         self._left = sorted(buckets, reverse=True)
@@ -98,9 +110,15 @@ class RelaySender:
     @contextlib.contextmanager
     def _head(self, kept: KeptEdition) -> Iterator[Lent]:
         edition = kept.arrays
+        if self._mapping is not None:
+            spaces = {edition.contents.buckets[index].space for index in self._left}
+            self._files = self._source.mapped.hand_over(self._mapping, edition, spaces)
         begin = EditionBegin(edition.version, edition.timeline, len(self._left))
-        yield Lent(EditionPart(self._source.latest, begin, age=kept.age()), None)
+        yield Lent(self._about(kept)._replace(begin=begin), None)
         self._lend_next(kept)
+
+    def _about(self, kept: KeptEdition) -> EditionPart:
+        return EditionPart(self._source.latest, age=kept.age())
 
     def _lend_next(self, kept: KeptEdition) -> None:
         if self._left:
@@ -112,26 +130,17 @@ class RelaySender:
     def _bucket(self, kept: KeptEdition, index: int) -> Iterator[Lent]:
         failpoint("edition-half-relayed")
         sent, base = kept.bucket(index), self._bases.get(index)
-        size = len(sent.payload)
-        change = None if base is None else self._source.change(kept, index, base)
-        if change is not None:
-            sent = sent._replace(payload=change, base=base)
-        first, later = in_messages(sent, self._most)
-        yield Lent(EditionPart(self._source.latest, bucket=first, age=kept.age()), None)
-        self._source.sent(len(sent.payload), size)
-        self._lend_later(kept, later)
-
-    def _lend_later(self, kept: KeptEdition, later: list[Buffer]) -> None:
-        """Queues the rest of a bucket, or the next bucket where none is left.
-
-        later: the pieces of the bucket's payload that are not sent yet, in reverse order
-        """
-        if later:
-            self._outbox.lend(partial(self._more, kept, later))
-        else:
+        size, about = len(sent.payload), partial(self._about, kept)
+        if self._files is not None:
+            lies = BucketPlace(self._files[kept.arrays.contents.buckets[index].space], kept.offset(index))
+            yield Lent(about()._replace(bucket=sent._replace(payload=b"", lies=lies)), None)
+            self._source.sent(0, size)
             self._lend_next(kept)
-
-    @contextlib.contextmanager
-    def _more(self, kept: KeptEdition, later: list[Buffer]) -> Iterator[Lent]:
-        yield Lent(EditionPart(self._source.latest, age=kept.age(), more=later.pop()), None)
-        self._lend_later(kept, later)
+            return
+        change = None if base is None else self._source.change(kept, index, base, self._sparse)
+        if change is not None:
+            sent = sent._replace(payload=change.payload, base=base, sparse=change.is_sparse)
+        messages = BucketMessages(self._outbox, sent, self._most, about, partial(self._lend_next, kept))
+        yield messages.first()
+        self._source.sent(len(sent.payload), size)
+        messages.go_on()

@@ -1,8 +1,7 @@
 """The edge: the only room of the servers that knows gRPC and messages.
 
-auth.py             Tells the principal of a call: by its bearer token, its certificate's name, or its host alone
+auth.py             Tells the principal of a call: by its bearer token, or its certificate's name
 call_limits.py      Authenticates and limits every call, and cancels slow peers
-calls_in_flight.py  How many calls each principal has in flight from each host, and all together
 cluster_service.py  Serves what shards and operators ask of the coordinator
 coordinator_client.py How operators and shards call the coordinator
 data_service.py     Serves pushes and pulls

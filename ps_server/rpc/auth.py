@@ -1,4 +1,4 @@
-"""Tells the principal of a call: by its bearer token, by the name in its certificate, or by its host alone."""
+"""Tells the principal of a call, by its bearer token or the name in its certificate, on servers that ask for one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ps_protocol.errors import InvalidRequest, Unauthenticated
 from ps_runtime.credentials import checked_token, warn_if_readable_by_all
 from ps_runtime.dates import date_text
 from ps_runtime.reloading import ReloadingFiles
-from ps_server.rpc.permissions import ALL_PERMISSIONS, Permission, Principal, Role, parse_permission
+from ps_server.rpc.permissions import Permission, Principal, Role, parse_permission
 
 log = logging.getLogger("ps_server")
 
@@ -117,7 +117,10 @@ def _end(text: str) -> float | None:
 
 
 class Authenticator:
-    """Tells the principal of each call. Without a file, every caller may do everything. Thread-safe."""
+    """Tells the principal of each call. Thread-safe.
+
+    Without a file callers show nothing, and each may do everything: see `CallLimits.enter`.
+    """
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         """clock: in seconds since 1970. Raises InvalidRequest naming the first line of the file that is wrong."""
@@ -141,9 +144,11 @@ class Authenticator:
         return next((token for token, until in self._watched.get().cluster_tokens if now < until), None)
 
     def identify(self, call: ServerCall) -> Principal:
-        """Returns the principal of a call. Raises Unauthenticated for one that shows nothing that is known."""
-        if self._watched is None:
-            return Principal(f"the caller from {host_of(call.peer())}", ALL_PERMISSIONS)
+        """Returns the principal of a call. Raises Unauthenticated for one that shows nothing that is known.
+
+        Callers must be required to show something.
+        """
+        assert self._watched is not None
         known = self._watched.get()
         token = _bearer(call)
         if token is not None:
@@ -178,11 +183,6 @@ class Authenticator:
             if entry.until <= now:
                 log.warning("%s, line %d: this token ended on %s", self._path, entry.line, date_text(entry.until))
         return found
-
-
-def host_of(peer: str) -> str:
-    """Returns the host in gRPC's name of a peer: its port says nothing about which caller it is."""
-    return peer.rpartition(":")[0] or peer
 
 
 def _digest(token: str) -> bytes:

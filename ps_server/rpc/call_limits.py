@@ -12,11 +12,11 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ps_frames.server import Cancellable, ServerCall
 from ps_protocol.errors import Backlogged, Forbidden, Unauthenticated
@@ -27,9 +27,8 @@ from ps_runtime.pools import FairPool, Pool
 from ps_server.core.admission import HELD_SECONDS, WINDOW_BYTES, RequestKind, terms, waiting_threads
 from ps_server.core.limits import Limits
 from ps_server.core.thread_shares import MOST_OF_A_POOL
-from ps_server.rpc.auth import Authenticator, host_of
-from ps_server.rpc.calls_in_flight import HEARTBEAT, CallInFlight, CallsInFlight
-from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
+from ps_server.rpc.auth import Authenticator
+from ps_server.rpc.permissions import ALL_PERMISSIONS, EVERYONE, METHODS, Principal
 from ps_server.rpc.receiving import Receiving, Refused, kind_of
 
 _LOOK_SECONDS = 0.05
@@ -61,6 +60,11 @@ class _Running:
     host: str
     job: str = ""
 
+    def check(self, job: str) -> None:
+        """Raises Forbidden if the caller may not call the method for that job."""
+        if self.caller.permissions is not ALL_PERMISSIONS:
+            self.caller.check(self.method, job)
+
 
 _CALL: ContextVar[_Running | None] = ContextVar("call", default=None)
 
@@ -70,7 +74,7 @@ def check_job(job: str) -> None:
     call = _CALL.get()
     if call is not None:
         call.job = job
-        call.caller.check(call.method, job)
+        call.check(job)
 
 
 def may_see(job: str) -> bool:
@@ -88,7 +92,7 @@ def what_the_caller_sees() -> Callable[[str], bool]:
     def sees(job: str) -> bool:
         try:
             if call is not None:
-                call.caller.check(call.method, job)
+                call.check(job)
         except Forbidden:
             return False
         return True
@@ -111,6 +115,11 @@ def note_event(kind: str, job: str, text: str) -> None:
         audit.note(kind, text, job=job)
     else:
         audit.note(kind, text, call.caller.name, call.host, job)
+
+
+def host_of(peer: str) -> str:
+    """Returns the host in gRPC's name of a peer: its port says nothing about which caller it is."""
+    return peer.rpartition(":")[0] or peer
 
 
 def in_pool(
@@ -159,6 +168,112 @@ def _milliseconds(seconds: float) -> int:
     return min(int(seconds * 1000), _MOST_MILLISECONDS)
 
 
+# -- calls in flight ---------------------------------------------------------------------------------------------------
+
+# Calls are counted by principal and host, and all together. A call counts while it has a thread, as a push does until
+# it is staged. One that only waits, as a pull does for other workers, counts by itself: otherwise the pulls of a crowd
+# behind one address would keep its pushes out, for which they wait. So do heartbeats and watches, without which a
+# worker would be taken for dead, or wait for workers that are there.
+
+HEARTBEAT = "/ps_protocol.v1.MembershipService/Heartbeat"
+WATCH = "/ps_protocol.v1.MembershipService/Watch"
+BUSY_SECONDS = 0.5  # after which a call that finds a limit reached is made again
+WAITING_FOR_EACH = 4  # calls that wait, or heartbeats, or watches, for each call of max-calls
+_ACTIVE, _WAITING = "", "waiting"
+
+Key = TypeVar("Key", bound=Hashable)
+Count = tuple[str, str, str]  # principal, host, and what is counted by itself
+
+
+class CallInFlight:
+    """One call, until `end`. is_listed: whether it counts among all"""
+
+    def __init__(self, calls: CallsInFlight, count: Count, is_listed: bool) -> None:
+        self._calls, self.count, self.is_listed, self.is_over = calls, count, is_listed, False
+
+    def wait(self) -> None:
+        """Notes that it waits from now on and has no thread; it goes on to count as before where too many wait."""
+        self._calls.wait(self)
+
+    def end(self) -> None:
+        """Stops counting the call."""
+        self._calls.end(self)
+
+
+class CallsInFlight:
+    """The calls of one server. Thread-safe."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._counts: Counter[Count] = Counter()
+        self._listed: Counter[str] = Counter()  # by principal, those that count among all
+        self._all = 0  # of these
+
+    def statistics(self) -> dict[str, int]:
+        """Returns how many calls are in flight, and callers that have some."""
+        with self._lock:
+            callers = {(principal, host) for principal, host, _ in self._counts}
+            return {"calls": sum(self._counts.values()), "callers": len(callers)}
+
+    def begin(self, principal: str, host: str, method: str, is_listed: bool) -> CallInFlight:
+        """Counts a call in. Raises Backlogged where there are too many: workers make it again after a pause.
+
+        is_listed: it counts among all
+        """
+        count = (principal, host, method if method in (HEARTBEAT, WATCH) else _ACTIVE)
+        most, most_of_all = self._most(count), self._limits.all_calls
+        with self._lock:
+            if is_listed and self._all >= most_of_all:
+                raise _busy(f"{most_of_all} calls are in flight here: max-all-calls is {most_of_all}")
+            if is_listed and self._listed[principal] >= max(1, most_of_all // 2):
+                raise _busy(
+                    f"{principal} has {self._listed[principal]} calls in flight, half of what all may have: "
+                    f"max-all-calls is {most_of_all}"
+                )
+            if self._counts[count] >= most:
+                raise _busy(f"{principal} has {most} calls in flight: that is the limit max-calls")
+            self._counts[count] += 1
+            if is_listed:
+                self._listed[principal] += 1
+                self._all += 1
+        return CallInFlight(self, count, is_listed)
+
+    def wait(self, call: CallInFlight) -> None:
+        """Counts a call among those that wait, if it has room there."""
+        principal, host, kind = call.count
+        waiting = (principal, host, _WAITING)
+        with self._lock:
+            if not call.is_over and kind == _ACTIVE and self._counts[waiting] < self._most(waiting):
+                _take_one(self._counts, call.count)
+                self._counts[waiting] += 1
+                call.count = waiting
+
+    def end(self, call: CallInFlight) -> None:
+        """Counts a call no more."""
+        with self._lock:
+            call.is_over = True
+            _take_one(self._counts, call.count)
+            if call.is_listed:
+                _take_one(self._listed, call.count[0])
+                self._all -= 1
+
+    def _most(self, count: Count) -> int:
+        return self._limits.calls * (1 if count[2] == _ACTIVE else WAITING_FOR_EACH)
+
+
+def _take_one(counts: Counter[Key], key: Key) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
+def _busy(text: str) -> Backlogged:
+    error = Backlogged(text)
+    error.retry_after = BUSY_SECONDS
+    return error
+
+
 @dataclass(frozen=True)
 class Admitted:
     """A call that was let in: its caller, and what counts it."""
@@ -190,6 +305,7 @@ class CallLimits:
         Raises InvalidRequest if --max-receiving-bytes is too little.
         """
         self._authenticator = authenticator
+        self._is_open = not authenticator.is_required  # every caller may do everything
         self._limits = limits
         self._look_soon = threading.Event()
         self._receiving = Receiving(terms(limits, is_shard, pool), self._look_soon.set)
@@ -223,31 +339,29 @@ class CallLimits:
 
     def enter(self, method: str, call: ServerCall) -> Admitted:
         """Counts a call in until it ends. Raises Unauthenticated, Forbidden, or Backlogged where there are too many."""
-        host = host_of(call.peer())
-        if METHODS.get(method) == EVERYONE:
+        host, allowed = host_of(call.peer()), METHODS.get(method)
+        if allowed == EVERYONE:
             caller = Principal("anyone", frozenset())
+        elif self._is_open:
+            caller = Principal(f"the caller from {host}", ALL_PERMISSIONS)
         else:
-            caller = self._identify(method, call, host)
+            caller = self._identify(call, host)
+        if allowed is None or not self._is_open:
+            _check_allowed(caller, method, host)
         # These are not counted among all: a caller that fills the server must not have it, or a worker, taken for dead.
-        is_listed = method != HEARTBEAT and METHODS.get(method) != EVERYONE
+        is_listed = method != HEARTBEAT and allowed != EVERYONE
         counted = self._in_flight.begin(caller.name, host, method, is_listed)
         if not call.add_callback(counted.end):
             counted.end()
         return Admitted(caller, counted)
 
-    def _identify(self, method: str, call: ServerCall, host: str) -> Principal:
-        """Returns the caller of a method that it may call. Raises Unauthenticated or Forbidden."""
+    def _identify(self, call: ServerCall, host: str) -> Principal:
+        """Returns the caller of a method. Raises Unauthenticated."""
         try:
-            caller = self._authenticator.identify(call)
+            return self._authenticator.identify(call)
         except Unauthenticated as error:
             audit.note(audit.REFUSED, str(error), UNKNOWN, host)  # not by method: a stranger could name many
             raise
-        try:
-            caller.check(method)
-        except Forbidden as error:
-            audit.note(audit.REFUSED, str(error), caller.name, host, about=method)
-            raise
-        return caller
 
     @contextlib.contextmanager
     def running(self, caller: Principal, method: str, call: ServerCall) -> Iterator[None]:
@@ -270,11 +384,10 @@ class CallLimits:
 
         Raises Refused if too many wait for a place.
         """
-        kind = kind_of(method)
-        if call.request_bytes is not None:  # a frame says its size before it comes
-            if call.request_bytes <= SMALL_BYTES:
-                return self._within(self._limits.upload_seconds, call)
-            kind = RequestKind.FRAMED
+        if call.request_bytes is not None and call.request_bytes <= SMALL_BYTES:
+            return self._within(self._limits.upload_seconds, call)
+        # A frame says its size before it comes, a message of gRPC does not.
+        kind = RequestKind.FRAMED if call.request_bytes is not None else kind_of(method)
         peer = call.peer()
         return self._receiving.place(kind, (caller.name, host_of(peer), peer), call)
 
@@ -395,3 +508,12 @@ class CallLimits:
             guarded("slow-peers", end)
         for call in late:
             guarded("slow-peers", call.cancel)
+
+
+def _check_allowed(caller: Principal, method: str, host: str) -> None:
+    """Raises Forbidden unless a caller may call a method, and writes that to the audit log."""
+    try:
+        caller.check(method)
+    except Forbidden as error:
+        audit.note(audit.REFUSED, str(error), caller.name, host, about=method)
+        raise

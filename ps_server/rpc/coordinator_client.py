@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,28 +45,31 @@ class OperatorClient:
     def watch(self, period: float) -> Iterator[Any]:
         """Yields a view now and every period, as WatchStatusResponses, until the coordinator stops."""
         request = cluster_pb2.WatchStatusRequest(period_duration=duration(period))
-        call = ClusterServiceStub(self._channel).WatchStatus(request)
-        try:
+        with self._watching(request) as call:
             yield from call
-        except grpc.RpcError as error:
-            raise self._peer.error(error) from None
-        finally:
-            call.cancel()
 
     def view(self, told: Position) -> Any:
         """Returns a view with its history, as a WatchStatusResponse. told: what the caller has already"""
         request = cluster_pb2.WatchStatusRequest(
             history_wanted=True, process=told.process, last_event=told.last_event, next_sample=told.next_sample
         )
-        call = ClusterServiceStub(self._channel).WatchStatus(request, timeout=CALL_SECONDS)
+        with self._watching(request, timeout=CALL_SECONDS) as call:
+            try:
+                return next(call)
+            except StopIteration:
+                raise TryLater(f"{self._peer} stops") from None
+
+    @contextlib.contextmanager
+    def _watching(self, request: Any, **options: Any) -> Iterator[Any]:
+        call: Any = None
         try:
-            return next(call)
+            call = ClusterServiceStub(self._channel).WatchStatus(request, **options)
+            yield call
         except grpc.RpcError as error:
             raise self._peer.error(error) from None
-        except StopIteration:
-            raise TryLater(f"{self._peer} stops") from None
         finally:
-            call.cancel()
+            if call is not None:
+                call.cancel()
 
     def end_job(self, job: str) -> None:
         """Ends a job, also while workers take part in it."""

@@ -9,21 +9,20 @@ from typing import Any
 
 import grpc
 
+from ps_frames.frames import KINDS
 from ps_frames.listener import DataListener, Where
 from ps_frames.server import FrameCall, Opener, ReceiveBuffers, ServerCall, Serving, Tickets
-from ps_frames.wire import KINDS
+from ps_protocol.convert import Origin, Request
 from ps_protocol.errors import Forbidden
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_protocol.messages import data, rows
-from ps_protocol.messages.envelope import Origin, Request
 from ps_protocol.v1 import data_pb2
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.pools import Pool
 from ps_server.core.limits import Limits
 from ps_server.core.thread_shares import MOST_OF_A_POOL
-from ps_server.rpc.auth import host_of
-from ps_server.rpc.call_limits import caller_name, check_job, in_pool
+from ps_server.rpc.call_limits import caller_name, check_job, host_of, in_pool
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.streams import FrameStream, GrpcCall, PullStream, Send
 from ps_server.shard.outbox import Outbox

@@ -6,8 +6,8 @@ from functools import partial
 
 import grpc
 
+from ps_protocol.convert import Origin
 from ps_protocol.messages import editions, rows
-from ps_protocol.messages.envelope import Origin
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc.call_limits import caller_name, check_job
 from ps_server.rpc.feed_methods import FeedMethods

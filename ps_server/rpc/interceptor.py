@@ -16,9 +16,9 @@ import grpc
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from ps_frames.frames import nothing
 from ps_frames.server import CallBroken, FrameCall, ServerCall
 from ps_frames.server import Method as FrameMethod
-from ps_frames.sockets import nothing
 from ps_protocol.errors import InvalidRequest, PSError, Unsupported
 from ps_protocol.framing import Parts
 from ps_runtime.metrics import LATENCY_BUCKETS

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
+from ps_frames.frames import nothing
 from ps_frames.server import CallBroken, ServerCall
-from ps_frames.sockets import nothing
 from ps_protocol.errors import TryLater
 from ps_server.core.admission import AdmissionChanges, Origin, RequestKind, RequestPlaces, Terms
 

@@ -86,7 +86,7 @@ class ShardRegistration:
             self._heard = time.monotonic()
             self.known.set()
             self._troubles.over("")
-        except (PSError, ValueError) as error:  # ValueError: grpc's, where the channel is closed
+        except PSError as error:
             if self._stopping.is_set():
                 return
             is_soon_over = isinstance(error, TryLater) and time.monotonic() - self._heard < QUIET_SECONDS

@@ -8,11 +8,10 @@ from typing import Any, NoReturn
 
 import grpc
 
-from ps_protocol.convert import consistency_message
+from ps_protocol.convert import Origin, consistency_message
 from ps_protocol.errors import Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.messages import editions
-from ps_protocol.messages.envelope import Origin
 from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc, shard_pb2
 from ps_runtime.version import version
 from ps_server.relay.followed import FollowedJob

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import grpc
 
-from ps_frames.server import AuthContext, CallBroken, FrameCall, LentMessage, Metadata, ServerCall
-from ps_frames.sockets import nothing
+from ps_frames.frames import nothing
+from ps_frames.server import AuthContext, CallBroken, FrameCall, LastAnswer, LentMessage, Metadata, ServerCall
 from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts
 from ps_runtime.background import guarded, note_error
@@ -231,10 +231,13 @@ class FrameStream(Outbox):
             self._send(message if message.payload is None else Parts(message.head, bytes(message.payload)))
 
     def tell_last(self, answer: Answer) -> None:
-        """Sends an answer and the end of the call, in one piece."""
-        with self._call.together():
-            self.tell(answer)
-            self.finish()
+        """Sends an answer and the end of the call, in one frame."""
+        self._send(LastAnswer(*self._write(answer)))
+        self.finish()
+
+    def together(self) -> AbstractContextManager[None]:
+        """Returns a context: small answers and the end that are sent in it go out as one piece."""
+        return self._call.together()
 
     def finish(self) -> None:
         """Ends the call after what was put before."""

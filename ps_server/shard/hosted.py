@@ -222,7 +222,7 @@ class HostedJobs:
         self._tables = tables or TablePlaces(index)
         self._index, self._limits, self._principals = index, limits, principals
         self._threads, self._pulls, self._metrics = threads, pulls, metrics
-        self._jobs: dict[str, HostedJob] = {}
+        self.jobs: dict[str, HostedJob] = {}  # by name; changed under the lock, and read without it
         self._last: dict[str, LastWeights] = {}  # of jobs that have ended, by name
         self._ending: set[tuple[str, str]] = set()  # runs of jobs whose last weights are being copied
         self._restores = Restores()
@@ -246,14 +246,14 @@ class HostedJobs:
         """
         check_buckets(bucket_layout(spec.parameters, spec.bucket_bytes), buckets)
         with self._lock:
-            known = self._jobs.get(spec.name)
+            known = self.jobs.get(spec.name)
             if known is not None and known.run < run:  # what its coordinator could not drop
-                self._end(self._jobs.pop(spec.name), RunEnded(f"run {known.run} of job {spec.name!r} has ended"))
+                self._end(self.jobs.pop(spec.name), RunEnded(f"run {known.run} of job {spec.name!r} has ended"))
                 known = None
                 _collect()
             if known is None:
                 self._restores.forget(spec.name)
-                job = self._jobs[spec.name] = self._make(spec, buckets, run, shards)
+                job = self.jobs[spec.name] = self._make(spec, buckets, run, shards)
                 self._made.discard(job)
                 log.info("job %s: shard %d holds %s", spec.name, self._index, counted(len(buckets), "bucket"))
                 return
@@ -283,7 +283,7 @@ class HostedJobs:
 
         Not where a call waits for its restore: what names the job that it replaces would keep its memory.
         """
-        known = self._jobs.get(name)
+        known = self.jobs.get(name)
         if known is not None and run < known.run:
             known.check_run(run)
         return known.highest_incarnation() if known is not None and known.run == run else 0
@@ -323,7 +323,7 @@ class HostedJobs:
             failpoint("restore-read")
             with self._lock:
                 restoring.read(0)  # unless another one took its place
-                self._jobs[spec.name] = job
+                self.jobs[spec.name] = job
                 restoring.complete(job.state.reached.extent())
         finally:
             self._made.discard(job)
@@ -334,7 +334,7 @@ class HostedJobs:
         """Gives the memory of a job back that is restored: two of it would not fit."""
         with self._lock:
             restoring.read(0)
-            before = self._jobs.pop(name, None)
+            before = self.jobs.pop(name, None)
         if before is not None:
             self._end(before, UnknownWorker(f"job {name!r} was rolled back to a checkpoint: join again"))
             del before
@@ -347,10 +347,10 @@ class HostedJobs:
         """
         with self._lock:
             self._restores.forget(name, run)
-            job = self._jobs.get(name)
+            job = self.jobs.get(name)
             if job is None or run not in ("", job.run):
                 return
-            del self._jobs[name]
+            del self.jobs[name]
             ending = name, job.run
             self._ending.add(ending)
         reason = NotFound(f"job {name!r} ended")
@@ -393,11 +393,11 @@ class HostedJobs:
     def all(self) -> dict[str, HostedJob]:
         """Returns the jobs here, by name."""
         with self._lock:
-            return dict(self._jobs)
+            return dict(self.jobs)
 
     def run_of(self, name: str) -> str:
         """Returns the run of a job that is here; empty if there is none."""
-        job = self._jobs.get(name)
+        job = self.jobs.get(name)
         return job.run if job is not None else ""
 
     def get(self, name: str, run: str, of_worker: bool = False) -> HostedJob:
@@ -408,7 +408,7 @@ class HostedJobs:
         of_worker: the caller is a worker. During a restore it gets UnknownWorker instead of TryLater: it must join
                    again
         """
-        job = self._jobs.get(name)
+        job = self.jobs.get(name)
         if job is None:
             restoring = self._restores.get(name)
             if restoring is not None:
@@ -436,7 +436,7 @@ class HostedJobs:
 
     def _promised(self) -> int:
         """Returns the bytes that jobs here are still to take."""
-        return sum(job.promised() for job in {*list(self._jobs.values()), *list(self._made)})
+        return sum(job.promised() for job in {*list(self.jobs.values()), *list(self._made)})
 
 
 def _warn_of_evicted(job: HostedJob) -> None:

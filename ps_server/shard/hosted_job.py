@@ -34,7 +34,6 @@ from ps_protocol.job import JobSpec
 from ps_protocol.messages.rows import RowsPull, RowsPush
 from ps_protocol.row_ids import ID_BYTES
 from ps_protocol.segment_layout import MAX_ROW_BYTES, PAGE_BYTES, RowMemory, SegmentMap, pushed_bytes, segment_plan
-from ps_server.core.buckets import Bucket
 from ps_server.core.budget import JobRoom
 from ps_server.core.commands import Close
 from ps_server.core.limits import check_feeds
@@ -43,7 +42,7 @@ from ps_server.core.shard_table import ShardTable
 from ps_server.core.snapshot import Snapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
 from ps_server.core.sums import Scratch
-from ps_server.core.unit import Unit
+from ps_server.core.unit import Bucket, Unit
 from ps_server.shard.editions import Editions
 from ps_server.shard.snapshots import Refusal, Refusals, SavedParts, SnapshotTask, TableCopying, begin_copy
 from ps_server.shard.stage_room import StageRoom
@@ -114,7 +113,7 @@ class HostedUnit(Generic[U]):
     loans:    loans of the weights to threads that send them; None: there was none yet
     waiters:  the pulls that wait for the unit, by the number of the pull
     busy:     a thread is applying updates of the unit
-    grace_of: the version after which an update last had a grace, see apply.py; -1: none had
+    grace_of: the version after which an update last had a grace, see `Updates`; -1: none had
     """
 
     def __init__(self, unit: U, tensors: AbstractContextManager[object]) -> None:

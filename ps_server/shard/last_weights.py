@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Set
 from typing import ClassVar
 
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
-from ps_server.core.buckets import Bucket
 from ps_server.core.limits import check_feeds
+from ps_server.core.unit import Bucket
 from ps_server.shard.editions import KEPT_SECONDS, CopiedBucket, Over, Piece, TakenEdition, WantedEdition
 from ps_server.shard.hosted_job import Feed, HostedJob
 
@@ -75,9 +75,8 @@ class LastWeights:
         self._heard = now()
         return self._edition
 
-    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
+    def change(self, piece: Piece, base: int, new: CopiedBucket, sparse: bool) -> None:
         """Returns None: there is no older version, so buckets are sent whole."""
-        return None
 
     def sent(self, size: int, whole: int) -> None:
         """Counts nothing: the job is not here any more, and no status has it."""

@@ -6,7 +6,7 @@ Relays answer in the same way, so this file needs no torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, Union
 
 from ps_frames.loans import Loan
@@ -56,6 +56,10 @@ class Outbox(Protocol):
         it.
         """
         self.lend(lent)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Returns a context: small answers and the end that are put in it may go out as one piece."""
+        return nullcontext()
 
     def finish(self) -> None:
         """Ends the stream after what was put before."""

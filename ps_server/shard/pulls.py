@@ -23,16 +23,15 @@ from ps_protocol.messages.rows import PulledRows, PulledTable, RowsPull, TablePu
 from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import bytes_of
-from ps_server.core.buckets import Bucket
 from ps_server.core.consistency import ALL_STAGED_APPLIED, Admission
-from ps_server.core.validation import check_once
-from ps_server.failpoints import failpoint
-from ps_server.shard.budgets import PulledBuckets
+from ps_server.core.unit import Bucket
+from ps_server.core.validation import check_once, named_twice
+from ps_server.failpoints import armed, failpoint
 from ps_server.shard.hosted_job import HostedJob, HostedTable, HostedUnit
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import SMALL_BYTES, Lent, Outbox
 from ps_server.shard.segments import copy_out
-from ps_server.shard.waiting import READER, Pull, Waiter
+from ps_server.shard.waiting import READER, Pull, PulledBuckets, Waiter
 from ps_server.storage.tensor_file import file_chunks
 
 NOTICE_AFTER_SECONDS = 2.0
@@ -88,7 +87,8 @@ class Pulls:
         segment = job.segment(worker) if shared else None
         if len(indices) > len(job.buckets):
             raise InvalidRequest(f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)}")
-        check_once(indices, "a pull names each bucket")
+        if len(set(indices)) != len(indices):
+            raise named_twice(indices, "a pull names each bucket")
         for index in indices:
             (job.state.checker.trained if shared else job.state.checker.bucket)(index)
         stray = call.whole.difference(indices)
@@ -205,14 +205,16 @@ class Pulls:
     def _send_bucket(
         self, job: HostedJob, bucket: HostedUnit[Bucket], pull: Pull, waited: float, times: BucketTimes | None
     ) -> None:
-        buckets: tuple[PulledBucket, ...] = ()
         if pull.segment is None:
             is_small = bucket.unit.spec.nbytes <= SMALL_BYTES
-            lend = pull.outbox.lend_small if is_small else pull.outbox.lend
-            lend(partial(self._lend, job, bucket, pull, waited, times))
-            with job.lock:
-                pull.left -= 1
-                last = pull.left == 0
+            with pull.outbox.together() if is_small else contextlib.nullcontext():
+                lend = pull.outbox.lend_small if is_small else pull.outbox.lend
+                lend(partial(self._lend, job, bucket, pull, waited, times))
+                with job.lock:
+                    pull.left -= 1
+                    last = pull.left == 0
+                if last:
+                    pull.outbox.finish()
         else:
             landed = self._copy_out(job, bucket, pull, pull.segment, waited)._replace(times=times)
             with job.lock:
@@ -222,9 +224,8 @@ class Pulls:
                 seconds = pull.staged_seconds(self._clock()) if buckets else None
             if buckets:
                 (pull.outbox.tell_last if last else pull.outbox.tell)(Notice(buckets, seconds))
-                return
-        if last:
-            pull.outbox.finish()
+            elif last:
+                pull.outbox.finish()
 
     def _copy_out(
         self, job: HostedJob, bucket: HostedUnit[Bucket], pull: Pull, segment: SegmentMap, waited: float
@@ -236,7 +237,8 @@ class Pulls:
             version = bucket.rule.version
             _note_sent(job, bucket, pull)
             copy_out(target, bucket.unit.weights.flat)
-        failpoint("pull-half-sent")
+        if armed:
+            failpoint("pull-half-sent")
         self._metrics.pulled(job.name, target.nbytes)
         return PulledBucket(
             spec.index,
@@ -281,7 +283,8 @@ class Pulls:
                 times=times,
             )
             yield Lent(answer, loan)
-        failpoint("pull-half-sent")
+        if armed:
+            failpoint("pull-half-sent")
         self._metrics.pulled(job.name, len(payload))
 
     def _send_rows(self, job: HostedJob, table: HostedTable, pull: Pull, waited: float) -> None:
@@ -300,11 +303,12 @@ class Pulls:
         elif pull.wanted is not None:
             row_bytes = row_codec(job.state.spec.weight_wire).size(table.unit.weights.dim)
             rows = max(1, MESSAGE_BYTES // row_bytes)
-            for first in range(0, len(pull.wanted), rows):
-                some = pull.wanted[first : first + rows]
-                lend = pull.outbox.lend_small if len(some) * row_bytes <= SMALL_BYTES else pull.outbox.lend
-                lend(partial(self._lend_rows, job, table, pull, first, some, waited))
-            pull.outbox.finish()
+            with pull.outbox.together() if len(pull.wanted) * row_bytes <= SMALL_BYTES else contextlib.nullcontext():
+                for first in range(0, len(pull.wanted), rows):
+                    some = pull.wanted[first : first + rows]
+                    lend = pull.outbox.lend_small if len(some) * row_bytes <= SMALL_BYTES else pull.outbox.lend
+                    lend(partial(self._lend_rows, job, table, pull, first, some, waited))
+                pull.outbox.finish()
 
     def _put(self, job: HostedJob, table: HostedTable, pull: Pull, rows: torch.Tensor, waited: float) -> PulledRows:
         """Writes all rows into the worker's segment: here and now, by the thread that stepped them."""

@@ -1,15 +1,21 @@
-"""Pushes: each is checked, then staged, then its bucket is scheduled.
+"""Pushes: each is checked, then staged, then its bucket is scheduled, and applied.
 
 check      outside of every lock: sizes, hyper-parameters, whether a gradient is finite; all pushes of a call first
 stage      under the job's lock, for microseconds: exactly once, if there is room
 schedule   has the bucket's updates applied, also where a later push of the same call is refused
+apply      adds contributions and steps optimizers, on the shard's threads or on the one of the call
 
-The thread of the call does all three, and waits for no worker.
+The thread of the call does the first three, and waits for no worker.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ps_protocol.errors import InvalidRequest, NotShared, PSError, TryLater
 from ps_protocol.framing import Buffer
@@ -19,16 +25,20 @@ from ps_protocol.messages.data import PullCall, PushCall, PushKind
 from ps_protocol.messages.rows import RowsPull, RowsPush, TablePush
 from ps_protocol.segment_layout import RowMemory, SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
+from ps_runtime.background import note_error
 from ps_server.core.commands import Assign, Initialise, PushCommand, Staged, UnitCommand
-from ps_server.core.validation import check_once
-from ps_server.failpoints import failpoint
-from ps_server.shard.apply import Updates
-from ps_server.shard.hosted_job import Attached, AttachedRows, HostedJob
+from ps_server.core.consistency import Add, Step
+from ps_server.core.validation import named_twice
+from ps_server.failpoints import armed, failpoint
+from ps_server.shard.hosted_job import Attached, AttachedRows, HostedJob, HostedUnit
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import Outbox
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.segments import attach
+from ps_server.shard.threads import Task, Threads
 from ps_server.shard.told_room import check_told
+
+log = logging.getLogger("ps_server")
 
 
 class Pushes:
@@ -107,7 +117,8 @@ class Pushes:
         fresh: takes its unit if something may be applied now, whatever fails then: sent again, it is a repeat, and
                nothing else would schedule it
         """
-        failpoint("push-checked")
+        if armed:
+            failpoint("push-checked")
         if isinstance(command, Initialise):
             told = job.buckets[command.unit].unit.told_bytes(command)
             if told:
@@ -122,7 +133,8 @@ class Pushes:
                 job.times.staged(command.worker.rank, command.unit, command.clock, self._pulls.now())
         if staged.fresh:
             fresh.append(command.unit)
-        failpoint("push-staged")
+        if armed:
+            failpoint("push-staged")
         self._metrics.pushed(job.name, size, staged)
         if staged.fresh:
             self._pulls.release(job, job.units[command.unit])  # or they learn what they wait for now
@@ -197,7 +209,9 @@ class Pushes:
                 segment = job.segment(call.worker)
             elif not is_live:
                 job.check_worker(call.worker)
-            check_once([bucket.bucket for bucket in call.buckets], "a push names each bucket")
+            indices = [bucket.bucket for bucket in call.buckets]
+            if len(set(indices)) != len(indices):
+                raise named_twice(indices, "a push names each bucket")
             answers.extend(self._stage(job, *checked, fresh) for checked in _check(job, call, principal, segment))
         except PSError as error:
             self._metrics.refused(job.name, error)
@@ -233,3 +247,133 @@ def _payloads(job: HostedJob, call: PushCall, segment: SegmentMap | None) -> lis
     if len(call.payload) != position:
         raise InvalidRequest(f"{len(call.buckets)} buckets: expected {position} bytes in all, got {len(call.payload)}")
     return payloads
+
+
+# -- applying what is staged -------------------------------------------------------------------------------------------
+
+# An update rule (core/consistency.py) names a unit's next operation: to add a contribution, or to step. A unit is
+# `busy` while a thread works on it; that thread continues until the rule names no operation. So the operations of a
+# unit are done in order, and those of several in parallel.
+#
+# The update rule has no clock. So an update that is held back for a grace, although it has its quorum, is timed here.
+
+
+@dataclass(frozen=True)
+class Grace:
+    """The time in which an open update, which has its quorum, still waits for more workers.
+
+    job:     the job that the unit belongs to
+    version: the version after which the update comes
+    until:   the end of the grace, on the shard's clock
+    """
+
+    job: HostedJob
+    version: int
+    until: float
+
+
+class Updates:
+    """Applies updates on a shard's threads. All methods may be called from any thread."""
+
+    def __init__(self, threads: Threads, pulls: Pulls, metrics: ShardMetrics, clock: Callable[[], float]) -> None:
+        self._threads = threads
+        self._pulls = pulls
+        self._metrics = metrics
+        self._clock = clock
+        self._stopping = False
+        self._graces: dict[HostedUnit[Any], Grace] = {}
+
+    def stop(self) -> None:
+        """Stops new work. Updates under way are completed by their threads."""
+        self._stopping = True
+
+    def schedule(self, job: HostedJob, units: Iterable[int]) -> None:
+        """Queues the pending operations of units for the apply threads. Returns at once.
+
+        units: the indices of buckets and tables
+        """
+        for index in units:
+            task = self._due(job, index)
+            if task is not None:
+                self._threads.submit(task)
+
+    def lend(self, job: HostedJob, units: Iterable[int]) -> None:
+        """As `schedule`, but the calling thread does the operations itself, unless enough threads are at
+        work already.
+        """
+        self._threads.lend([task for index in units if (task := self._due(job, index)) is not None])
+
+    def _due(self, job: HostedJob, index: int) -> Task | None:
+        """Returns the task for a unit; None if it has no operation to do, or a thread works on it already."""
+        hosted = job.units[index]
+        with job.lock:
+            if hosted.busy or self._stopping:
+                return None
+            if hosted.rule.next() is None:
+                self._note_grace(job, hosted)
+                return None
+            hosted.busy = True
+        return partial(self._apply, job, hosted)
+
+    def _note_grace(self, job: HostedJob, hosted: HostedUnit[Any]) -> None:
+        """Begins the grace of a unit's open update, if it has all that it needs. The caller holds the job's lock."""
+        rule = hosted.rule
+        if hosted.grace_of < rule.version and (seconds := rule.grace()) is not None:
+            hosted.grace_of = rule.version
+            self._graces[hosted] = Grace(job, rule.version, self._clock() + seconds)
+            self._threads.wake()
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Whether an update has a grace."""
+        return bool(self._graces)
+
+    def end_graces(self, now: float) -> None:
+        """Schedules the updates whose grace is over at the time `now`."""
+        for hosted, grace in list(self._graces.items()):
+            if grace.until <= now:
+                with grace.job.lock:
+                    if self._graces.get(hosted) is grace:
+                        del self._graces[hosted]
+                    hosted.rule.end_grace(grace.version)
+                self.schedule(grace.job, [hosted.index])
+
+    def _apply(self, job: HostedJob, hosted: HostedUnit[Any]) -> None:
+        """Does the operations of one unit, one after the other, until the update rule names none."""
+        try:
+            while True:
+                with job.lock:
+                    work = hosted.rule.next()
+                    if work is None:
+                        self._note_grace(job, hosted)
+                        hosted.busy = False
+                        return
+                    is_last = isinstance(work, Add) and hosted.unit.completes(work)
+                with hosted.tensors:
+                    started = self._clock()
+                    if isinstance(work, Add):
+                        hosted.unit.weights.add(work.contribution, is_last)
+                        if armed:
+                            failpoint("contribution-added")
+                    else:
+                        hosted.recall()
+                        hosted.unit.weights.step()
+                        if armed:
+                            failpoint("update-stepped")
+                    self._metrics.applied(job.name, work, self._clock() - started)
+                    with job.lock:
+                        job.state.done(hosted.index, work)
+                        releases = hosted.rule.releases(work)
+                        if isinstance(work, Step) and job.times.follows_any(work.ranks):
+                            job.times.applied(
+                                zip(work.ranks, work.clocks, strict=True), hosted.index, self._pulls.now()
+                            )
+                    if isinstance(work, Step):
+                        job.stepped(hosted, started)
+                if releases:
+                    self._pulls.release(job, hosted)
+        except Exception:
+            log.error("job %s: bucket %d cannot be applied", job.name, hosted.index)
+            note_error("apply")
+            job.failure = PSError(f"job {job.name!r} failed on this shard; its log says why")
+            self._pulls.fail(job, job.failure)

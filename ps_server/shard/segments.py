@@ -19,14 +19,10 @@ import numpy as np
 import torch
 
 from ps_protocol.errors import NotShared
-from ps_protocol.segment_layout import (
-    HANDED_OVER,
-    HANDOVER_SECONDS,
-    NONCE_BYTES,
-    SOCKET_PREFIX,
-    SegmentOffer,
-)
-from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
+from ps_protocol.handover import HANDED_OVER, HANDOVER_SECONDS, NONCE_BYTES, SOCKET_PREFIX
+from ps_protocol.segment_layout import SegmentOffer
+from ps_runtime.local_sockets import reach
+from ps_runtime.memory_files import check_file
 
 _NAME = re.compile(re.escape(SOCKET_PREFIX) + r"[0-9a-f]{32}")
 
@@ -73,16 +69,7 @@ def _receive(offer: SegmentOffer, directory: Path) -> int:
     """Returns the descriptor that the worker sends at its socket. Raises NotShared."""
     where = f"the socket {offer.location} in {directory}"
     try:
-        with opened(directory, offer.location) as file:
-            status = os.fstat(file)
-            if not is_private_socket(status):
-                raise NotShared(f"{where} must be a unix socket of this shard's user alone (mode 0600)")
-            if status.st_ino != offer.socket_inode:
-                raise NotShared(f"{where} is not the worker's: it has inode {status.st_ino}, not {offer.socket_inode}")
-            connection = connect(file, HANDOVER_SECONDS)
-        with connection:
-            if peer_of(connection).uid != os.geteuid():
-                raise NotShared(f"{where} is served by another user")
+        with reach(directory, offer.location, offer.socket_inode, HANDOVER_SECONDS) as connection:
             connection.sendall(offer.nonce)
             return _one_descriptor(connection, where)
     except TimeoutError:
@@ -105,22 +92,8 @@ def _one_descriptor(connection: socket.socket, where: str) -> int:
 
 
 def _refuse_other_files(descriptor: int, size: int) -> None:
-    """Raises NotShared for what is no memory file of `size` bytes that has all its pages and keeps them.
-
-    Reading beyond the end of a mapped file kills the reader, and so does a huge page that is not there. The seals come
-    first: to ask for them never waits for whatever process is behind a file, as fstat may.
-    """
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError:
-        raise NotShared("the segment is no memory file (memfd_create)") from None
-    if not seals & fcntl.F_SEAL_SHRINK:  # nor can a file of a tmpfs have it
-        raise NotShared("the segment must be a memory file that is sealed against shrinking (F_SEAL_SHRINK)")
-    page = os.fstatvfs(descriptor).f_bsize
-    if page != mmap.PAGESIZE:
-        raise NotShared(f"the segment has pages of {page} bytes, and must have ordinary ones of {mmap.PAGESIZE}")
+    """Raises NotShared for what is no memory file of `size` bytes that has all its pages and keeps them."""
+    check_file(descriptor, fcntl.F_SEAL_SHRINK, "the segment", size)
     status = os.fstat(descriptor)
-    if status.st_size != size:
-        raise NotShared(f"the segment has {status.st_size} bytes where {size} are needed")
     if status.st_blocks * 512 < size:
         raise NotShared(f"the segment has {status.st_blocks * 512} bytes of {size} in memory: allocate all (fallocate)")

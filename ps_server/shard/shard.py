@@ -2,7 +2,7 @@
 
 jobs        create, restore and drop; a job is refused where there is no memory for it
 workers     added and removed by the coordinator; a segment is mapped for a worker on this host
-pushes      checked, staged, applied as soon as the rule lets them (pushes.py, apply.py)
+pushes      checked, staged, applied as soon as the rule lets them (pushes.py)
 pulls       sent as soon as they are admitted; the others wait without a thread (pulls.py)
 snapshots   copied between two updates, written beside training (snapshots.py)
 
@@ -36,18 +36,16 @@ from ps_server.core.membership import Arrival, Counted
 from ps_server.core.server_figures import ShardFigures
 from ps_server.core.snapshot import Part, RestoreProgress, RestoreRequest, ShardSnapshot, Snapshot, SnapshotRequest
 from ps_server.core.statistics import ShardStatistics
-from ps_server.shard.apply import Updates
-from ps_server.shard.budgets import SharedBudget
 from ps_server.shard.hosted import HostedJobs, TablePlaces
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import Outbox
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
-from ps_server.shard.pushes import Pushes
+from ps_server.shard.pushes import Pushes, Updates
 from ps_server.shard.row_feeds import RowFeeds
 from ps_server.shard.snapshots import Refusal, Saved, SnapshotTask, TableCopying
 from ps_server.shard.threads import OwnThreads, Threads
-from ps_server.shard.waiting import READER
+from ps_server.shard.waiting import READER, SharedBudget
 from ps_server.shard.weight_feeds import WeightFeeds
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.row_files import RowFiles
@@ -230,7 +228,10 @@ class Shard:
         return self._of(worker).connect(worker, end)
 
     def _of(self, worker: Identity) -> HostedJob:
-        """Returns the job of a worker; see HostedJobs.get."""
+        """Returns the job of a worker; see HostedJobs.get, which also says why there is none."""
+        job = self._hosted.jobs.get(worker.job)
+        if job is not None and job.run == worker.run and job.failure is None:
+            return job
         return self._hosted.get(worker.job, worker.run, of_worker=True)
 
     def committed(self, name: str, run: str = "") -> tuple[Committed, bool]:
@@ -270,7 +271,8 @@ class Shard:
 
     def pull(self, call: PullCall | RowsPull | TablePull, outbox: Outbox, principal: str = "") -> None:
         """Sends buckets, or rows, on the outbox as they are admitted; see Pulls."""
-        job = self._hosted.get(call.worker.job, call.worker.run, call.worker.incarnation != READER)
+        is_reader = call.worker.incarnation == READER
+        job = self._hosted.get(call.worker.job, call.worker.run) if is_reader else self._of(call.worker)
         if isinstance(call, RowsPull | TablePull):
             pull, table = self._pulls.check_rows(job, call, outbox, principal)
             indices: tuple[int, ...] = (table,)

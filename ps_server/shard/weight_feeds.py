@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import ClassVar, Protocol
 
+from ps_protocol.changes import Change
 from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import InvalidRequest, OutOfOrder, PSError, TryLater, anew
-from ps_protocol.framing import Buffer
 from ps_protocol.job import WIRES, JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.editions import (
@@ -25,9 +25,9 @@ from ps_protocol.messages.editions import (
     EditionPart,
     WeightsAsked,
     WeightsHere,
-    in_messages,
 )
 from ps_server.failpoints import failpoint
+from ps_server.shard.bucket_messages import BucketMessages
 from ps_server.shard.editions import CopiedBucket, Over, Piece, TakenEdition, WantedEdition, piece_of
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import Feed, HostedJob
@@ -85,8 +85,8 @@ class EditionSource(Protocol):
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
         """Returns an edition for a reader; see Editions.take. Buckets that are at its version are copied now."""
 
-    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
-        """Returns what changed in a bucket since a version; None: it is to be sent whole."""
+    def change(self, piece: Piece, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
+        """Returns what changed in a bucket since a version; None: it is to be sent whole. sparse: it may be sparse"""
 
     def sent(self, size: int, whole: int) -> None:
         """Counts bytes that left, and those of the elements that they stand for."""
@@ -140,9 +140,9 @@ class JobSource:
         editions.looked_at(edition)
         return edition
 
-    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
+    def change(self, piece: Piece, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
         """Returns the change of a bucket from version `base` to `new`; None: send the bucket whole."""
-        return self.job.editions.change(piece, base, new)
+        return self.job.editions.change(piece, base, new, sparse)
 
     def sent(self, size: int, whole: int) -> None:
         """Counts bytes that left, and those of the elements that they stand for."""
@@ -162,6 +162,7 @@ class EditionSender:
     caller: the principal that reads; empty: unknown
     bases:  by bucket, the version that the reader has: it gets the change since then
     most:   bytes of a payload in one message; 0: all of it
+    sparse: changes may be sparse
     """
 
     def __init__(
@@ -173,8 +174,9 @@ class EditionSender:
         caller: str,
         now: Callable[[], float],
         most: int = 0,
+        sparse: bool = False,
     ) -> None:
-        self._most = most
+        self._most, self._sparse = most, sparse
         self._source, self._bases, self.outbox, self.caller = source, bases, outbox, caller
         self._wanted, self._now = wanted, now
         self._edition: TakenEdition | None = None
@@ -229,36 +231,23 @@ class EditionSender:
     @contextlib.contextmanager
     def _bucket(self, edition: TakenEdition, piece: Piece) -> Iterator[Lent]:
         failpoint("edition-half-sent")
-        now = lowest(self._source)
+        about = partial(EditionPart, lowest(self._source))
         try:
             copied = edition.copy(piece)
         except PSError as error:  # it was given up meanwhile
             self._fail(error)
-            yield Lent(EditionPart(now), None)
+            yield Lent(about(), None)
             return
         base = self._bases.get(copied.index)
-        change = None if base is None else self._source.change(piece, base, copied)
-        about = copied.index, copied.version, copied.wire_format, copied.checksum
-        sent = EditionBucket(*about, copied.payload) if change is None else EditionBucket(*about, change, base)
-        first, later = in_messages(sent, self._most)
-        yield Lent(EditionPart(now, bucket=first), None)
+        change = None if base is None else self._source.change(piece, base, copied, self._sparse)
+        head = copied.index, copied.version, copied.wire_format, copied.checksum
+        sent = EditionBucket(*head, copied.payload)
+        if change is not None:
+            sent = sent._replace(payload=change.payload, base=base, sparse=change.is_sparse)
+        messages = BucketMessages(self.outbox, sent, self._most, about, partial(self._lend_next, edition))
+        yield messages.first()
         self._source.sent(len(sent.payload), len(copied.payload))
-        self._lend_later(edition, now, later)
-
-    def _lend_later(self, edition: TakenEdition, now: int, later: list[Buffer]) -> None:
-        """Queues the rest of a bucket, or the next bucket where none is left.
-
-        later: the pieces of the bucket's payload that are not sent yet, in reverse order
-        """
-        if later:
-            self.outbox.lend(partial(self._more, edition, now, later))
-        else:
-            self._lend_next(edition)
-
-    @contextlib.contextmanager
-    def _more(self, edition: TakenEdition, now: int, later: list[Buffer]) -> Iterator[Lent]:
-        yield Lent(EditionPart(now, more=later.pop()), None)
-        self._lend_later(edition, now, later)
+        messages.go_on()
 
     def tick(self, now: float) -> None:
         """Sends a sign of life if one is due, while the edition is not complete. For one thread."""
@@ -327,7 +316,7 @@ class WeightFeeds:
         source = self._source(call.job, call.run)
         wanted = _wanted(call, source)
         bases = {index: call.bases[index] for index in source.specs if index in call.bases}  # it may name any number
-        feed = EditionSender(source, wanted, bases, outbox, caller, self._clock, call.part_bytes)
+        feed = EditionSender(source, wanted, bases, outbox, caller, self._clock, call.part_bytes, call.sparse)
         source.add(feed, self._limit)
         self._wake()
         try:

@@ -155,10 +155,6 @@ class Watch:
             statistics = shard.api.statistics()
         except PSError:
             return  # for how long it has not answered is in the view
-        except ValueError:  # the connection is closed
-            if not self._background.stopping:
-                raise
-            return
         now = self._clock.now()
         with self._lock:
             self._ask_at[shard.index] = now + min(PAUSES_PER_ANSWER * (now - began), MOST_PAUSE_SECONDS)

@@ -29,7 +29,7 @@ from ps_protocol.v1.leases_pb2_grpc import DataLeaseServiceStub
 from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_protocol.v1.rounds_pb2_grpc import RoundServiceStub
 from ps_protocol.versions import VERSION, check_server_version
-from ps_runtime.channel import open_channel
+from ps_runtime.channel import ChannelClosed, open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.grpc_status import error_from
 from ps_runtime.retry import Peer, Retry
@@ -53,7 +53,7 @@ class RosterWatch:
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self._call: Any = None
-        with contextlib.suppress(ValueError):  # the connection is closed
+        with contextlib.suppress(ChannelClosed):
             self._call = ask()
 
     def __iter__(self) -> Iterator[Roster]:

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ps_frames.sockets import nothing
+from ps_frames.frames import nothing
 from ps_protocol.codecs import PLAIN, Cast
+from ps_protocol.convert import Awaited
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import split_head, split_message
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages import rows
 from ps_protocol.messages.data import PulledBucket
-from ps_protocol.messages.envelope import Awaited
 from ps_protocol.messages.rows import PulledRows
 from ps_runtime.troubles import Troubles
 from ps_worker.values import PullResult
@@ -69,7 +69,7 @@ class Landing:
 
     def result(self) -> PullResult:
         """Returns the result of a pull that is done."""
-        if not self._has_waited:  # it is over with the first pull that does not wait
+        if self._waits.open and not self._has_waited:  # it is over with the first pull that does not wait
             self._waits.over("pull")
         return PullResult(self._sizes, self._longest, self._checkpoint)
 

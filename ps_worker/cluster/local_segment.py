@@ -22,14 +22,14 @@ import time
 from pathlib import Path
 
 from ps_protocol.errors import NotShared, TryLater
-from ps_protocol.segment_layout import HANDED_OVER, HANDOVER_SECONDS, NONCE_BYTES, SOCKET_PREFIX, SegmentOffer
+from ps_protocol.handover import HANDED_OVER, HANDOVER_SECONDS, NONCE_BYTES, SOCKET_PREFIX
+from ps_protocol.segment_layout import SegmentOffer
 from ps_runtime.background import start
-from ps_runtime.local_sockets import connect, is_private_socket, listen, opened
+from ps_runtime.local_sockets import listen, remove_leftovers
 from ps_runtime.memory import free_bytes
 
 _HANDING_THREADS = 4  # a process that connects and says nothing keeps one of them busy
 _BACKLOG = 64
-_LEFT_BEHIND_SECONDS = 60.0  # a socket begins to listen microseconds after it gets its name
 
 
 class LocalSegment:
@@ -47,7 +47,7 @@ class LocalSegment:
         self._descriptor, self.memory = _memory_file(size)
         self.memory[:NONCE_BYTES] = nonce
         try:
-            _remove_leftovers(directory)
+            remove_leftovers(directory, SOCKET_PREFIX)
             self._listener, inode = listen(directory, name, _BACKLOG)
         except OSError as error:
             os.close(self._descriptor)
@@ -123,16 +123,3 @@ def _memory_file(size: int) -> tuple[int, mmap.mmap]:
         if descriptor >= 0:
             os.close(descriptor)
         raise NotShared(f"no memory file of {size} bytes can be made ({error.strerror})") from None
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Removes sockets of this user's workers that were killed before they could: no process listens there."""
-    for path in directory.glob(SOCKET_PREFIX + "*"):
-        with contextlib.suppress(OSError), opened(directory, path.name) as file:
-            status = os.fstat(file)
-            if not is_private_socket(status) or time.time() - status.st_mtime < _LEFT_BEHIND_SECONDS:
-                continue
-            try:
-                connect(file, 1.0).close()
-            except ConnectionRefusedError:
-                path.unlink()

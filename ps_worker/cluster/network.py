@@ -18,7 +18,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages import data
 from ps_protocol.messages.data import BucketPush, PullCall, PulledBucket, PulledState, PushCall, PushedBucket, PushKind
-from ps_runtime.daemon_pool import DaemonPool
+from ps_runtime.pools import DaemonPool
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.landing import PullPlan
 from ps_worker.cluster.transport import Draft, ShardStep

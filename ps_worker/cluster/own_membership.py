@@ -27,8 +27,8 @@ from ps_protocol.errors import (
 )
 from ps_protocol.messages.workers import Continued, JoinResult, SavedState, write_heartbeat
 from ps_runtime.background import guarded, join_within, start
-from ps_runtime.daemon_pool import JOIN_SECONDS, DaemonPool
 from ps_runtime.dates import described
+from ps_runtime.pools import JOIN_SECONDS, DaemonPool
 from ps_runtime.quantities import ranges
 from ps_worker.cluster.coordinator_calls import CoordinatorClient, RosterWatch
 from ps_worker.cluster.heartbeat_process import HeartbeatProcess

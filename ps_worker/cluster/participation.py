@@ -18,11 +18,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from ps_protocol.errors import NotFound, PSError, UnknownWorker
+from ps_protocol.errors import FinishedWithout, JobFinished, NotFound, PSError, UnknownWorker
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
 from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap, read_script, write_script
+from ps_runtime.pools import Closed
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.first_rows import RowsBefore
@@ -37,6 +38,7 @@ from ps_worker.model.flat import FlatModel
 from ps_worker.model.state_transfer import States, state_assignments
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.recording import Timeline
+from ps_worker.values import Registration
 
 log = logging.getLogger("ps_worker")
 
@@ -44,6 +46,7 @@ T = TypeVar("T")
 
 # A worker that comes late waits at most so long for another one to tell what its script has set: that one may evaluate.
 SCRIPT_SECONDS = 2.0
+CLOSED = "the session is closed: its calls have ended"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1
 
 # The jobs, and launches of them, in which sessions of this process have taken part: the next session begins such a job
@@ -66,6 +69,8 @@ class Participation:
     timeline:        records the times of steps; None: a new one, which records nothing until it is asked to
     script:          tells the coordinator what this worker's script has set
     group:           the processes that are this worker; None: this one is. All of them call these methods then
+    has_arrived:     the step loop has gone on from the current place. `rejoin` sets it to False, and the loop to True:
+                     a signal in between has the next step, or wait, begin with what is left of the move
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class Participation:
         self._connection: Connection | None = None  # None only until the first one is made
         self._begun = False
         self._before: RowsBefore | None = None  # while `connect` runs
+        self.has_arrived = True
         self._lost: BaseException | None = None  # the error by which a call showed that the connection's place is lost
 
     # -- a place, taken and lost -------------------------------------------------------------------------------------
@@ -101,13 +107,11 @@ class Participation:
     def join(self, spec: JobSpec) -> JobSpec:
         """Registers a job and takes a place in it; returns it with the size of its buckets.
 
-        Raises JobMismatch, JobInUse, Unreachable and other PSErrors; JobFinished in a process that comes late.
+        Raises JobMismatch, JobInUse, Unreachable and other PSErrors; JobFinished in a process that comes late, and
+        FinishedWithout where this process has trained another job of its launch.
         """
         for last in (False, True):
-            is_late = self.options.launch.is_unique and self._where not in _taken_part  # if the job has finished
-            launch = self.options.launch.name if is_late else ""
-            place = self.options.memory_place
-            registered = self._together(lambda: self.coordinator.register(spec, launch, place))  # noqa: B023
+            registered = self._together(lambda: self._register(spec))
             if last:
                 log.warning("job %r ended while this worker waited for a place: it begins the job anew", spec.name)
             self._shard_map, self.stage_limit = registered.shard_map, registered.stage_limit
@@ -121,6 +125,17 @@ class Participation:
                 if last or self.is_closed:
                     raise
         raise AssertionError
+
+    def _register(self, spec: JobSpec) -> Registration:
+        is_late = self.options.launch.is_unique and self._where not in _taken_part  # if the job has finished
+        launch = self.options.launch.name if is_late else ""
+        try:
+            return self.coordinator.register(spec, launch, self.options.memory_place)
+        except JobFinished as error:
+            # A process that has trained is in the middle of its script: an end with 0 would look like the script's own.
+            if not any(launch == trained for _, trained in _taken_part):
+                raise
+            raise FinishedWithout(f"this worker has trained, and finds its next job without it: {error}") from error
 
     @property
     def _where(self) -> tuple[str, str]:
@@ -148,8 +163,11 @@ class Participation:
 
         Returns what `connect` does.
         """
+        place, self.has_arrived = self.connection.place, False
         self.connection.end()
-        return self._connect(self.members.renewed(self.connection.place, self._lost), model, {})
+        if self.group is not None or self._lost is not None or not self.members.holds(place):
+            place = self.members.renewed(place, self._lost)  # else an interrupt came before it had arrived in this one
+        return self._connect(place, model, {})
 
     def _connect(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """Connects from a place; should it be lost on the way, from the next one."""
@@ -220,8 +238,7 @@ class Participation:
 
     def beside(self, options: JobOptions) -> Participation:
         """Returns this worker's part in another job, which it has not joined yet. Its figures are those of this one."""
-        unique = replace(options.launch, is_unique=False)  # whether it has finished is the first job's to say
-        return Participation(replace(options, launch=unique), self._metrics_address, self._started)
+        return Participation(options, self._metrics_address, self._started)
 
     # -- the current place -------------------------------------------------------------------------------------------
 
@@ -233,8 +250,8 @@ class Participation:
 
     @property
     def has_place(self) -> bool:
-        """Whether the connection's place is still this worker's, as far as it has heard."""
-        return self._lost is None and self.members.holds(self.connection.place)
+        """Whether the connection's place is still this worker's, as far as it has heard, and it has arrived there."""
+        return self.has_arrived and self._lost is None and self.members.holds(self.connection.place)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -280,15 +297,25 @@ class Participation:
         if error is not None:
             self.members.raise_lost()  # a fenced worker's calls all fail: this error says why
             self._raise_as_lost(error)
-            raise error
+            raise self._as_closed(error) from error
 
     def call(self, ask: Callable[[Identity], T]) -> T:
         """Returns the coordinator's answer to this worker. Raises PlaceLost where its place is lost."""
+        if not self.has_arrived:
+            raise PlaceLost
         try:
             return ask(self.connection.place.identity)
         except PSError as error:
             self._raise_as_lost(error)
-            raise
+            closed = self._as_closed(error)
+            if closed is error:
+                raise
+            raise closed from error
+
+    def _as_closed(self, error: BaseException) -> BaseException:
+        """Returns the error of a call, or one that says that the end of this session has ended the call."""
+        has_ended = isinstance(error, Closed) or (isinstance(error, PSError) and error.retryable)
+        return UnknownWorker(CLOSED) if has_ended and self.is_closed else error
 
     def ask_script(self) -> SavedState | None:
         """Returns what the job's script has set, as another worker tells it now or told it last; None: nobody has. In a

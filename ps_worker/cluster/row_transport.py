@@ -29,7 +29,7 @@ from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, Which, by_shard
 from ps_protocol.segment_layout import aligned, pulled_bytes, pushed_bytes
 from ps_protocol.tables import assigned_bytes
 from ps_protocol.tensors import bytes_of
-from ps_runtime.daemon_pool import DaemonPool
+from ps_runtime.pools import DaemonPool
 from ps_runtime.troubles import Troubles
 from ps_tables.contributions import RowGradients, RowValues
 from ps_worker.cluster.calls import ShardCalls

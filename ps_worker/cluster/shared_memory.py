@@ -36,7 +36,7 @@ from ps_protocol.segment_layout import (
     aligned,
     segment_plan,
 )
-from ps_runtime.daemon_pool import DaemonPool
+from ps_runtime.pools import DaemonPool
 from ps_runtime.quantities import ranges
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.calls import ShardCalls
@@ -393,7 +393,7 @@ class SharedRows:
             except NotShared as error:
                 self._troubles.met("room", "rows of %d bytes travel in messages: %s", size, error)
                 return None
-            except (PSError, ValueError) as error:  # ValueError: grpc's, where the channel was closed meanwhile
+            except PSError as error:
                 # The worker has lost its place, or a shard is gone: the calls that follow meet that, too.
                 log.debug("no larger segment for rows now: %s", error)
                 return None

@@ -1,7 +1,8 @@
 """What rank 0 tells of tensors that no optimizer steps, for readers of the weights: BatchNorm's statistics, for one.
 
 Each worker keeps its own. Rank 0 sends those of its tensors that have changed, in the background, once in TELL_SECONDS
-at most, and once more before it leaves the job.
+at most, and once more before it leaves the job. What a shard does not take, for lack of memory for one, is sent again:
+each time in a row after twice as long, because it takes bandwidth that training may need.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 
 from ps_protocol.messages.workers import JoinResult
+from ps_runtime.troubles import Troubles
 from ps_worker.cluster.connection import Connection
 from ps_worker.model.flat import FlatModel
 from ps_worker.values import PushResult
@@ -20,6 +22,8 @@ from ps_worker.values import PushResult
 log = logging.getLogger("ps_worker")
 
 TELL_SECONDS = 1.0  # between two times
+LONGEST_SECONDS = 60.0  # between two times where shards do not take what is sent
+_MOST_DOUBLED = 16  # after which the longest pause is reached in any case
 LAST_SECONDS = 5.0  # for which a worker that leaves waits until its last values are there
 
 
@@ -36,6 +40,8 @@ class ToldBuffers:
         self._told: dict[int, int] = {}  # by bucket, the checksum of what was told
         self._numbers: dict[int, int] = {}  # by bucket, of what was told last
         self._sent: list[Future[PushResult]] = []
+        self._failures = 0  # in a row
+        self._troubles = Troubles(log, None)
 
     def stepped(self, changed: Callable[[], Collection[int]], is_last: bool = False) -> None:
         """Tells, if it is time to, what has changed since the job began.
@@ -47,9 +53,9 @@ class ToldBuffers:
         if connection.place.identity.rank != 0 or not is_due:
             return
         if connection.place is not self._place:
-            self._place = connection.place
+            self._place, self._failures = connection.place, 0
             self._told.clear()
-        self._due, wanted = now + TELL_SECONDS, set(changed())
+        wanted = set(changed())
         for bucket in self._model.layout.held:
             if bucket.frozen and any(part.parameter in wanted for part in bucket.slices):
                 payload = self._model.initial(bucket)
@@ -61,18 +67,25 @@ class ToldBuffers:
                     number = max(connection.clock, self._numbers.get(bucket.index, 0) + 1)
                     self._numbers[bucket.index] = number
                     self._sent.append(connection.tell(bucket, number, payload))
-        self._sent = [each for each in self._sent if not self._is_over(each)]
+        self._look()
+        self._due = now + min(LONGEST_SECONDS, TELL_SECONDS * 2**self._failures)
         if is_last:
             wait(self._sent, LAST_SECONDS)
-            self._sent = [each for each in self._sent if not self._is_over(each)]
+            self._look()
             if self._sent:
                 log.warning("readers of the weights do not get the last buffers of rank 0: %s", self._sent[0])
 
-    def _is_over(self, sent: Future[PushResult]) -> bool:
-        """Whether a message has arrived, or is lost: then all are sent again."""
-        if not sent.done():
-            return False
-        if sent.cancelled() or sent.exception() is not None:
-            log.info("readers of the weights do not get these buffers of rank 0: %s", sent)
+    def _look(self) -> None:
+        """Looks which messages have arrived, or are lost: then all are sent again."""
+        over = [each for each in self._sent if each.done()]
+        self._sent = [each for each in self._sent if not each.done()]
+        errors = [CancelledError() if each.cancelled() else each.exception() for each in over]
+        error = next((each for each in errors if each is not None), None)
+        if error is not None:
+            self._failures = min(self._failures + 1, _MOST_DOUBLED)
             self._told.clear()
-        return True
+            what = "readers of the weights do not get these buffers of rank 0, which are sent again later: %s"
+            self._troubles.met("buffers", what, error)
+        elif over:
+            self._failures = 0
+            self._troubles.over("buffers")

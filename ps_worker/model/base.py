@@ -20,8 +20,7 @@ from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import is_finite
 from ps_worker.model.alike import HeldAlike
-from ps_worker.model.buffers import FlatBuffers
-from ps_worker.model.weights import Weights
+from ps_worker.model.buffers import FlatBuffers, Weights
 
 
 class Base:

@@ -1,23 +1,39 @@
-"""The flat buffers that a model lies in: one contiguous tensor for the weights and one for the gradients of each space.
+"""A model in flat buffers: their memory, the weights there and which of them a script has changed, the gradients there.
 
-`param.data` and `param.grad` come to lie in these tensors, in the order of the job's layout, and buckets are slices of
-them. Each is a tensor with a storage of its own there (storage.py). With a segment shared with the shards, and no
-conversion on the way, these tensors lie in the segment itself.
+One contiguous tensor has the weights of each space, and one its gradients. `param.data` and `param.grad` come to lie in
+these tensors, in the order of the job's layout, and buckets are slices of them. Each is a tensor with a storage of its
+own there (storage.py). With a segment shared with the shards, and no conversion on the way, these tensors lie in the
+segment itself.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ps_protocol.errors import InvalidRequest
-from ps_protocol.job import JobSpec
+from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout, space_of
 from ps_protocol.segment_layout import SegmentMap
-from ps_protocol.tensors import TORCH_DTYPES, whole_of
-from ps_worker.model.sharded import is_sharded, local
+from ps_protocol.tensors import TORCH_DTYPES, is_finite, whole_of
+from ps_worker.model.sharded import as_placed, is_sharded, like, local
+from ps_worker.model.storage import counting_with, with_own_storage
+from ps_worker.model.tracked import (
+    Touched,
+    Touches,
+    set_values,
+    unwatch,
+    unwatch_gradient,
+    values,
+    watch,
+    watched_gradient,
+)
 
 
 class FlatBuffers:
@@ -176,3 +192,286 @@ def _is_same(a: torch.device, b: torch.device) -> bool:
 
 def _are_same(buffers: dict[str, torch.Tensor], shared: dict[str, torch.Tensor]) -> bool:
     return all(space in shared and flat is shared[space] for space, flat in buffers.items())
+
+
+# -- the weights -------------------------------------------------------------------------------------------------------
+
+# A script may change parameters itself, and may move them elsewhere (`model.to(...)`, `p.data = ...`): `changed`
+# detects that before each step, and copies them back into the buffers.
+#
+# Three kinds of parameters keep memory of their own, and are copied to and from the buffers in their logical order:
+# those that are not contiguous (channels_last), those on another device than most (a model spread over several), and
+# those that the script shares with other processes after `prepare` (`share_memory()`).
+
+
+def with_values(model: nn.Module, values_by_id: Mapping[int, torch.Tensor]) -> dict[str, Any]:
+    """Returns a copy of a model's state_dict with other values for some parameters. values_by_id: by the
+    parameter's id
+    """
+    found = {
+        name: like(parameter, values_by_id[id(parameter)])
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in values_by_id
+    }
+    return {
+        name: found.get(name, value).detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for name, value in model.state_dict().items()
+    }
+
+
+class Weights:
+    """The parameters that an optimizer steps. For the training thread."""
+
+    def __init__(self, buffers: FlatBuffers) -> None:
+        self._buffers = buffers
+        self._apart: set[int] = set()  # parameters with memory of their own
+        # No mark tells of their changes: torch counts none of a local shard.
+        self._sharded = buffers.sharded
+        self._touches = Touches()
+        self._marks: list[tuple[int, int]] = []  # of each parameter, since weights last landed
+
+    def watch(self) -> None:
+        """Watches the parameters for changes through `.data` from now on."""
+        for index, tensor in self._buffers.trained.items():
+            assert isinstance(tensor, nn.Parameter)
+            # Where the script's own optimizers step, all weights change in each step.
+            ignored = self._buffers.spec.local is not None
+            watch(tensor, _ignore if ignored else self._on_touch(index, tensor))
+
+    def _on_touch(self, index: int, tensor: nn.Parameter) -> Touched:
+        return lambda given_out: self._touches.touched(index, tensor, given_out)
+
+    def move_in(self) -> None:
+        """Moves all parameters into new buffers. The first call also moves those in memory shared between processes:
+        each worker that a script has started with one model (`mp.spawn`) trains its own copy.
+        """
+        is_first = not self._marks
+        for index in self._buffers.trained:
+            self._take_in(index, even_shared=is_first)
+        self.mark()
+
+    def mark(self) -> None:
+        """Takes the current parameters as unchanged by the script."""
+        self._marks = self._marks_now()
+
+    def release(self) -> None:
+        """Stops watching the parameters. They stay in the flat buffers."""
+        for tensor in self._buffers.trained.values():
+            unwatch(tensor)
+
+    def changed(self) -> set[int]:
+        """Returns the parameters that the script has changed since weights last landed. All weights are in the buffers
+        afterwards.
+
+        Raises InvalidRequest, and changes nothing, if a parameter's type, shape or device has changed.
+        """
+        before, now, trained = self._marks, self._marks_now(), self._buffers.trained
+        if now == before and not self._touches.before and not self._sharded:
+            return set()
+        suspects = {index for index, was, mark in zip(trained, before, now, strict=True) if was != mark}
+        suspects |= self._touches.before.keys() | self._sharded
+        for index in suspects:
+            self._buffers.check_form(index)
+        versions = {index: version for index, (version, _) in zip(trained, before, strict=True)}
+        changed = {index for index in suspects if self._is_changed(index, versions[index])}
+        for index in suspects:
+            if index in changed or index not in self._apart:  # else what has landed of a failed pull would be lost
+                self._take_in(index)
+        self.mark()
+        return changed
+
+    def gather(self) -> None:
+        """Copies all parameters' values into the buffers, if they lie elsewhere. Raises InvalidRequest, as
+        `changed`.
+        """
+        for index in self._buffers.trained:
+            self._buffers.check_form(index)
+        for index, tensor in self._buffers.trained.items():
+            if index in self._apart or tensor.data_ptr() != self._buffers.weight_views[index].data_ptr():
+                self._take_in(index)
+
+    def landed(self) -> None:
+        """Copies new weights to the parameters with memory of their own. Only later changes count as the script's."""
+        for index in self._apart:
+            values(self._buffers.trained[index]).copy_(self._buffers.weight_views[index])
+        self._touches.landed(self._buffers.trained)
+
+    def pull_failed(self) -> None:
+        """Notes that weights of a failed pull may land in the buffers at any time. Parameters with memory of their own
+        are compared with what they are now, to find what the script changes.
+        """
+        for index in self._apart:
+            self._touches.touched(index, self._buffers.trained[index], None)
+
+    def _take_in(self, index: int, even_shared: bool = False) -> None:
+        """Copies a parameter's values into the buffers, and moves it there if it can lie there."""
+        tensor, view = self._buffers.trained[index], self._buffers.weight_views[index]
+        own = values(tensor)
+        view.copy_(own)
+        is_shared = own.device.type == "cpu" and own.is_shared() and not even_shared
+        if own.is_contiguous() and index not in self._buffers.elsewhere and not is_shared:
+            self._apart.discard(index)
+            if own.data_ptr() != view.data_ptr() or own.untyped_storage().nbytes() != own.nbytes:
+                set_values(tensor, with_own_storage(view))
+        else:
+            self._apart.add(index)
+
+    def _marks_now(self) -> list[tuple[int, int]]:
+        """Returns for each parameter a mark that differs once it was changed in place, or put elsewhere."""
+        tensors = self._buffers.trained.values()
+        here = map(local, tensors) if self._sharded else tensors
+        return [(tensor._version, tensor.data_ptr()) for tensor in here]
+
+    def _is_changed(self, index: int, version: int) -> bool:
+        tensor, view = local(self._buffers.trained[index]), self._buffers.weight_views[index]
+        before = self._touches.before.get(index)
+        if before is None and (index in self._apart or tensor.data_ptr() != view.data_ptr()):
+            before = view  # only landing weights have written it
+        if before is None:
+            return bool(tensor._version != version)
+        return not torch.equal(values(tensor).to(before.device), before)
+
+
+def _ignore(_: torch.Tensor | None) -> None:
+    """Notes nothing of a parameter that changes in each step."""
+
+
+# -- the gradients -----------------------------------------------------------------------------------------------------
+
+# Autograd makes each gradient in memory of its own. As soon as it is there, it is moved into the buffers, and `.grad`
+# lies there. A script may change gradients after backward (clip, scale, drop): `marks` detects that, whatever code does
+# it.
+
+
+class Gradients:
+    """The gradients of the trained parameters. Hooks run on autograd's thread, all else on the training thread.
+
+    on_ready: called with a parameter's index when backward has finished its gradient
+    """
+
+    def __init__(self, buffers: FlatBuffers, on_ready: Callable[[int], None]) -> None:
+        self._buffers = buffers
+        self._on_ready = on_ready
+        self._on_gpu = buffers.device.type == "cuda"
+        self._check = buffers.spec.non_finite is not NonFinite.ALLOW
+        self._finite: dict[int, bool] = {}  # by parameter, of those checked in this step
+        self._touches = 0  # how often a script has asked for some gradient's `.data`
+        self._hooks: list[RemovableHandle] = []
+        self._own: dict[int, torch.Tensor] = {}  # by parameter, its view with a storage of its own
+
+    def watch(self) -> None:
+        """Registers a hook on each parameter that moves its gradient into the buffers as soon as backward has finished
+        it.
+        """
+        for index, tensor in self._buffers.trained.items():
+            frozen = not tensor.requires_grad
+            tensor.requires_grad_()  # a frozen one takes no hook, and may be thawed later
+            self._hooks.append(tensor.register_post_accumulate_grad_hook(self._on_accumulated(index)))
+            tensor.requires_grad_(not frozen)
+
+    def _on_accumulated(self, index: int) -> Callable[[torch.Tensor], None]:
+        return lambda _: self._accumulated(index)
+
+    def release(self) -> None:
+        """Removes the hooks, also those of gradients that a script keeps. Such a gradient would keep all buffers alive,
+        as Python's garbage collector does not see references through torch's objects.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        for tensor in self._buffers.trained.values():
+            unwatch_gradient(tensor.grad)
+
+    def forget(self) -> None:
+        """Forgets the results of the checks for infinities and NaNs."""
+        self._finite.clear()
+
+    def move_in(self, before: dict[int, torch.Tensor]) -> None:
+        """Moves gradients from earlier buffers into new ones. before: the views of the earlier buffers"""
+        self._own.clear()
+        for index, view in before.items():
+            tensor = self._buffers.trained[index]
+            if tensor.grad is not None and local(tensor.grad).data_ptr() == view.data_ptr():
+                self._buffers.gradient_views[index].copy_(view)
+                tensor.grad = self._shown(index)
+
+    def gather(self, indices: Iterable[int]) -> set[int]:
+        """Moves these parameters' gradients into the buffers. Returns those that have none in this step."""
+        absent = set()
+        for index in indices:
+            gradient = self._buffers.trained[index].grad
+            if gradient is None:
+                absent.add(index)
+            elif index in self._buffers.sharded and self._is_here(index):
+                continue  # as backward has finished it. No version tells: torch counts no changes of a local shard
+            elif self._adopt(index):
+                # The script has replaced it. (On another device backward's own comes here, too: no mark tells which.)
+                self._finite.pop(index, None)
+        return absent
+
+    def marks(self, spaces: Iterable[str]) -> list[int]:
+        """Returns numbers that rise with each change of a gradient in these spaces, whatever code makes it."""
+        return [self._touches, *self._buffers.gradient_versions(spaces)]
+
+    def not_finite(self, present: Iterable[int], changed: bool) -> str | None:
+        """Returns the name of one of these parameters whose gradient has an infinity or a NaN; None if there is none.
+
+        changed: gradients were changed after backward, so that the checks made then do not count. These checks are
+                 forgotten.
+        """
+        present = list(present)
+        seen = {} if changed else dict(self._finite)
+        for index in present:
+            self._finite.pop(index, None)
+        if not self._check:
+            return None
+        views = self._buffers.gradient_views
+        unseen = {index: views[index] for index in present if not seen.get(index, False)}
+        if self._on_gpu and unseen:
+            real = [torch.view_as_real(view) if view.is_complex() else view for view in unseen.values()]
+            totals = torch.stack([view.sum(dtype=torch.float32) for view in real])
+            if bool(torch.isfinite(totals).all()):  # waits for the GPU once, not once for each
+                return None
+        return next((self._buffers.spec.parameters[i].name for i, view in unseen.items() if not is_finite(view)), None)
+
+    def saw_not_finite(self, bucket: BucketSpec) -> bool:
+        """Whether backward has made a gradient in this bucket that is not finite."""
+        return any(self._finite.get(part.parameter) is False for part in bucket.slices)
+
+    def _accumulated(self, index: int) -> None:
+        self._adopt(index)
+        if self._check and not self._on_gpu:  # where the answer would have to be waited for
+            self._finite[index] = is_finite(self._buffers.gradient_views[index])  # now, while it is in the cache
+        self._on_ready(index)
+
+    def _is_here(self, index: int) -> bool:
+        """Whether the buffers have the gradient of a DTensor as it is."""
+        return torch.equal(local(self._buffers.trained[index].grad), self._buffers.gradient_views[index])
+
+    def _adopt(self, index: int) -> bool:
+        """Moves a gradient into the buffers, and frees the memory it was made in; returns whether it was elsewhere."""
+        tensor, view = self._buffers.trained[index], self._buffers.gradient_views[index]
+        if index in self._buffers.sharded:
+            as_placed(tensor)
+        gradient = local(tensor.grad) if index in self._buffers.sharded else tensor.grad
+        if gradient is None or gradient.data_ptr() == view.data_ptr():
+            return False
+        name = self._buffers.spec.parameters[index].name
+        if gradient.is_sparse:
+            raise Unsupported(f"the gradient of {name} is sparse; use sparse=False")
+        self._buffers.check_form(index)
+        if gradient.shape != view.shape:
+            raise InvalidRequest(f"the gradient of {name}: expected {tuple(view.shape)}, got {tuple(gradient.shape)}")
+        view.copy_(gradient.detach())  # which has a graph of its own after backward(create_graph=True)
+        if index not in self._buffers.elsewhere:
+            tensor.grad = self._shown(index)
+        return True
+
+    def _shown(self, index: int) -> torch.Tensor:
+        """Returns a gradient as a script gets it from `.grad`."""
+        view, own = self._buffers.gradient_views[index], self._own.get(index)
+        if own is None or own.data_ptr() != view.data_ptr():  # share_memory() moves a storage
+            own = self._own[index] = counting_with(view)
+        return watched_gradient(own, self._touched)
+
+    def _touched(self, _: torch.Tensor | None) -> None:
+        self._touches += 1

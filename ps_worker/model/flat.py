@@ -1,8 +1,8 @@
 """A model as flat buffers, so that pushing packs nothing and a pull lands in place.
 
 buffers     the memory: slices of these tensors are buckets (buffers.py)
-weights     the parameters as parts of them, and which of them a script has changed (weights.py)
-gradients   likewise; which are ready, changed, not finite (gradients.py). In local:H the base lies there (base.py)
+weights     the parameters as parts of them, and which of them a script has changed (`Weights`)
+gradients   likewise; which are ready, changed, not finite (`Gradients`). In local:H the base lies there (base.py)
 here        turns a bucket into bytes on its way out, and bytes into a bucket, for the ways to a shard
 """
 
@@ -20,11 +20,9 @@ from ps_protocol.messages.data import PulledBucket
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, element_name, flat_parts, parts_of, whole_of
 from ps_worker.model.base import Base
-from ps_worker.model.buffers import FlatBuffers
+from ps_worker.model.buffers import FlatBuffers, Gradients, Weights
 from ps_worker.model.gpu import GpuStaging
-from ps_worker.model.gradients import Gradients
 from ps_worker.model.residual import Leaving, Residuals
-from ps_worker.model.weights import Weights
 
 
 class FlatModel:

@@ -149,7 +149,8 @@ class WorkerCheckpoint:
     def stepped(self) -> None:
         """Ends a step. Captures its state if no loader is iterating."""
         self.steps += 1
-        self._model.stepped()
+        if self._model.tells:
+            self._model.stepped()
         self._step, self._taken = LastStep(self._fed, max(1, self._taken)), 0
         if self._wanted is not None and not self._is_in_loop:
             clock, self._wanted = self._wanted, None

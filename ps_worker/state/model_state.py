@@ -73,6 +73,7 @@ class ModelState:
     ) -> None:
         self._frozen = {index: FrozenTensor(tensor) for index, tensor in frozen.items()}
         self._residuals, self._teller = residuals, teller
+        self.tells = teller is not None and bool(self._frozen)  # whether anybody is told of steps
         self._kept: OrderedDict[int, Residual] = OrderedDict()  # by clock, what is too large to be saved
 
     @staticmethod

@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import Future, wait
 
 from ps_protocol.errors import PSError, UnknownWorker
-from ps_runtime.daemon_pool import DaemonPool
+from ps_runtime.pools import DaemonPool
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.own_membership import OwnMembership

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import JobSpec
+from ps_protocol.job import JobSpec, added_name
 from ps_worker.model.elements import is_trained
 from ps_worker.model.optimizer import ParameterStates, RemoteOptimizers, optimizer_like
 from ps_worker.model.script_stages import Stage
@@ -229,11 +229,6 @@ class AddedGroups:
 def _has_any(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
     ids = {id(parameter) for parameter in parameters}
     return any(id(each) in ids for group in optimizer.param_groups for each in group["params"])
-
-
-def added_name(name: str, number: int) -> str:
-    """Returns the name of the added job with this number, from 1. name: that of the first job"""
-    return f"{name}.added{number}"
 
 
 def checked_group(

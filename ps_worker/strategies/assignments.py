@@ -27,8 +27,9 @@ from ps_protocol.layout import Layout
 from ps_protocol.messages.workers import JoinResult
 from ps_protocol.tensors import tensor_from, whole_of
 from ps_worker.cluster.connection import Connection
-from ps_worker.cluster.participation import Participation
+from ps_worker.cluster.participation import Participation, end_last_step
 from ps_worker.group import Group, in_call
+from ps_worker.metrics import WorkerMetrics, added
 from ps_worker.model.alike import beside
 from ps_worker.model.empty_shards import with_empty_shards
 from ps_worker.model.flat import FlatModel
@@ -318,6 +319,27 @@ def send_assigned_rows(participation: Participation, tables: ServerTables, begun
             tables.forget_assigned()
             connection.forget_assigned_rows()
             raise
+
+
+def fetch_weights(
+    participation: Participation, assignments: Assignments, model: FlatModel, metrics: WorkerMetrics
+) -> bool:
+    """Fetches the weights with all that is staged; what the script has set stays. Returns whether a checkpoint wants
+    this worker's state at its clock.
+    """
+    end_last_step(participation)
+    assignments.find_weights()
+    set_by_script = assignments.copies()
+    try:
+        model.begin_pull()
+        pulls = participation.connection.pull(all_staged=True)
+        participation.settle()
+        model.end_pull()
+    finally:
+        model.put_back(set_by_script)
+    landed = [pull.result() for pull in pulls]
+    metrics.fetched(added(pull.sizes for pull in landed))
+    return any(pull.checkpoint for pull in landed)  # a shard tells that at one clock alone
 
 
 def fetched_states(

@@ -20,7 +20,7 @@ from typing import Any
 
 from ps_protocol.errors import NonFiniteGradient
 from ps_protocol.messages.workers import JoinResult
-from ps_runtime.ending import undisturbed
+from ps_runtime.signals import undisturbed
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.local_round import LocalRound

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,22 +28,21 @@ import torch
 from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.errors import UnknownWorker, Unsupported
 from ps_protocol.messages.workers import JoinResult, SavedState
-from ps_runtime.ending import is_cut_short, undisturbed
+from ps_runtime.signals import is_cut_short, undisturbed
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step, teller
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
 from ps_worker.metrics import WorkerMetrics
-from ps_worker.metrics import added as added_sizes
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.step import StepMaker
 from ps_worker.state.model_state import ModelState
-from ps_worker.state.state_sender import LEAVING_SECONDS, StateSender
+from ps_worker.state.state_sender import StateSender
 from ps_worker.strategies.added import AddedGroups
-from ps_worker.strategies.assignments import Assignments, SetByScript, fetched_states, send_assigned_rows
+from ps_worker.strategies.assignments import Assignments, SetByScript, fetch_weights, fetched_states, send_assigned_rows
 from ps_worker.strategies.job_stages import JobStages
 from ps_worker.strategies.late_script import LateScript
 from ps_worker.strategies.row_reads import RowReads
-from ps_worker.strategies.sent_step import SentStep, count_step
+from ps_worker.strategies.sent_step import SentStep, count_step, last_state
 from ps_worker.strategies.step_kind import StepKind
 from ps_worker.strategies.together import StepsTogether
 from ps_worker.strategies.unfinished import Fate, Unfinished
@@ -103,6 +102,7 @@ class JobTraining:
         self._counted: int | None = None  # the clock of the last step of this process that counts
         self._restore_count = participation.connection.place.restore_count  # the rollbacks that this worker has made
         self.rolled_back = self._closing = False
+        self._left: tuple[int, SetByScript] | None = None  # its clock, and what the script had set, in a lost place
         self._beside = beside
         self.kind = kind(self)
         self.checkpoint = self.kind.make_checkpoint(device, self._sender.send)
@@ -155,19 +155,12 @@ class JobTraining:
     def _last_state(self) -> SavedState:
         """Returns this worker's state after its last step that counts: a signal may have ended it in the middle of one.
 
-        A step counts if all its pushes are staged, whether or not the other workers have come. After a rollback that
-        this worker has not made yet, it is the state that it would go back to.
+        After a rollback that this worker has not made yet, it is the state that it would go back to.
         """
-        sent, place = self.sent, self.participation.members.place
+        place = self.participation.members.place
         if place is not None and place.restore_count > self._restore_count and place.state is not None:
             return place.state  # it stops before it has gone on from there
-        if sent is None:
-            return SavedState(self.clock, self.checkpoint.last_state(self.clock, False, cut_short=is_cut_short()))
-        counts = sent.counts_at_end(place, LEAVING_SECONDS)
-        if counts:
-            self.model.count(sent.buckets)
-        clock = sent.clock - (not counts)
-        return SavedState(clock, self.checkpoint.last_state(clock, counts, cut_short=is_cut_short()))
+        return last_state(self.checkpoint, self.clock, self.sent, place, self.model)
 
     @property
     def clock(self) -> int:
@@ -257,6 +250,10 @@ class JobTraining:
         if self._together is not None:
             return self._together.run(exchange)
         self.participation.members.raise_lost()
+        if self._left is not None:  # an interrupt came on the way to the place: this worker has not arrived there yet
+            counts = self.come_back()
+            if end is None or self.rolled_back or self.model.spec.local is not None:
+                return counts
         try:
             if self.participation.has_place:
                 try:
@@ -347,7 +344,7 @@ class JobTraining:
             with named(PUSH):
                 ahead = () if tables is None else tables.ask_ahead()
                 pushed, pulls, committing = connection.push_pull(
-                    pushes, step.drafts_hold, step.rows, ranges, ahead, begun=begun
+                    pushes, step.drafts_hold, step.rows, ranges, ahead, begun=begun, is_awaited=True
                 )
             if tables is not None:
                 tables.sent()
@@ -394,42 +391,45 @@ class JobTraining:
 
         Buckets that have not had the step are pushed again from there. If that place is lost, too, this is repeated.
         """
-        self.kind.losing()
-        counts = self._take_place()
-        while self.unfinished is not None:
-            try:
-                self._push()
-                counts = True
-            except PlaceLost:
-                counts = self._take_place()
-            except BaseException as error:
-                self._broke_off(error)
-                raise
+        try:
+            if self._left is None:
+                self.kind.losing()
+            counts = self._take_place()
+            while self.unfinished is not None:
+                try:
+                    self._push()
+                    counts = True
+                except PlaceLost:
+                    counts = self._take_place()
+        except BaseException as error:
+            self._broke_off(error)
+            raise
         return counts
 
     def _take_place(self) -> bool:
         """Takes a new place; returns whether the step at hand counts. It is kept if it is to be pushed again."""
-        unfinished, done, lost = self.unfinished, self.clock, self.participation.connection
+        unfinished, lost = self.unfinished, self.participation.connection
         is_leased = unfinished is not None and bool(self.data.use())
         self.stages.place_lost()
         self._steps.abandon()
         self._steps.tables.forget_ahead()
         gradients = self.model.held_gradients()
         is_sent = unfinished is not None or self.sent is not None
-        set_by_script = self.assignments.at_hand(of_step=is_sent, since=unfinished is None)
+        if self._left is None:
+            self._left = self.clock, self.assignments.at_hand(of_step=is_sent, since=unfinished is None)
+        done, set_by_script = self._left  # which an interrupt on the way to a place leaves as they are
         checkpoint_wanted = self.participation.rejoin(self.model)
         place = self.participation.connection.place
         self._allow_drafts()
         rolled_back = place.restore_count > self._restore_count
         with undisturbed():
-            self._restore_count = place.restore_count
             if rolled_back and not self._has_all_before(place, done):
                 with self.participation.script.moving():
                     self._roll_back(place.state)
             else:
                 rolled_back = False
             fate = self._fate(place, rolled_back, is_leased)
-            fate = fate if self._together is None else self._together.fate(fate)
+            fate = fate if self._together is None else self._together.fate(fate)  # an interrupt waits for `arrived`
             if fate is Fate.AGAIN and unfinished is not None:
                 unfinished.goes_on_from(place)
                 self.model.hold_gradients(gradients)
@@ -440,6 +440,11 @@ class JobTraining:
                 self._counted = unfinished.begun
             if not rolled_back:
                 self._checkpoint_in_place(checkpoint_wanted, fate)
+            self._restore_count, self._left = place.restore_count, None
+            self.kind.moved(is_kept=self.unfinished is not None)
+            self.participation.has_arrived = True
+            if self._together is not None:
+                self._together.arrived()
         self._metrics.rejoined(fate.is_lost, self.clock)
         self.participation.begin_step()
         log.warning(
@@ -447,7 +452,6 @@ class JobTraining:
             *(place.identity.rank, lost.clock, self.clock, place.identity.incarnation),
             *("the job was rolled back; " if rolled_back else "", fate.value),
         )
-        self.kind.moved(is_kept=self.unfinished is not None)
         return fate is Fate.COUNTS
 
     def _end_in_place(self, fate: Fate, rolled_back: bool, set_by_script: SetByScript) -> None:
@@ -499,16 +503,17 @@ class JobTraining:
 
     def _roll_back(self, saved: SavedState | None) -> None:
         """Rolls this worker back with the job. saved: its own state of that checkpoint"""
-        if saved is None:
-            rank = self.participation.rank
-            log.warning("worker %d had saved no state: its place in the data stays what it is", rank)
-            self.checkpoint.forget()
-            self.checkpoint.inner.restore(self.clock, None)
-            if not self._beside:
-                self.script.goes_back()
-        else:
-            self.checkpoint.rollback(saved.content, self.clock, saved.clock)
-            self.checkpoint.try_restore()
+        with nullcontext() if self._together is None else self._together.interrupt_later():
+            if saved is None:
+                rank = self.participation.rank
+                log.warning("worker %d had saved no state: its place in the data stays what it is", rank)
+                if not self._beside:
+                    self.script.goes_back()
+                self.checkpoint.forget()
+                self.checkpoint.inner.restore(self.clock, None)
+            else:
+                self.checkpoint.rollback(saved.content, self.clock, saved.clock)
+                self.checkpoint.try_restore()
         self.data.rollback()
         self.rolled_back = True
         self.assignments.rollback(self.clock)
@@ -553,27 +558,12 @@ class JobTraining:
             return
         if not rule.aggregate or rule.quorum is not None:
             wanted: list[bool] = []
-            while self.in_place(lambda: wanted.append(self._fetch_weights())) is not None:
+            fetch = partial(fetch_weights, self.participation, self.assignments, self.model, self._metrics)
+            while self.in_place(lambda: wanted.append(fetch())) is not None:
                 pass
             if self.participation.together_or(lambda: (None, wanted[-1]))[1]:
                 self.checkpoint.want(self.clock)
         self._added.refresh()
-
-    def _fetch_weights(self) -> bool:
-        """Fetches the weights; returns whether a checkpoint wants this worker's state at its clock."""
-        end_last_step(self.participation)
-        self.assignments.find_weights()
-        set_by_script = self.assignments.copies()
-        try:
-            self.model.begin_pull()
-            pulls = self.participation.connection.pull(all_staged=True)
-            self.participation.settle()
-            self.model.end_pull()
-        finally:
-            self.model.put_back(set_by_script)
-        landed = [pull.result() for pull in pulls]
-        self._metrics.fetched(added_sizes(pull.sizes for pull in landed))
-        return any(pull.checkpoint for pull in landed)  # a shard tells that at one clock alone
 
     # -- the optimizers ----------------------------------------------------------------------------------------------
 

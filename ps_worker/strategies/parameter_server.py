@@ -22,10 +22,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import JobSpec
+from ps_protocol.job import JobSpec, added_name
 from ps_protocol.layout import Layout, bucket_layout
-from ps_runtime.ending import is_cut_short
 from ps_runtime.launch_id import is_launched
+from ps_runtime.signals import is_cut_short
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.shared_memory import check_transport
@@ -46,7 +46,7 @@ from ps_worker.model.job_spec import describe
 from ps_worker.model.state_transfer import states_before
 from ps_worker.model.step import StepMaker
 from ps_worker.model.stepped_alone import SteppedAlone, refuse
-from ps_worker.strategies.added import AddedGroups, added_name
+from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.gradient_steps import GradientSteps
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.local_rounds import LocalRounds, outer_optimizer

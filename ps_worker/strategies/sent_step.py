@@ -11,9 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ps_protocol.layout import BucketSpec
-from ps_protocol.messages.workers import JoinResult
+from ps_protocol.messages.workers import JoinResult, SavedState
+from ps_runtime.signals import is_cut_short
 from ps_worker.metrics import WorkerMetrics, added
 from ps_worker.model.flat import FlatModel
+from ps_worker.state.checkpoint import WorkerCheckpoint
+from ps_worker.state.state_sender import LEAVING_SECONDS
 from ps_worker.tables.assigned import AssignedRows
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.values import PullResult, PushResult
@@ -81,6 +84,23 @@ class SentStep:
 
     def lost(self, model: FlatModel) -> None:
         """Is called if the step does not count, or may not: its gradient is sent again or given up."""
+
+
+def last_state(
+    checkpoint: WorkerCheckpoint, clock: int, sent: SentStep | None, now: JoinResult | None, model: FlatModel
+) -> SavedState:
+    """Returns the state of a worker that leaves, after its last step that counts: a signal may have ended it in the
+    middle of one. A step counts if all its pushes are staged, whether or not the other workers have come.
+
+    clock: that of the last step that is over
+    sent:  the step under way; None: there is none
+    now:   the worker's current place; None: it has none
+    """
+    counts = sent is not None and sent.counts_at_end(now, LEAVING_SECONDS)
+    if sent is not None:
+        clock = sent.clock - (not counts)
+        model.count(sent.buckets if counts else ())
+    return SavedState(clock, checkpoint.last_state(clock, counts, cut_short=is_cut_short()))
 
 
 def count_step(

@@ -11,10 +11,11 @@ push   Each member pushes what it holds. They compare again when all pushes are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from ps_runtime.ending import interruptible
+from ps_runtime.signals import interruptible
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.group import Group
 from ps_worker.model.base import Base
@@ -51,6 +52,7 @@ class StepsTogether:
     come_back: Callable[[], bool]
     broke_off: Callable[[BaseException], None]
     base: Base
+    _signals: list[BaseException] = field(default_factory=list)
     _has_failed: bool = False  # the push of the step at hand, for some member: weights may be there all the same
 
     def step(self, index: int | None) -> bool | None:
@@ -134,6 +136,23 @@ class StepsTogether:
 
     def fate(self, own: Fate) -> Fate:
         """Returns what becomes of the step at hand in a new place, for all members. own: for this one"""
-        with interruptible():  # another member may hang
+        with self.interrupt_later(), interruptible():  # another member may hang
             _, (highest,) = self.group.compare(None, _FATES.index(own))
-        return _FATES[highest]
+            return _FATES[highest]
+        return own
+
+    @contextmanager
+    def interrupt_later(self) -> Iterator[None]:
+        """A `with` block in which this member waits for the others on its way to a place. A signal ends it, and acts
+        once the member has arrived: otherwise it would go on with one half of what the others do there."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit) as signal:
+            self._signals.append(signal)
+
+    def arrived(self) -> None:
+        """Has a signal act that has come on the way to the place."""
+        signals = [*self._signals]
+        self._signals.clear()
+        for signal in signals:
+            raise signal

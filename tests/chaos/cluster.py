@@ -12,7 +12,7 @@ from ps_protocol.layout import BucketSpec, bucket_layout
 from ps_protocol.messages import data
 from ps_protocol.messages.data import PulledBucket
 from ps_protocol.tensors import tensor_from
-from ps_runtime.daemon_pool import DaemonPool
+from ps_runtime.pools import DaemonPool
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.landing import PullPlan

@@ -26,12 +26,12 @@ from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.v1 import jobs_pb2
 from ps_server.config import parse_every
 from ps_server.coordinator.timing import Timing
-from ps_server.core.buckets import Bucket
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.consistency import Live
 from ps_server.core.dense import Gradient
 from ps_server.core.partition import JobPartition
 from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, union
+from ps_server.core.unit import Bucket
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, optimizer_state_dict
 from ps_server.storage.manifest import Manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -32,18 +33,27 @@ class Watching:
 
     def __init__(self, members: MembershipServiceStub) -> None:
         self.last: tuple[list[int], bool] = ([], False)
-        self._stream = members.Watch(membership_pb2.WatchRequest(job="job"))
+        self._members = members
+        self._over = threading.Event()
+        self._stream = self._watched()
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
+    def _watched(self) -> Any:
+        return self._members.Watch(membership_pb2.WatchRequest(job="job"))
+
     def _read(self) -> None:
-        try:
-            for roster in self._stream:
-                self.last = list(roster.ranks), roster.started
-        except grpc.RpcError:
-            pass
+        while not self._over.is_set():
+            # One whose request took too long, on a busy machine, say, is refused: it watches anew.
+            with contextlib.suppress(grpc.RpcError):
+                for roster in self._stream:
+                    self.last = list(roster.ranks), roster.started
+            self._stream = self._watched()
+            if self._over.is_set():
+                self._stream.cancel()
 
     def stop(self) -> None:
+        self._over.set()
         self._stream.cancel()
         self._thread.join()
 

@@ -12,6 +12,7 @@ import torch
 from ps_protocol.errors import JobMismatch
 from ps_protocol.layout import ParameterSpec, PiecePlace, bucket_layout
 from ps_protocol.messages.workers import group_state
+from ps_protocol.modes import parse_mode
 from ps_server.config import ServerConfig
 from ps_server.server import Server
 from ps_server.storage.checkpoints import CheckpointStore
@@ -46,15 +47,16 @@ def cluster(make_cluster: Callable[..., Cluster], store: CheckpointStore) -> Clu
     return make_cluster(checkpoint_dir=store.directory, restore=True, lease=LEASE, timing=QUICK)
 
 
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_worker_of_one_process_goes_on_with_a_groups_weights_and_without_its_members_states(
-    cluster: Cluster, store: CheckpointStore
+    cluster: Cluster, store: CheckpointStore, lost: int
 ) -> None:
     """Also where a shard dies before the job has a checkpoint of its own cut."""
     with RawWorker(cluster.address, PLAIN, 0) as worker:
         assert worker.clock == CLOCK
         assert torch.equal(worker.pull(), torch.full((CELLS,), 2.0))
         train(worker, 1)
-        cluster.start_again(1)
+        cluster.start_again(lost)
         join_again(worker)
         assert worker.clock == CLOCK
         assert not worker.joined.HasField("worker_state")  # type: ignore[attr-defined]
@@ -123,3 +125,54 @@ def test_a_checkpoint_on_the_shards_own_disks_is_not_cut_anew(tmp_path: Path) ->
     finally:
         for server in (shard, first):
             server.stop()
+
+
+@pytest.mark.parametrize(("before", "after", "lost"), [(2, 3, 0), (2, 3, 2), (3, 2, 0), (3, 2, 1), (2, 1, 0)])
+def test_a_shard_that_dies_before_the_next_checkpoint_of_a_job_on_another_number_of_shards_goes_back_to_the_first(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, before: int, after: int, lost: int
+) -> None:
+    """The coordinator is with shard 0: it comes back with the state that it has written since the restore."""
+    options = {"checkpoint_dir": tmp_path, "lease": LEASE, "timing": QUICK}
+    first = make_cluster(shards=before, **options)
+    with RawWorker(first.address, PLAIN, 0) as worker:
+        worker.initialise()
+        train(worker, 2)
+        clock = make_checkpoint(first, worker)
+        expected = worker.pull()
+    first.stop()
+    cluster = make_cluster(shards=after, restore=True, **options)
+    with RawWorker(cluster.address, PLAIN, 0) as worker:
+        assert worker.clock == clock
+        train(worker, 3)
+        cluster.start_again(lost)
+        join_again(worker)
+        assert worker.clock == clock
+        assert torch.equal(worker.pull(), expected)
+        train(worker, 1)
+        assert make_checkpoint(cluster, worker) == clock + 1
+
+
+def test_a_shard_that_dies_alone_after_a_restore_on_another_number_of_shards_gets_its_part_of_all_files(
+    make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """In async the others keep what they have."""
+    options = {"checkpoint_dir": tmp_path, "lease": LEASE, "timing": QUICK}
+    spec = replace(PLAIN, consistency=parse_mode("async"))
+    first = make_cluster(shards=2, **options)
+    with RawWorker(first.address, spec, 0) as worker:
+        worker.initialise()
+        train(worker, 2)
+        make_checkpoint(first, worker)
+        saved = worker.pull()
+    first.stop()
+    cluster = make_cluster(shards=3, restore=True, **options)
+    with RawWorker(cluster.address, spec, 0) as worker:
+        trained = train(worker, 3)
+        assert not torch.any(trained == saved)
+        lost = list(cluster.shards[2].jobs()["job"].buckets)
+        cluster.start_again(2)
+        join_again(worker)
+        buckets = zip(worker.pull().chunk(4), saved.chunk(4), trained.chunk(4), strict=True)
+        for index, (now, before, after) in enumerate(buckets):
+            assert torch.equal(now, before if index in lost else after)
+    assert lost

@@ -336,8 +336,8 @@ def test_a_delay_takes_its_time_at_each_passage_of_its_place_on_its_shard_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PS_FAILPOINTS", "push-checked=delay:0.05,push-staged@1=delay:60,restore-read=7")
-    for armed in ("_left", "_delays"):
-        monkeypatch.setattr(failpoints, armed, {})
+    for name, nothing in (("armed", set()), ("_left", {}), ("_delays", {})):
+        monkeypatch.setattr(failpoints, name, nothing)
     failpoints.arm(0)
     begun = time.monotonic()
     for name in ("push-checked", "push-staged", "restore-read", "push-checked"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_server.shard.apply import Updates
+from ps_server.shard.pushes import Updates
 from ps_worker import Session
 from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster, in_parallel, until

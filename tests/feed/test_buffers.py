@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,6 +236,38 @@ def test_what_has_not_changed_is_told_once_in_each_place_and_again_where_it_was_
     connections.append(Told(1))
     telling.stepped(lambda: changed, is_last=True)
     assert connections[2].came == []
+
+
+def test_buffers_that_a_shard_has_no_room_for_are_sent_again_ever_later_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(told_buffers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    frozen = bucket_layout(job_spec().parameters, 128).buckets[FROZEN]
+    model: Any = SimpleNamespace(
+        spec=job_spec(), layout=SimpleNamespace(held=[frozen]), initial=lambda bucket: memoryview(b"%f" % now[0])
+    )
+    connection = Told(0)
+    telling = told_buffers.ToldBuffers(model, lambda: connection)  # type: ignore[arg-type, return-value]
+    sent: list[float] = []
+
+    def trained(seconds: int) -> list[float]:
+        sent.clear()
+        for _ in range(seconds):
+            now[0] += 1.0
+            before = len(connection.came)
+            telling.stepped(lambda: [frozen.slices[0].parameter])
+            if len(connection.came) > before:
+                sent.append(now[0])
+        return [after - before for before, after in pairwise(sent)]
+
+    connection.error = LimitExceeded("no room for 64 bytes of buffers")
+    with caplog.at_level("INFO", "ps_worker"):
+        assert trained(200) == [2, 4, 8, 16, 32, 60, 60], "each takes bandwidth"
+        assert [each.levelname for each in caplog.records] == ["WARNING"]
+        connection.error = None
+        assert trained(100)[-10:] == [1] * 10, "once there is room again"
+        assert "over, after 8 times" in caplog.text
 
 
 def cut_spec() -> JobSpec:

@@ -24,7 +24,7 @@ from torch import nn
 
 import ps_torch as ps
 from ps_feed.edition_client import EachShard, KnownShards, ShardReader
-from ps_protocol.changes import encode_change
+from ps_protocol.changes import Change, encode_change
 from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable, Unsupported
 from ps_protocol.messages.editions import WeightsAsked
 from ps_runtime.credentials import PLAINTEXT
@@ -171,7 +171,7 @@ def test_changes_give_the_same_bits_in_fewer_bytes(
 def test_a_network_that_was_slow_is_measured_again(
     shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ps_feed.subscription.CHANGES_BELOW", float("inf"))
+    monkeypatch.setattr("ps_feed.pace.CHANGES_BELOW", float("inf"))
     with ps.subscribe(shared.address, job) as feed:
         received = feed._subscription.received
 
@@ -183,29 +183,29 @@ def test_a_network_that_was_slow_is_measured_again(
 
         feed.wait_for()
         assert saved(trainer.step()) > 0
-        monkeypatch.setattr("ps_feed.subscription.CHANGES_BELOW", 0.0)
+        monkeypatch.setattr("ps_feed.pace.CHANGES_BELOW", 0.0)
         assert saved(trainer.step()) > 0, "it was slow a moment ago"
-        feed._subscription._measured_until = 0.0
+        feed._subscription._network.measured_until = 0.0
         # The next one may have been asked for before that.
         until(lambda: saved(trainer.step()) == 0, "an edition that is asked for whole")
         assert saved(trainer.step()) == 0, "it is fast now"
-        monkeypatch.setattr("ps_feed.subscription.CHANGES_BELOW", float("inf"))
+        monkeypatch.setattr("ps_feed.pace.CHANGES_BELOW", float("inf"))
         until(lambda: saved(trainer.step()) > 0, "changes, because it is slow again")
 
 
 def test_whole_buckets_in_place_of_changes_do_not_put_off_that_the_network_is_measured_again(
     shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ps_feed.subscription.CHANGES_BELOW", float("inf"))
+    monkeypatch.setattr("ps_feed.pace.CHANGES_BELOW", float("inf"))
     monkeypatch.setattr("ps_server.shard.shared_changes.encode_change", lambda *_: None)  # none is smaller
     with ps.subscribe(shared.address, job) as feed:
         feed.wait_for()
-        until_then, received = feed._subscription._measured_until, feed._subscription.received
+        until_then, received = feed._subscription._network.measured_until, feed._subscription.received
         for _ in range(3):
             feed.wait_for(trainer.step())
         assert received.nbytes == received.elements, "all came whole"
         assert received.editions == 4
-        assert feed._subscription._measured_until == until_then
+        assert feed._subscription._network.measured_until == until_then
 
 
 def test_a_server_that_says_it_has_more_shards_than_can_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +238,9 @@ def test_a_damaged_edition_is_dropped_and_asked_for_whole(
     with ps.subscribe(shared.address, job, changes=True) as feed:
         feed.wait_for()
 
-        def spoil(base: Any, new: Any, itemsize: int) -> bytes | None:
+        def spoil(base: Any, new: Any, itemsize: int, sparse: bool) -> Change | None:
             spoilt.append(itemsize)
-            return encode_change(base, bytes(len(new)), itemsize)
+            return encode_change(base, bytes(len(new)), itemsize, sparse)
 
         monkeypatch.setattr("ps_server.shard.shared_changes.encode_change", spoil)
         trainer.step()
@@ -255,8 +255,8 @@ def test_a_damaged_edition_is_dropped_and_asked_for_whole(
 def test_after_a_trouble_no_edition_stays_in_memory_once_a_newer_one_is_there(
     shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoil(base: Any, new: Any, itemsize: int) -> bytes | None:
-        return encode_change(base, bytes(len(new)), itemsize)
+    def spoil(base: Any, new: Any, itemsize: int, sparse: bool) -> Change | None:
+        return encode_change(base, bytes(len(new)), itemsize, sparse)
 
     with ps.subscribe(shared.address, job, changes=True) as feed:
         first = weakref.ref(feed.wait_for().arrays)

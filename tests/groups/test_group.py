@@ -16,17 +16,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import StepLR
 
 from ps_protocol.errors import Fenced, InvalidRequest, PSError, UnknownWorker
 from ps_protocol.identity import Identity
 from ps_protocol.messages.workers import SavedState
 from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
-from ps_runtime import ending
+from ps_runtime import signals
 from ps_runtime.credentials import PLAINTEXT
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.value_rounds import GroupRounds
 from ps_worker.group import Group, PlaceLost, RaisedByAll, unlike_calls
+from ps_worker.strategies.job_training import JobTraining
 from tests.tools.cluster import Cluster, until
 
 DAY = 24 * 3600.0
@@ -195,7 +197,7 @@ def test_no_member_waits_for_the_others_where_signals_are_held(
     model: Any = fully_shard(nn.Sequential(nn.Linear(3, 2)), mesh=mesh)
     held: list[bool] = []
     wait = Group._await
-    monkeypatch.setattr(Group, "_await", lambda *given: (held.append(ending._ending._held), wait(*given))[1])
+    monkeypatch.setattr(Group, "_await", lambda *given: (held.append(signals._ending._held), wait(*given))[1])
     with cluster.connect(mode, job=job) as session:
         outer = {"outer": {"warm_up": 0}} if mode != "sync" else {}
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), group=mesh, **outer)
@@ -213,15 +215,67 @@ def test_no_member_waits_for_the_others_where_signals_are_held(
     assert not any(held)
 
 
+@pytest.mark.parametrize("mode", ["sync", "local:2"])
+def test_a_member_that_is_interrupted_while_the_group_goes_back_goes_back_first(
+    make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """It waits there for the others, where signals act. Its schedule shows whether it has gone back."""
+    cluster = make_cluster(lease=600.0, checkpoint_dir=tmp_path / "checkpoints", checkpoint_every="4steps")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    model: Any = fully_shard(nn.Sequential(nn.Linear(3, 2)), mesh=mesh)
+    roll_back, wait, waits = JobTraining._roll_back, Group._await, list[str]()
+
+    def goes_back(loop: JobTraining, *given: Any) -> None:
+        waits.append("it goes back")
+        roll_back(loop, *given)
+
+    def waits_for_others(*given: Any) -> None:
+        if waits == ["it goes back"]:
+            waits.append("interrupted")
+            raise KeyboardInterrupt
+        wait(*given)
+
+    monkeypatch.setattr(JobTraining, "_roll_back", goes_back)
+    monkeypatch.setattr(Group, "_await", waits_for_others)
+    with cluster.connect(mode, job=job) as session:
+        outer = {"outer": {"warm_up": 0}} if mode != "sync" else {}
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule: Any
+        model, optimizer, schedule = session.prepare(model, plain, StepLR(plain, 1), group=mesh, **outer)
+        members, store = cluster.coordinator.job(job).members, CheckpointStore(tmp_path / "checkpoints")
+        steps = 0
+
+        def step() -> None:
+            nonlocal steps
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            schedule.step()
+            steps += 1
+
+        until(lambda: (step(), store.names(job))[1] != [], "a checkpoint")
+        while store.manifest(job, store.names(job)[-1]).clock + 1 >= session.clock:
+            step()
+        cluster.start_again(1)
+        with pytest.raises(KeyboardInterrupt):
+            until(lambda: (step(), members.restore_count)[1] > 1, "the interrupt")
+        assert waits == ["it goes back", "interrupted"]
+        before, undone = session.clock, steps
+        optimizer.step()  # the schedule goes back where this begins
+        assert session.clock == before + 1
+        assert schedule.last_epoch < undone
+
+
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_signal_acts_in_a_wait_of_an_undisturbed_block_and_not_beside_it() -> None:
     done: list[str] = []
 
     def act(*, before: bool = False, within: bool = False, after: bool = False) -> None:
-        with ending.undisturbed():
+        with signals.undisturbed():
             _interrupt_if(before)
             done.append("before")
-            with ending.interruptible():
+            with signals.interruptible():
                 _interrupt_if(within)
                 done.append("within")
             _interrupt_if(after)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ps_runtime.launch_id import FINISHED_WITHOUT_CODE
 from tests.tools.launching import Command, Commands, python
 
 END_SECONDS = 120.0
@@ -30,6 +31,45 @@ if sys.argv[1] == "waits":
     signal.pause()
 """
 
+# Trains a job and then another one: the next of its script, or a layer that it adds. Arguments: which of them, and a
+# file for which it waits between the two.
+TWO_JOBS = """
+import sys, threading
+from pathlib import Path
+import torch
+import ps_worker
+
+how, go = sys.argv[1], Path(sys.argv[2])
+model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+model[0].requires_grad_(False)
+
+
+def step(model, optimizer):
+    model(torch.ones(1)).sum().backward()
+    optimizer.step()
+
+
+def train(job):
+    session = ps_worker.connect(job=job)
+    prepared = session.prepare(model, torch.optim.SGD(model[1].parameters(), lr=1.0))
+    step(*prepared)
+    return session, *prepared
+
+
+session, prepared, optimizer = train("first")
+print("trained the first", flush=True)
+while not go.exists():
+    threading.Event().wait(0.01)
+if how == "next":
+    session.close()
+    train("second")
+else:
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters()})
+    step(prepared, optimizer)
+print("trained both", flush=True)
+"""
+
 Run = Callable[..., Command]
 
 
@@ -44,11 +84,12 @@ def address(commands: Commands) -> str:
 @pytest.fixture
 def run(commands: Commands, address: str, tmp_path: Path) -> Run:
     """Starts elastic workers of a launch with a name: run("a", "ends")."""
-    (tmp_path / "train.py").write_text(SCRIPT)
 
-    def start(launch: str, how: str, *flags: str) -> Command:
+    def start(launch: str, how: str, *flags: str, script: str = SCRIPT, after: str = "") -> Command:
+        (tmp_path / "train.py").write_text(script)
         words = ("run", "--server", address, "--elastic", "--mode", "async", "--metrics-host", "127.0.0.1", *flags)
-        return commands.start("-m", "ps_worker", *words, str(tmp_path / "train.py"), how, PS_LAUNCH_ID=launch)
+        arguments = (str(tmp_path / "train.py"), how, str(tmp_path / after))
+        return commands.start("-m", "ps_worker", *words, *arguments, PS_LAUNCH_ID=launch)
 
     return start
 
@@ -79,3 +120,21 @@ def test_a_script_that_was_cut_short_has_not_finished_its_job(run: Run) -> None:
     stopped.says("trained to clock 1\n")
     assert stopped.end(signal.SIGTERM) == 128 + signal.SIGTERM
     assert ended(run("a", "ends")) == (0, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["next", "added"])
+def test_a_worker_that_has_trained_and_finds_its_next_job_finished_ends_with_a_code_of_its_own(
+    run: Run, tmp_path: Path, how: str
+) -> None:
+    """Not with 0, as a process that has nothing to do; nor does it train layers that others have trained, alone."""
+    slow, fast = (run("a", how, script=TWO_JOBS, after=name) for name in ("slow", "fast"))
+    for worker in (slow, fast):
+        worker.says("trained the first\n")
+    (tmp_path / "fast").touch()
+    assert fast.process.wait(END_SECONDS) == 0, fast.err
+    (tmp_path / "slow").touch()
+    assert slow.process.wait(END_SECONDS) == FINISHED_WITHOUT_CODE, slow.out
+    name = "second" if how == "next" else "first.added1"
+    assert f"has trained, and finds its next job without it: job '{name}' has finished: " in slow.err
+    assert "trained both" not in slow.out

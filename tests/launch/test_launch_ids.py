@@ -158,7 +158,7 @@ def test_a_user_who_starts_again_after_a_crash_waits_for_the_lease_and_is_not_re
 
 @pytest.mark.long
 def test_a_worker_that_its_launch_starts_again_takes_its_place_at_once(launches: Callable[..., Launches]) -> None:
-    at = launches("--lease", str(LONG_LEASE))
+    at = launches("--lease", "40")
     first = at.run("first", "--max-restarts", "1")
     at.trains("first")
     os.kill(at.pid("first", 1), signal.SIGKILL)

@@ -25,7 +25,7 @@ from bench.results import Result, check_loss, result
 from bench.runs import merged
 from bench.scale import predicted
 from bench.training import build
-from ps_runtime.daemon_pool import DaemonPool
+from ps_runtime.pools import DaemonPool
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import until
 from tests.tools.launching import python
@@ -61,6 +61,7 @@ def run(name: str, flags: str, directory: Path, *more: str) -> list[dict[str, An
     return [json.loads(line) for line in (directory / "found.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.timeout(600)  # several commands, each of which imports torch, beside other tests
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in QUICK else pytest.mark.slow) for name in SMALLEST]
 )
@@ -113,7 +114,7 @@ SHAPES = {"feed": check_feed}
 
 @pytest.mark.long
 def test_processes_that_abort_or_do_not_end_are_found(tmp_path: Path) -> None:
-    flags = "launches --count 2 --at-once 1 --ends abort,hang --bound 20 --transport tcp --mib 1 --steps 1"
+    flags = "launches --count 2 --at-once 2 --ends abort,hang --bound 15 --transport tcp --mib 1 --steps 1"
     done = python("-m", "bench", *flags.split(), folder=tmp_path, seconds=600)
     assert done.returncode == 1
     assert "promises were broken" in done.stderr

@@ -204,7 +204,8 @@ def test_without_matplotlib_one_line_says_that_there_is_no_picture(
     images, labels = made_images(20, 0)
     result = fashion.Result("single", 1, 1, 0.5, (0.5,), 1.0)
     test = fashion.Clothes(images, labels.long())
-    fashion.leave_behind(tmp_path, fashion.Network(), [1.0], result, test, torch.device("cpu"))
+    model = fashion.Network()
+    fashion.leave_behind(tmp_path, model, model.state_dict(), [1.0], result, test, torch.device("cpu"))
     said = capsys.readouterr().out.splitlines()
     assert said == [
         "no picture, because matplotlib is not installed: pip install '.[examples]'",

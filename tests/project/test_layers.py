@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "ps_server.coordinator": {"ps_server.core", "ps_server.storage", "ps_server.failpoints", "ps_runtime"},
     "ps_server.relay": {
         "ps_server.core",
+        "ps_server.shard.bucket_messages",
         "ps_server.shard.outbox",
         "ps_server.shard.shared_changes",
         "ps_server.failpoints",
@@ -93,7 +94,7 @@ MAY_IMPORT = {
         "ps_worker.data",
         "ps_worker.cluster",
         "ps_worker.model.sharded",
-        "ps_runtime.daemon_pool",
+        "ps_runtime.pools",
         "ps_runtime.troubles",
     },
     "ps_worker.strategies": {

@@ -283,7 +283,8 @@ def test_without_matplotlib_one_line_says_that_there_is_no_picture(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # an import of it raises ImportError
     result = movielens.Result("single", 1, 1, 0.5, (0.5,), 0, 1.0)
-    movielens.leave_behind(tmp_path, movielens.DeepFM(4), [1.0], result, made_ratings())
+    model = movielens.DeepFM(4)
+    movielens.leave_behind(tmp_path, model, model.state_dict(), [1.0], result, made_ratings())
     assert capsys.readouterr().out.splitlines() == [
         "no picture, because matplotlib is not installed: pip install '.[examples]'",
         f"left in {tmp_path}: model.safetensors, result.json",

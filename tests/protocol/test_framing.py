@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.batches import DataRange
-from ps_protocol.convert import hyper_messages
+from ps_protocol.convert import Awaited, Origin, hyper_messages
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import PAYLOAD_FIELD, Parts, message_parts, split_message
 from ps_protocol.identity import Identity
@@ -27,7 +27,6 @@ from ps_protocol.messages.data import (
     PushedBucket,
     PushKind,
 )
-from ps_protocol.messages.envelope import Awaited, Origin
 from ps_protocol.stages import StageSpec
 from ps_protocol.v1 import data_pb2, job_pb2, types_pb2
 

@@ -13,7 +13,7 @@ from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.grpc_status import error_from
 from ps_server.core.limits import Limits
-from ps_server.rpc.calls_in_flight import BUSY_SECONDS, WAITING_FOR_EACH
+from ps_server.rpc.call_limits import BUSY_SECONDS, WAITING_FOR_EACH
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.raw_worker import joined, vector_job
 

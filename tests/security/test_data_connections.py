@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from ps_frames.frames import TICKET_BYTES, Kind, write_header
 from ps_frames.server import TICKET_SECONDS, Opener, Tickets
-from ps_frames.wire import TICKET_BYTES, Kind, write_header
 from ps_protocol.errors import (
     Fenced,
     Forbidden,
@@ -90,6 +90,13 @@ def test_calls_run_side_by_side(worker: RawWorker, client: FrameClient) -> None:
         (waiting, Kind.ANSWER),
         (waiting, Kind.END),
     }
+
+
+def test_a_notice_that_is_the_last_answer_ends_its_call_in_one_frame(worker: RawWorker, client: FrameClient) -> None:
+    request = data_pb2.PullRequest(worker=worker.identity(), clock=0, times_wanted=True)
+    client.send(Kind.PULL, Parts(request.SerializeToString()))
+    assert client.read()[0].kind is Kind.LAST
+    assert client.ask(Kind.PULL, pull(worker, 0)), "and the connection goes on"
 
 
 def test_a_call_that_is_cancelled_waits_no_more(shared: Cluster, worker: RawWorker, client: FrameClient) -> None:

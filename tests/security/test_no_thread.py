@@ -20,16 +20,18 @@ import pytest
 import torch
 from torch import nn
 
+from ps_feed import subscription as subscriptions
+from ps_feed.subscription import Subscription
 from ps_frames.client import ClientConnection, DataLink, reading_threads
+from ps_frames.frames import frames_over
 from ps_frames.listener import Handshakes
-from ps_frames.sockets import frames_over
 from ps_launch.lifeline import Lifeline
 from ps_launch.one_server import OneServer
 from ps_protocol.errors import NotShared, TryLater
 from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.background import Background
 from ps_runtime.credentials import PLAINTEXT
-from ps_runtime.daemon_pool import DaemonPool
+from ps_runtime.pools import DaemonPool
 from ps_runtime.retry import Peer
 from ps_runtime.web import serve
 from ps_server.core.limits import Limits
@@ -44,7 +46,7 @@ from ps_worker.cluster.local_segment import LocalSegment
 from ps_worker.row_feed import RowFeed
 from ps_worker.state.checkpoint import WorkerCheckpoint, decode
 from tests.tools.cluster import Cluster, until
-from tests.tools.imports import syntax
+from tests.tools.imports import PACKAGES, syntax
 from tests.tools.launching import environment
 
 ROOT = Path(__file__).parents[2]
@@ -204,6 +206,13 @@ def row_feed(folder: Path) -> None:
     at_start(lambda: RowFeed("rows", "127.0.0.1:1"))
 
 
+def subscription(_: Path) -> None:
+    """One that has no thread is not among those that are ended with the process."""
+    before = {*subscriptions._open}
+    at_start(lambda: Subscription("127.0.0.1:1"))
+    assert {*subscriptions._open} == before
+
+
 def one_server(_: Path) -> None:
     """The process that it has started ends with it."""
     at_start(lambda: OneServer(["health", "--server=127.0.0.1:1"], environment()))
@@ -234,11 +243,12 @@ HERE: dict[str, Callable[[Path], None]] = {
     "ps_frames/listener.py Handshakes.__init__": handshakes,
     "ps_server/storage/lease.py Lease.__init__": lease,
     "ps_server/shard/threads.py OwnThreads.repeat": notices,
-    "ps_runtime/daemon_pool.py DaemonPool._add_thread": pools_of_a_session,
+    "ps_runtime/pools.py DaemonPool._add_thread": pools_of_a_session,
     "ps_frames/reading.py ReadingThreads._start": data_connection,
     "ps_frames/client.py DataLink.current": data_link,
     "ps_worker/cluster/local_segment.py LocalSegment.__init__": segments,
     "ps_worker/row_feed.py RowFeed.__init__": row_feed,
+    "ps_feed/subscription.py Subscription.__init__": subscription,
     "ps_launch/one_server.py OneServer.__init__": one_server,
     "ps_launch/lifeline.py Lifeline.__init__": lifeline,
 }
@@ -271,7 +281,7 @@ def test_a_place_that_starts_a_thread_survives_that_none_can_be_had(
 def test_every_place_that_starts_a_thread_has_its_case() -> None:
     """A new one that has none fails here. Pools are a kind of their own: tests/server/test_pools.py."""
     found = set()
-    for package in ("ps_protocol", "ps_runtime", "ps_launch", "ps_frames", "ps_tables", "ps_server", "ps_worker"):
+    for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             text = path.read_text()
             for name, body in (

@@ -26,7 +26,7 @@ from ps_runtime.credentials import Access, Tls, access
 from ps_runtime.grpc_status import error_from
 from ps_server.ops import dev_certs, status
 from ps_server.rpc.auth import parse_access_list
-from ps_server.rpc.calls_in_flight import HEARTBEAT
+from ps_server.rpc.call_limits import HEARTBEAT
 from ps_server.rpc.health_client import is_serving
 from ps_server.rpc.permissions import EVERYONE, METHODS, REFLECTION_V1, Permission, Principal, Role
 from ps_server.rpc.receiving import KINDS

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.imports import statements, syntax
+from tests.tools.imports import PACKAGES, statements, syntax
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("ps_protocol", "ps_runtime", "ps_tables", "ps_server", "ps_worker", "ps_launch")
 # What is a secret by its name, and by its type no mere place or count of one.
 SECRET = re.compile(r"(^|_)(key|token|secret|password|ticket|nonce|digest|roles|metadata|auth_context)s?$")
 HOLDS = re.compile(r"\b(bytes|str|Any|\w*Key|Callable)\b")

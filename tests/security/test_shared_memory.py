@@ -22,7 +22,8 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.errors import NotShared, TryLater, UnknownWorker
-from ps_protocol.segment_layout import SOCKET_PREFIX, SegmentOffer
+from ps_protocol.handover import SOCKET_PREFIX
+from ps_protocol.segment_layout import SegmentOffer
 from ps_runtime import local_sockets
 from ps_worker.cluster.local_segment import LocalSegment
 from tests.tools.cluster import Cluster

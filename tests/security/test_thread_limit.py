@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from ps_frames.wire import Kind
+from ps_frames.frames import Kind
 from ps_protocol.errors import TryLater
 from ps_runtime.credentials import PLAINTEXT, Access, Tls
 from ps_runtime.thread_limit import ThreadLimit, thread_limit

@@ -214,3 +214,22 @@ def test_what_is_kept_of_jobs_that_are_over_is_bounded() -> None:
         ended.check("job 10", "a")
     assert ended.error("other 9", "") is None
     assert "why" in str(ended.error("other 10", ""))
+
+
+def test_what_was_added_to_a_job_is_forgotten_with_it() -> None:
+    """The next run of the job adds its groups anew."""
+
+    def kept(begin: str, launch: str) -> set[str]:
+        jobs = EndedJobs()
+        for name in ("job", "job.added1", "job.added2", "job.added", "other.added1"):
+            jobs.ended(name, "", FinishedJob("run", ("a",), 0.0))
+        jobs.begun(begin, launch)
+        return set(jobs.finished())
+
+    assert kept("job", "b") == {"job", "job.added", "other.added1"}
+    assert kept("job", "") == {"job.added", "other.added1"}
+    assert kept("other", "b") == {"job", "job.added1", "job.added2", "job.added"}
+    jobs = EndedJobs()
+    jobs.ended("job.added1", "", FinishedJob("run", ("a",), 0.0))
+    assert not jobs.forget("job")
+    assert jobs.finished() == {}

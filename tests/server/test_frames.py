@@ -11,11 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from ps_frames.frames import (
+    HEADER_BYTES,
+    MAX_HEAD_BYTES,
+    Header,
+    Kind,
+    PlainSocket,
+    frames_over,
+    read_header,
+    write_header,
+)
 from ps_frames.loans import Loans
 from ps_frames.sender import FrameSender, LentFrame
 from ps_frames.server import ReceiveBuffers
-from ps_frames.sockets import PlainSocket, frames_over
-from ps_frames.wire import HEADER_BYTES, MAX_HEAD_BYTES, Header, Kind, read_header, write_header
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer, Parts, message_parts, split_head, split_message
 from ps_protocol.v1 import data_pb2

@@ -15,8 +15,7 @@ import torch
 
 from ps_protocol.errors import TryLater
 from ps_runtime.background import Background
-from ps_runtime.daemon_pool import DaemonPool
-from ps_runtime.pools import FairPool, Pool
+from ps_runtime.pools import DaemonPool, FairPool, Pool
 from ps_server.coordinator.members import JobMembers
 from ps_server.shard.threads import OwnThreads
 from tests.tools.cluster import Cluster, in_parallel, until

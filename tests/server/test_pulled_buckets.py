@@ -20,11 +20,11 @@ from ps_protocol.messages.rows import RowsPull, TablePull
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_server.core.limits import DEFAULTS
 from ps_server.rpc.streams import PullStream
-from ps_server.shard.budgets import WAITING_BYTES
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import Outbox
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
+from ps_server.shard.waiting import WAITING_BYTES
 from ps_tables.contributions import RowGradients
 from tests.tools.partitions import changed, lone_shard, push
 from tests.tools.raw_worker import vector_job

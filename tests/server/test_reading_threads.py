@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ps_frames import reading
+from ps_frames.frames import Kind
 from ps_frames.reading import ReadingThreads
-from ps_frames.wire import Kind
 from ps_protocol.errors import TryLater
 from ps_runtime.troubles import Troubles
 from tests.tools.cluster import Cluster, until

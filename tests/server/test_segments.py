@@ -21,14 +21,13 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import NonFiniteGradient, NotShared
+from ps_protocol.handover import NONCE_BYTES, SOCKET_PREFIX
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, PiecePlace, bucket_layout
 from ps_protocol.messages.data import PullCall
 from ps_protocol.modes import Consistency
 from ps_protocol.segment_layout import (
-    NONCE_BYTES,
     PAGE_BYTES,
-    SOCKET_PREFIX,
     SegmentMap,
     SegmentOffer,
     SegmentPlan,
@@ -316,7 +315,7 @@ def bound(path: Path, mode: int = 0o600) -> None:
         (lambda path: (path / NAME).mkdir(mode=0o700), "must be a unix socket"),
         (lambda path: os.mkfifo(path / NAME, 0o600), "must be a unix socket"),
         (link, "must be a unix socket"),
-        (lambda path: bound(path, 0o666), "this shard's user alone"),
+        (lambda path: bound(path, 0o666), "this process' user alone"),
         (bound, "Connection refused"),
     ],
     ids=["nothing", "file", "directory", "pipe", "link", "one that others can reach", "one of a dead process"],
@@ -351,7 +350,7 @@ def test_a_socket_that_another_process_has_put_in_the_place_of_the_workers_learn
         reached = threading.Event()
         with giver(directory, plan, lambda *_: reached.set()):
             (directory / NAME).rename(path)
-            with pytest.raises(NotShared, match="is not the worker's: it has inode"):
+            with pytest.raises(NotShared, match="is another one: it has inode"):
                 attach(segment.offer, plan.size, directory)
         assert not reached.is_set()
 
@@ -373,7 +372,7 @@ sys.stdin.read()
 @root_only
 @pytest.mark.parametrize(
     ("owner", "says"),
-    [(STRANGER, "this shard's user alone"), (os.geteuid(), "is served by another user")],
+    [(STRANGER, "this process' user alone"), (os.geteuid(), "is served by another user")],
     ids=["owned by them", "given to this user"],
 )
 def test_a_socket_that_another_user_serves_is_refused(plan: SegmentPlan, owner: int, says: str) -> None:

@@ -11,10 +11,10 @@ from ps_protocol.codecs import BLOCKS
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
-from ps_server.core.buckets import Bucket
 from ps_server.core.budget import room_for
 from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.partition import JobPartition
+from ps_server.core.unit import Bucket
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.checkpoint_files import read_buckets, write_checkpoint
 

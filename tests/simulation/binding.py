@@ -96,6 +96,7 @@ def bound(world: World, pace: dict[str, float], more: Sequence[tuple[Any, Any]] 
         (sys.modules["time"], simulated_time(world)),
         (background.note_error, simulated_here(background.note_error, world.round_failed)),
         (failpoints.failpoint, simulated_failpoint(world, pace)),
+        (failpoints.armed, {"all of them"}),
         (concurrent.futures.ThreadPoolExecutor, partial(threads.ThreadPoolExecutor, world)),
         (pools.Pool, partial(threads.ThreadPoolExecutor, world)),
         (concurrent.futures.Future, partial(threads.Future, world)),

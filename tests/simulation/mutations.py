@@ -312,8 +312,8 @@ def keeps_the_job_of_an_earlier_run(patch: pytest.MonkeyPatch) -> None:
     create = HostedJobs.create
 
     def keeping(self: HostedJobs, spec: JobSpec, buckets: Sequence[int], run: str, shards: int) -> None:
-        if spec.name in self._jobs:
-            self._jobs[spec.name].run = run
+        if spec.name in self.jobs:
+            self.jobs[spec.name].run = run
         create(self, spec, buckets, run, shards)
 
     patch.setattr(HostedJobs, "create", keeping)

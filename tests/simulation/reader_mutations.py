@@ -10,7 +10,7 @@ import pytest
 
 import ps_feed.edition
 from ps_feed.subscription import Subscription
-from ps_server.core.buckets import Bucket
+from ps_server.core.unit import Bucket
 from ps_server.shard import hosted
 from ps_server.shard.editions import TakenEdition
 from ps_server.shard.shared_changes import BucketChanges

@@ -23,8 +23,8 @@ from ps_protocol.errors import PSError, TryLater
 from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsAsked, WeightsHere
 from ps_protocol.tensors import bytes_of
 from ps_runtime.credentials import Access
-from ps_runtime.daemon_pool import DaemonPool
-from ps_server.core.buckets import Bucket
+from ps_runtime.pools import DaemonPool
+from ps_server.core.unit import Bucket
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import HostedJob, HostedUnit
 from ps_worker.followed_model import WeightFeed
@@ -101,7 +101,7 @@ class SimulatedShardReader:
 
 
 class SimulatedPool(ThreadPoolExecutor):
-    """ps_runtime.daemon_pool.DaemonPool."""
+    """ps_runtime.pools.DaemonPool."""
 
     def close(self) -> None:
         """Takes no more calls."""

@@ -240,7 +240,7 @@ class ShardProcess:
 
     def hosted(self) -> dict[str, HostedJob]:
         """Returns the jobs that the shard holds, by name, as they are at this moment: no lock is taken."""
-        return self.shard._hosted._jobs if self.shard is not None else {}
+        return self.shard._hosted.jobs if self.shard is not None else {}
 
     def _await_snapshot(self, job: str, checkpoint: str, run: str) -> ShardSnapshot:
         assert self.shard is not None

@@ -14,7 +14,7 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient
-from ps_runtime.ending import undisturbed
+from ps_runtime.signals import undisturbed
 from ps_server.core.limits import Limits
 from ps_worker.cluster.row_transport import RowTransport
 from tests.tools.cluster import Cluster

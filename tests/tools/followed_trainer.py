@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -46,9 +47,15 @@ class FollowedTrainer(RememberingTrainer[FollowedModel]):
 
 
 @contextlib.contextmanager
-def relay(upstream: str, server: ServerConfig | None = None, **more: object) -> Iterator[RelayServer]:
-    """A relay in this process. more: fields of RelayConfig"""
-    config = RelayConfig(server or ServerConfig(), upstream)
+def relay(
+    upstream: str, server: ServerConfig | None = None, maps: Path | None = None, **more: object
+) -> Iterator[RelayServer]:
+    """A relay in this process.
+
+    maps: the directory in which it finds readers of this host; None: it finds none, so that all travels in messages
+    more: fields of RelayConfig
+    """
+    config = RelayConfig(replace(server or ServerConfig(), shared_directory=maps or Path("/nowhere")), upstream)
     running = RelayServer(replace(config, **more))  # type: ignore[arg-type]
     try:
         yield running

@@ -8,8 +8,7 @@ from typing import Any
 
 import grpc
 
-from ps_frames.sockets import receive_exactly
-from ps_frames.wire import HEADER_BYTES, Header, Kind, read_header, write_header
+from ps_frames.frames import HEADER_BYTES, Header, Kind, read_header, receive_exactly, write_header
 from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts, split_head
 from ps_protocol.v1 import data_pb2

@@ -20,12 +20,12 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
+from ps_protocol.convert import Origin
 from ps_protocol.errors import PSError
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
-from ps_protocol.messages.envelope import Origin
 from ps_protocol.segment_layout import PAGE_BYTES
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of
 from ps_protocol.v1 import shard_pb2

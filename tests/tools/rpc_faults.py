@@ -21,7 +21,7 @@ import pytest
 from google.rpc import code_pb2
 
 from ps_frames.client import Answers, ClientCall, ClientConnection, EachAnswer
-from ps_frames.wire import METHODS, Kind
+from ps_frames.frames import METHODS, Kind
 from ps_protocol.framing import Parts
 from ps_runtime import retry
 from ps_runtime.grpc_status import CallFailed

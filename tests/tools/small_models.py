@@ -48,3 +48,12 @@ def close(
     return all(
         a.shape == b.shape and torch.allclose(a, b, rtol=rtol, atol=atol) for a, b in zip(found, expected, strict=True)
     )
+
+
+def assert_apart(tensors: Iterable[torch.Tensor]) -> None:
+    """Each has a storage that begins and ends with it, and that no other has."""
+    tensors = list(tensors)
+    for tensor in tensors:
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        assert tensor.untyped_storage().data_ptr() == tensor.data_ptr()
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)

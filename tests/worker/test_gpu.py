@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from tests.tools.cluster import Cluster
-from tests.tools.small_models import close, drawn, filled, step, weights_of
+from tests.tools.small_models import assert_apart, close, drawn, filled, same, step, weights_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,3 +66,25 @@ class Spread(nn.Module):
 def test_a_model_spread_over_two_devices_trains_as_on_one(shared: Cluster, job: str) -> None:
     apart, together = (trained(shared, f"{job}-{second}", "cpu", Spread(second)) for second in ("cuda", "cpu"))
     assert close(apart, together, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "local:1"])
+def test_each_parameter_on_a_gpu_has_a_storage_of_its_own_and_is_saved_by_any_code(
+    shared: Cluster, job: str, mode: str, tmp_path: Path
+) -> None:
+    def net(seed: int) -> nn.Module:
+        return filled(nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8)), seed).to("cuda")
+
+    with shared.connect(mode, job=job) as session:
+        session.device = torch.device("cuda")
+        trained_net = net(0)
+        model, optimizer = session.prepare(trained_net, torch.optim.AdamW(trained_net.parameters(), lr=0.01))
+        for number in range(2):
+            step(model, optimizer, drawn(number, 32, 64).to("cuda"))
+        assert_apart(trained_net.parameters())
+        assert_apart(parameter.grad for parameter in trained_net.parameters() if parameter.grad is not None)
+        safetensors.torch.save_model(trained_net, str(tmp_path / "model.safetensors"))
+        expected = weights_of(trained_net)
+    loaded = net(1)
+    safetensors.torch.load_model(loaded, str(tmp_path / "model.safetensors"))
+    assert same(weights_of(loaded), expected)

@@ -4,17 +4,28 @@ or refused by a shard."""
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
 import ps_worker
+from ps_server.coordinator.timing import Timing
 from ps_server.core.limits import Limits
 from ps_worker import LimitExceeded
+from ps_worker.cluster.calls import ShardCalls
+from ps_worker.cluster.connection import Connection
+from ps_worker.cluster.own_membership import OwnMembership
 from ps_worker.cluster.participation import Participation
+from ps_worker.state.checkpoint import WorkerCheckpoint
+from ps_worker.strategies.gradient_steps import GradientSteps
+from ps_worker.strategies.job_training import JobTraining
 from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import weights_of
@@ -50,6 +61,46 @@ def test_the_next_step_comes_behind_the_pushes_of_an_interrupted_one(
         assert interrupts == 1
         # A round of local steps ends early with the step after the interrupt; the one that is missing counts.
         assert session.clock == STEPS + (mode == "local:2")
+
+
+@pytest.mark.parametrize(("mode", "transport"), crossed(["sync", "async"], ["grpc", "tcp"]))
+def test_no_gradient_overtakes_an_interrupted_step_while_backward_runs(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, mode: str, transport: str
+) -> None:
+    """The next step's gradients leave while backward runs: a shard that has not had the step before refuses them."""
+    settle, pull, is_interrupted, may_go = Participation.settle, ShardCalls.pull, threading.Event(), threading.Event()
+    number, connections = 0, list[Connection]()
+
+    def interrupted(participation: Participation) -> None:
+        if number == DISTURBED and not is_interrupted.is_set():
+            is_interrupted.set()
+            connections.append(participation.connection)
+            raise KeyboardInterrupt
+        settle(participation)
+
+    def held(calls: ShardCalls, *arguments: Any) -> Future[Any]:
+        if number != DISTURBED or is_interrupted.is_set():
+            return pull(calls, *arguments)
+        pool = ThreadPoolExecutor(1)
+        landed = pool.submit(lambda: (may_go.wait(), pull(calls, *arguments).result())[1])
+        pool.shutdown(wait=False)
+        return landed
+
+    monkeypatch.setattr(Participation, "settle", interrupted)
+    monkeypatch.setattr(ShardCalls, "pull", held)
+    with shared.connect(mode, job=job, transport=transport) as session:
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), bucket_bytes=64)
+        for number in range(STEPS):  # noqa: B007 (`interrupted` looks at it)
+            optimizer.zero_grad()
+            sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+            if is_interrupted.is_set():
+                wait(connections[0]._drafted.values())
+                may_go.set()
+            with contextlib.suppress(KeyboardInterrupt):
+                optimizer.step()
+        assert is_interrupted.is_set()
+        assert session.clock == STEPS
 
 
 class Net(nn.Module):
@@ -91,3 +142,82 @@ def test_a_step_that_shards_refuse_is_left_out_and_the_next_ones_count(
 
     for weights in in_parallel(2, work):
         assert all(values.abs().lt(10).all() for values in weights), "nothing of the refused step has come in"
+
+
+RATE, FALLS, MORE = 0.5, 0.9, 3
+# What a worker does on its way to the next place, in this order; and whether the interrupt comes before or after it.
+ON_THE_WAY: dict[str, tuple[type, str, bool]] = {
+    "it waits for the place": (OwnMembership, "renewed", False),
+    "it has the place": (OwnMembership, "renewed", True),
+    "it waits for the weights": (Participation, "settle", False),
+    "it has the weights": (Participation, "_check", True),
+    "it goes back itself": (WorkerCheckpoint, "rollback", False),
+    "it has gone back itself": (WorkerCheckpoint, "rollback", True),
+    "it has ended its step": (JobTraining, "_end_in_place", True),
+    "it is about to go on": (GradientSteps, "moved", True),
+}
+
+
+def step_with(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LRScheduler) -> None:
+    """A step whose gradient is 1 for each weight, and the next rate."""
+    optimizer.zero_grad()
+    sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    schedule.step()
+
+
+def interrupt_once(monkeypatch: pytest.MonkeyPatch, where: str, interrupts: list[str]) -> None:
+    """Ctrl-C comes once, where a worker that has lost its place is on its way to the next one."""
+    owner, name, is_behind = ON_THE_WAY[where]
+    rejoin, method, left = Participation.rejoin, getattr(owner, name), []
+
+    def leaves(*arguments: Any) -> bool:
+        left.append(where)
+        return rejoin(*arguments)
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        is_due = bool(left) and not interrupts
+        if is_due and is_behind:
+            method(*arguments, **options)
+        if is_due:
+            interrupts.append(where)
+            raise KeyboardInterrupt
+        return method(*arguments, **options)
+
+    monkeypatch.setattr(Participation, "rejoin", leaves)
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+@pytest.mark.parametrize("where", ON_THE_WAY)
+def test_a_rollback_that_is_interrupted_is_made_by_the_next_step(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, transport: str
+) -> None:
+    """The schedule and the weights go back together, wherever the interrupt comes: the sum of the rates shows that."""
+    cluster = make_cluster(
+        shards=2, checkpoint_dir=tmp_path, lease=600.0, timing=Timing(checkpoint_look=0.02, recovery_look=0.02)
+    )
+    interrupts: list[str] = []
+    with cluster.connect("sync", transport=transport) as session:
+        layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+        for layer in layers:
+            nn.init.zeros_(layer.weight)
+        plain = torch.optim.SGD([layer.weight for layer in layers], lr=RATE)
+        parts = session.prepare(nn.Sequential(*layers), plain, ExponentialLR(plain, FALLS), bucket_bytes=64)
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(cluster.coordinator.job("default").checkpoint)
+            while not made.done():
+                step_with(*parts)
+        for _ in range(MORE):
+            step_with(*parts)
+        cluster.start_again(1)
+        interrupt_once(monkeypatch, where, interrupts)
+        while not interrupts:
+            with contextlib.suppress(KeyboardInterrupt):
+                step_with(*parts)
+        for _ in range(MORE):
+            step_with(*parts)
+        assert interrupts == [where]
+        expected = torch.full((4, 4), -RATE * sum(FALLS**number for number in range(session.clock)))
+        for weights in weights_of(parts[0]):
+            torch.testing.assert_close(weights, expected)

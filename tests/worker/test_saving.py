@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from ps_worker import Session
 from ps_worker.model.optimizer import ServerOptimizer
 from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster
-from tests.tools.small_models import drawn, filled, same, step, weights_of
+from tests.tools.small_models import assert_apart, drawn, filled, same, step, weights_of
 
 MODES = ["single", "ddp", "sync", "ssp:2", "async", "local:4", "local:4/2"]
 TRANSPORTS = ["shm", "tcp", "grpc"]
@@ -63,15 +63,6 @@ def size_of(thing: object) -> int:
     file = io.BytesIO()
     torch.save(thing, file)
     return len(file.getvalue())
-
-
-def assert_apart(tensors: Iterable[torch.Tensor]) -> None:
-    """Each has a storage that begins and ends with it, and that no other has."""
-    tensors = list(tensors)
-    for tensor in tensors:
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        assert tensor.untyped_storage().data_ptr() == tensor.data_ptr()
-    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
 
 
 # -- where parameters lie --------------------------------------------------------------------------------------------

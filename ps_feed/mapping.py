@@ -1,0 +1,126 @@
+"""A reader's end of memory that a relay on its host hands over: see MappingOffer in feed.proto.
+
+The reader listens at a unix socket in the shared directory while its call is under way. A relay on another host, or one
+that runs as another user, does not see that socket, or may not connect to it. Then payloads come, as without the offer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import logging
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from ps_protocol.errors import NotShared
+from ps_protocol.handover import HANDOVER_SECONDS, NONCE_BYTES, SOCKET_PREFIX, MappingOffer
+from ps_runtime.local_sockets import listen, peer_of, remove_leftovers
+from ps_runtime.memory_files import check_file, mapped
+
+log = logging.getLogger("ps_feed")
+
+MOST_FILES = 64  # of an edition
+_BACKLOG = 2 * MOST_FILES
+
+
+class Handover:
+    """Whether relays may hand over memory to this process.
+
+    directory: the shared directory; None: they may not
+    job:       the job that is read, for the log
+    """
+
+    def __init__(self, directory: Path | None, job: str) -> None:
+        self._directory, self._job = directory, job
+        self._is_clean = False
+
+    def offered(self, may: bool) -> contextlib.AbstractContextManager[HandedOver | None]:
+        """Returns a block in which a relay may hand over memory; in it None: it may not. may: whether one is asked"""
+        if self._directory is not None and may:
+            try:
+                if not self._is_clean:  # once: it connects to each old socket there, also to those of live processes
+                    self._is_clean = True
+                    remove_leftovers(self._directory, SOCKET_PREFIX)
+                return HandedOver(self._directory)
+            except NotShared as error:
+                self.failed(error)
+        return contextlib.nullcontext()
+
+    def failed(self, error: NotShared) -> None:
+        """Notes that memory could not be taken over: from now on all comes in messages."""
+        log.info("job %s: its weights come in messages, also from a relay on this host: %s", self._job, error)
+        self._directory = None
+
+
+class HandedOver:
+    """The files of one edition that a relay hands over. For one thread.
+
+    directory: the shared directory
+
+    Raises NotShared where no socket can be made there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        nonce, name = secrets.token_bytes(NONCE_BYTES), SOCKET_PREFIX + secrets.token_hex(16)
+        try:
+            self._listener, inode = listen(directory, name, _BACKLOG)
+        except OSError as error:
+            reason = error.strerror or error
+            raise NotShared(f"no socket can be made in the shared directory {directory} ({reason})") from None
+        self.offer = MappingOffer(name, inode, nonce)
+        self._path = directory / name
+        self._files: dict[int, npt.NDArray[np.uint8]] = {}
+
+    def __enter__(self) -> HandedOver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._path.unlink(missing_ok=True)
+        self._listener.close()
+        self._files.clear()  # an error that is kept may refer to this object
+
+    def file(self, number: int) -> npt.NDArray[np.uint8]:
+        """Returns the bytes of a file. Raises NotShared if the relay has not handed it over, or it is not sealed."""
+        deadline = time.monotonic() + HANDOVER_SECONDS
+        while number not in self._files:
+            if number >= MOST_FILES:
+                raise NotShared(f"a relay hands over {MOST_FILES} files at most, and names number {number}")
+            self._listener.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                connection, _ = self._listener.accept()
+                with connection:
+                    connection.settimeout(max(0.001, deadline - time.monotonic()))
+                    self._receive(connection)
+            except OSError as error:
+                raise NotShared(f"the relay did not hand over file {number} ({error.strerror or error})") from None
+        return self._files[number]
+
+    def _receive(self, connection: socket.socket) -> None:
+        """Takes the file that a connection brings; nothing from a process that does not know the nonce."""
+        content, descriptors, flags, _ = socket.recv_fds(connection, NONCE_BYTES + 2, 2, socket.MSG_CMSG_CLOEXEC)
+        with contextlib.ExitStack() as closing:
+            for each in descriptors:
+                closing.callback(os.close, each)
+            is_relay = hmac.compare_digest(content[:NONCE_BYTES], self.offer.nonce)
+            if peer_of(connection).uid != os.geteuid() or not is_relay:
+                return
+            if len(content) != NONCE_BYTES + 1 or len(descriptors) != 1 or flags & socket.MSG_CTRUNC:
+                raise NotShared(f"expected a byte and a descriptor, got {len(content)} bytes, {len(descriptors)}")
+            [descriptor], number = descriptors, content[-1]
+            size = check_file(descriptor, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE, "the edition")
+            lease = os.dup(connection.fileno())
+            try:
+                self._files[number] = mapped(descriptor, size, lease)
+            except OSError:
+                os.close(lease)
+                raise

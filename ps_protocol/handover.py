@@ -1,0 +1,24 @@
+"""How memory is handed over to a process on the same host: its descriptor, at a unix socket in the shared directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+NONCE_BYTES = 32
+SOCKET_PREFIX = "ps-torch-"  # of a socket's name, before 32 hexadecimal digits
+HANDED_OVER = b"\0"  # the data byte that carries the descriptor: SCM_RIGHTS needs at least one
+HANDOVER_SECONDS = 10.0  # how long worker and shard wait for each other at the socket
+
+
+@dataclass(frozen=True)
+class MappingOffer:
+    """A reader's offer to map an edition: where a relay on its host can hand the memory over.
+
+    location: the name of the socket in the shared directory
+    socket_inode: the inode number of that file
+    nonce: the secret that the relay shows there
+    """
+
+    location: str
+    socket_inode: int
+    nonce: bytes = field(repr=False)

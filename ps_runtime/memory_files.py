@@ -1,0 +1,113 @@
+"""Memory files (memfd_create), which processes of one host can map: made, filled, sealed, and checked. Linux only.
+
+A sealed file cannot be written, shrunk or grown any more, by any process. So a process that maps one never reads beyond
+its end, which would kill it, and what it reads does not change. The memory stays as long as any process has it mapped,
+however the one ends that made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import mmap
+import os
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+
+from ps_protocol.errors import NotShared
+
+Bytes = npt.NDArray[np.uint8]
+_numbers = itertools.count()
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has the name from 3.13 on
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
+
+
+class MemoryFile:
+    """A new memory file of `size` bytes, from 1. Its memory is taken as it is filled.
+
+    number: which one of this process; a descriptor may be used again
+    Raises NotShared where there are no memory files.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.number = size, next(_numbers)
+        if not hasattr(os, "memfd_create"):
+            raise NotShared("this system has no memory files (memfd_create)")
+        try:
+            self.descriptor = os.memfd_create("ps-torch-edition", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            weakref.finalize(self, os.close, self.descriptor)
+            os.fchmod(self.descriptor, 0o600)
+            os.ftruncate(self.descriptor, size)
+            self._memory = mmap.mmap(self.descriptor, size)
+        except OSError as error:
+            raise NotShared(f"no memory file of {size} bytes can be made ({error.strerror})") from None
+
+    def fill(self) -> Bytes:
+        """Returns its bytes, to be written. No reference to them may be left when `seal` is called."""
+        return np.frombuffer(self._memory, np.uint8)
+
+    def seal(self) -> Bytes:
+        """Seals it against all changes, and returns its bytes.
+
+        Raises NotShared, and leaves it as it is, if a reference to what `fill` returned is left, or if the kernel does
+        not seal it.
+        """
+        try:
+            self._memory.close()  # the kernel seals nothing that is mapped for writing
+            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+            return mapped(self.descriptor, self.size)
+        except BufferError:
+            raise NotShared("a memory file is still in use where it was filled") from None
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._memory = mmap.mmap(self.descriptor, self.size)
+            raise NotShared(f"a memory file cannot be sealed ({error.strerror})") from None
+
+
+def mapped(descriptor: int, size: int, lease: int | None = None) -> Bytes:
+    """Returns the bytes of a sealed memory file, without a copy. The descriptor may be closed afterwards.
+
+    lease: another descriptor, which is closed when nothing refers to these bytes any more
+
+    Raises OSError.
+    """
+    # Private, because older kernels (before 6.7) map a sealed file in no other way. Where a process writes to these
+    # bytes although it must not, it gets a copy of the page, and is not killed.
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    memory = mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    if lease is not None:
+        weakref.finalize(memory, os.close, lease)
+    with contextlib.suppress(OSError):  # otherwise whoever reads it first waits for each page
+        memory.madvise(_MADV_POPULATE_READ)
+    found = np.frombuffer(memory, np.uint8)
+    found.flags.writeable = False
+    return found
+
+
+def check_file(descriptor: int, seals: int, what: str, size: int | None = None) -> int:
+    """Returns the bytes of a memory file. Raises NotShared for what is none with these seals and ordinary pages.
+
+    size: the bytes that it must have; None: any number from 1
+
+    Reading beyond the end of a mapped file kills the reader, and so does a huge page that is not there. The seals come
+    first: to ask for them never waits for whatever process is behind a file, as fstat may.
+    """
+    try:
+        found = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        raise NotShared(f"{what} is no memory file (memfd_create)") from None
+    names = {fcntl.F_SEAL_SHRINK: "shrinking (F_SEAL_SHRINK)", fcntl.F_SEAL_WRITE: "writing (F_SEAL_WRITE)"}
+    for seal, name in names.items():
+        if seals & seal & ~found:  # nor can a file of a tmpfs have it
+            raise NotShared(f"{what} must be a memory file that is sealed against {name}")
+    page = os.fstatvfs(descriptor).f_bsize
+    if page != mmap.PAGESIZE:
+        raise NotShared(f"{what} has pages of {page} bytes, and must have ordinary ones of {mmap.PAGESIZE}")
+    found = os.fstat(descriptor).st_size
+    if found != size and (size is not None or not found):
+        raise NotShared(f"{what} has {found} bytes where {size or 'some'} are needed")
+    return found
