@@ -63,12 +63,13 @@ def _changes(arguments: argparse.Namespace, model: CharGPT, batches: Iterator[An
         size, sent, began = before.numel() * ELEMENT_BYTES, 0, time.perf_counter()
         buckets = [each.split(BUCKET_BYTES // ELEMENT_BYTES) for each in (before, after)]
         for base, new in zip(*buckets, strict=True):
-            change = encode_change(bytes_of(base), bytes_of(new), ELEMENT_BYTES)
+            change = encode_change(bytes_of(base), bytes_of(new), ELEMENT_BYTES, sparse=True)
             if change is None:
                 sent += bytes_of(new).nbytes
                 continue
-            sent += len(change)
-            if apply_change(change, bytes_of(base), ELEMENT_BYTES).data != bytes_of(new):
+            sent += len(change.payload)
+            made = apply_change(change.payload, bytes_of(base), ELEMENT_BYTES, sparse=change.is_sparse)
+            if made.data != bytes_of(new):
                 raise SystemExit("wrong result: a change does not lead to the weights that it was made for")
         seconds.append(time.perf_counter() - began)
         parts.append(sent / size)

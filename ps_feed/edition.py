@@ -313,7 +313,7 @@ class Arriving:
             raise Damaged(f"{what}: bucket {sent.bucket} came as a change of version {sent.base}, which is not here")
         try:
             base = before.elements(bucket.index).data
-            return apply_change(sent.payload, base, size // bucket.numel, self._place(bucket))
+            return apply_change(sent.payload, base, size // bucket.numel, self._place(bucket), sent.sparse)
         except InvalidRequest as error:
             raise Damaged(f"{what}: bucket {sent.bucket}: {error}") from None
 

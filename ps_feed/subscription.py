@@ -510,7 +510,7 @@ class Subscription:
                 bases = {} if base is None else base.bases(wanted, shard.timeline)
                 what = self._job, shard.run, shard.timeline, least, self._wire, wanted, bases, PART_BYTES
                 with self._handover.offered(shard.is_relayed and not self._is_damaged) as files:
-                    call = EditionCall(*what, None if files is None else files.offer)
+                    call = EditionCall(*what, None if files is None else files.offer, sparse=True)
                     reader.pull(call, partial(came.take, files), partial(alive, reader.index), came.place)
             else:
                 del heard[reader.index]

@@ -1,8 +1,9 @@
 """A data connection to one shard: concurrent calls of push and pull over frames.
 
-The calling thread sends a request; its payload is not copied. A thread that the connections of all shards share
-(reading.py) receives: it writes the payload of an answer to the memory that the call names, and notifies the call. If
-the connection ends, for any reason, every unanswered call fails. Its caller may repeat it by gRPC.
+The calling thread sends a request; its payload is not copied. One thread at a time receives: it writes the payload of
+an answer to the memory that the call names, and notifies the call. That is a thread that waits for answers
+(attending.py), or else one that the connections of all shards share (reading.py). If the connection ends, for any
+reason, every unanswered call fails. Its caller may repeat it by gRPC.
 """
 
 from __future__ import annotations
@@ -143,9 +144,11 @@ class ClientConnection:
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._received = 0  # bytes of the next header
         self._scratch = bytearray()
+        self._reading = reading
+        self._is_attended = False
         frames.watch(_LOOK_SECONDS, self._look)
         try:
-            reading.add(frames.fileno(), self._read, self._end_calls, self._end_if_late)
+            self._watched = reading.add(frames.fileno(), self.read, self._end_calls, self._look_beside)
         except TryLater:
             frames.close()
             raise
@@ -209,12 +212,42 @@ class ClientConnection:
                 raise self._ended
             self._next += 1
             self._calls[self._next] = call
-            return self._next, call
+            number = self._next
+        if not self._is_attended:
+            self._reading.want(self._watched)
+        return number, call
+
+    # -- who receives ------------------------------------------------------------------------------------------------
+
+    def attend(self, is_attended: bool) -> None:
+        """Says whether a thread is about to `take_over`. Until it has, no other one is woken for the answers to calls;
+        once it does not come any more, one is."""
+        self._is_attended = is_attended
+        if self._calls and not is_attended:
+            self._reading.want(self._watched)
+        elif is_attended and not self._calls:
+            self._reading.rest(self._watched)
+
+    def take_over(self) -> int | None:
+        """Has this thread receive, by `read`, until `give_back`. Returns the descriptor to wait for; None: another
+        thread receives now, or the connection has ended."""
+        return self._watched.descriptor if self._reading.take_over(self._watched) else None
+
+    def give_back(self, goes_on: bool) -> None:
+        """Has other threads receive again. goes_on: what `read` has returned last"""
+        self._reading.give_back(self._watched, goes_on, lambda: bool(self._calls))
+
+    def _look_beside(self) -> None:
+        """Is called about once a second by a thread that receives for others. Has one receive where none does, and ends
+        the connection if a call has waited too long."""
+        if self._calls:
+            self._reading.want(self._watched)
+        self._end_if_late()
 
     # -- the thread that receives ------------------------------------------------------------------------------------
 
-    def _read(self) -> bool:
-        """Takes the answers that have come. Returns whether the connection goes on."""
+    def read(self, is_enough: Callable[[], bool] = lambda: False) -> bool:
+        """Takes the answers that have come, or as many as are enough. Returns whether the connection goes on."""
         try:
             while True:
                 count = self._frames.receive_now(self._header[self._received :])
@@ -224,10 +257,15 @@ class ClientConnection:
                 if self._received == HEADER_BYTES:
                     self._received = 0
                     self._take(read_header(self._header, MAX_MESSAGE_BYTES))
+                    if is_enough() and not self._frames.has_bytes():
+                        return True
         except TimeoutError:
             self._note(_late())
         except Exception as broken:
             self._note(CallFailed(code_pb2.UNAVAILABLE, f"the data connection ended: {broken}"))
+        except BaseException:  # in the middle of a frame: nothing behind it can be read
+            self._note(CallFailed(code_pb2.UNAVAILABLE, "the data connection ended: its reader was interrupted"))
+            raise
         return False
 
     def _end_calls(self) -> None:

@@ -3,6 +3,9 @@
 A thread waits for all connections at once (epoll), and has one to itself while it reads from it. So a connection that
 is silent costs a descriptor and no thread. The thread that a request has woken also carries it out: to hand it to
 another one would take a second wake-up for each request.
+
+A thread that waits for what comes on a connection may take its reading over (attending.py). The threads here then leave
+the connection alone until it gives the reading back.
 """
 
 from __future__ import annotations
@@ -25,13 +28,24 @@ IDLE_SECONDS = 10.0  # after which a thread ends for which there was nothing to 
 KEPT = 4
 
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT  # until it is armed again: no other thread is woken for it meanwhile
+_FIRST = _ONCE | select.EPOLLOUT  # at once
+_END = select.EPOLLRDHUP | select.EPOLLONESHOT  # only if the other end closes the connection
 
 
-@dataclass(frozen=True)
-class _Readable:
+@dataclass(eq=False)
+class Watched:
+    """A connection whose bytes are waited for.
+
+    events:  for which a thread is woken; 0: for none, since it was woken last
+    is_read: a thread reads, one of the shared threads or one that has taken the reading over
+    """
+
+    descriptor: int
     ready: Callable[[], bool]
     ended: Callable[[], None]
     look: Callable[[], None]
+    events: int = _FIRST
+    is_read: bool = False
 
 
 class ReadingThreads:
@@ -53,7 +67,7 @@ class ReadingThreads:
         self._epoll.register(self._woken, select.EPOLLIN)  # stays readable, so that it wakes every thread
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._readers: dict[int, _Readable] = {}  # by descriptor
+        self._readers: dict[int, Watched] = {}  # by descriptor
         self._threads: set[threading.Thread] = set()
         self._leaving: set[threading.Thread] = set()  # threads that end, and may not have ended yet
         self._waiting = 0  # threads without a connection
@@ -73,8 +87,8 @@ class ReadingThreads:
         ready: Callable[[], bool],
         ended: Callable[[], None],
         look: Callable[[], None] = nothing,
-    ) -> None:
-        """Adds a connection.
+    ) -> Watched:
+        """Adds a connection. Returns what names it in `take_over` and others.
 
         ready: called at once, and then each time bytes have come or the connection has ended, by one thread at a time.
                Reads without waiting for the first of them; returns whether the connection goes on
@@ -86,19 +100,76 @@ class ReadingThreads:
         with self._lock:
             if self._is_closing:
                 raise TryLater("no connection is taken any more")
-            self._readers[descriptor] = _Readable(ready, ended, look)
+            watched = self._readers[descriptor] = Watched(descriptor, ready, ended, look)
             lacks_thread, is_first = self._lacks_thread(), not self._threads
         try:
             if is_first:
                 self._start()
             elif lacks_thread:  # those that there are have a request each
                 self._start_another()
-            self._epoll.register(descriptor, _ONCE | select.EPOLLOUT)
+            self._epoll.register(descriptor, watched.events)
         except (TryLater, OSError) as error:
             with self._changed:
                 del self._readers[descriptor]
                 self._end_threads()
             raise TryLater(f"this process can watch no more connections: {error}") from None
+        return watched
+
+    # -- a thread that waits reads itself ----------------------------------------------------------------------------
+
+    def take_over(self, watched: Watched) -> bool:
+        """Has no other thread read from a connection until `give_back`. Returns False if one does now, or if it has
+        ended."""
+        with self._lock:
+            if watched.is_read or not self._has(watched):
+                return False
+            watched.is_read = True
+            return True
+
+    def give_back(self, watched: Watched, goes_on: bool, is_wanted: Callable[[], bool]) -> None:
+        """Gives back what was taken over.
+
+        goes_on:   False: the connection has ended; its `ended` is called here
+        is_wanted: returns whether bytes are expected. Otherwise no thread is woken for them until `want`
+        """
+        if not goes_on:
+            with self._lock:
+                self._remove(watched)
+            guarded(self._name, watched.ended)
+            with self._changed:
+                self._end_threads()
+            return
+        with self._lock:
+            watched.is_read = False  # first: a `want` that has come before was left to this thread
+            self._watch(watched, _ONCE if is_wanted() else _END)
+
+    def want(self, watched: Watched) -> None:
+        """Has a thread read what comes on a connection, if none does. It is so from `add` on."""
+        with self._lock:
+            if not watched.is_read and self._has(watched):
+                self._watch(watched, _ONCE)
+
+    def rest(self, watched: Watched) -> None:
+        """Has no thread woken for what comes on a connection, except its end, until `want` or `give_back`."""
+        with self._lock:
+            if not watched.is_read and self._has(watched):
+                self._watch(watched, _END)
+
+    def _has(self, watched: Watched) -> bool:
+        return self._readers.get(watched.descriptor) is watched
+
+    def _watch(self, watched: Watched, events: int) -> None:
+        """Sets for what a thread is woken. The caller holds the lock, so that the descriptor is not closed before."""
+        if watched.events != events:
+            self._epoll.modify(watched.descriptor, events)
+            watched.events = events
+
+    def _remove(self, watched: Watched) -> None:
+        """Watches a connection no more. The caller holds the lock, and closes the descriptor later."""
+        self._epoll.unregister(watched.descriptor)
+        del self._readers[watched.descriptor]
+
+    # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Takes no connection any more; when the last one has ended, so do the threads. Returns at once."""
@@ -167,10 +238,13 @@ class ReadingThreads:
                 self._leaving.add(threading.current_thread())
                 self._close_if_last()
                 return False
-            if not events:
+            reader = self._readers.get(events[0][0]) if events else None
+            if reader is None:  # nothing has come, or the connection has ended meanwhile
                 return True
-            descriptor = events[0][0]
-            reader = self._readers[descriptor]
+            reader.events = 0
+            if reader.is_read:  # the thread that has taken it over sees the bytes itself
+                return True
+            reader.is_read = True
             self._waiting -= 1
             lacks_thread = self._lacks_thread()
         if lacks_thread:
@@ -178,9 +252,10 @@ class ReadingThreads:
         if self._goes_on(reader):
             with self._lock:
                 self._waiting += 1
-            self._epoll.modify(descriptor, _ONCE)
+                reader.is_read = False
+                self._watch(reader, _ONCE)
         else:
-            self._end(descriptor, reader)
+            self._end(reader)
         return True
 
     def _look_at_all(self) -> None:
@@ -201,17 +276,16 @@ class ReadingThreads:
         else:
             self._troubles.over(self._name)
 
-    def _goes_on(self, reader: _Readable) -> bool:
+    def _goes_on(self, reader: Watched) -> bool:
         try:
             return reader.ready()
         except Exception:
             note_error(self._name)
             return False
 
-    def _end(self, descriptor: int, reader: _Readable) -> None:
-        self._epoll.unregister(descriptor)  # before it is closed, and given to another connection
+    def _end(self, reader: Watched) -> None:
         with self._lock:
-            del self._readers[descriptor]
+            self._remove(reader)
             self._ending += 1
         guarded(self._name, reader.ended)
         with self._changed:

@@ -92,6 +92,7 @@ class EditionCall(NamedTuple):
     bases:    by bucket, the version that the reader has, on this timeline and in this type: the shard may send only the
               change since then
     part_bytes: the most bytes of a payload in one message; 0: each comes in one
+    sparse:   changes may be sparse
     mapping:  where a relay of this host can hand over the edition's memory; None: only payloads will do
     """
 
@@ -104,6 +105,7 @@ class EditionCall(NamedTuple):
     bases: Mapping[int, int] = MappingProxyType({})
     part_bytes: int = 0
     mapping: MappingOffer | None = None
+    sparse: bool = False
 
 
 class BucketPlace(NamedTuple):
@@ -131,6 +133,7 @@ class EditionBucket(NamedTuple):
     base:        the version of the base; None: the bucket is sent whole
     payload_bytes: the bytes of the payload, if this is its beginning; None: it is all of it
     lies:        where the elements are, if there is no payload; None: it is here
+    sparse:      it is a sparse change
     """
 
     bucket: int
@@ -141,6 +144,7 @@ class EditionBucket(NamedTuple):
     base: int | None = None
     payload_bytes: int | None = None
     lies: BucketPlace | None = None
+    sparse: bool = False
 
 
 class EditionPart(NamedTuple):
@@ -228,6 +232,7 @@ def write_edition_call(call: EditionCall) -> bytes:
         base_versions=call.bases,
         part_bytes=call.part_bytes,
         mapping=mapping,
+        sparse_changes=call.sparse,
     ).SerializeToString()
 
 
@@ -239,7 +244,8 @@ def read_edition_call(data: bytes) -> EditionCall:
     most = message.part_bytes and max(message.part_bytes, LEAST_PART_BYTES)
     offer = message.mapping
     mapping = MappingOffer(offer.location, offer.socket_inode, offer.nonce) if message.HasField("mapping") else None
-    return EditionCall(*what, wire, tuple(message.buckets), dict(message.base_versions), most, mapping)
+    bases = dict(message.base_versions)
+    return EditionCall(*what, wire, tuple(message.buckets), bases, most, mapping, message.sparse_changes)
 
 
 def in_messages(bucket: EditionBucket, most: int) -> tuple[EditionBucket, list[Buffer]]:
@@ -277,6 +283,7 @@ def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
         response.bucket.payload_bytes = bucket.payload_bytes or 0
         if bucket.lies is not None:
             response.bucket.file, response.bucket.offset = bucket.lies
+        response.bucket.sparse = bucket.sparse
     return message_parts(response, payload)
 
 
@@ -299,5 +306,6 @@ def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionPart:
         sent.base_version if sent.HasField("base_version") else None,
         sent.payload_bytes or None,
         BucketPlace(sent.file, sent.offset) if sent.HasField("file") else None,
+        sent.sparse,
     )
     return EditionPart(now, bucket=bucket, age=age)

@@ -63,7 +63,7 @@ class DescribeWeightsResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., highest_version: _Optional[int] = ..., timeline: _Optional[int] = ..., shard_count: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., has_one_version: _Optional[bool] = ..., edition_versions: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., ended: _Optional[bool] = ..., relayed: _Optional[bool] = ..., age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., buffer_versions: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class PullEditionRequest(_message.Message):
-    __slots__ = ("job", "run", "timeline", "version", "wire_format", "buckets", "base_versions", "part_bytes", "mapping")
+    __slots__ = ("job", "run", "timeline", "version", "wire_format", "buckets", "base_versions", "part_bytes", "mapping", "sparse_changes")
     class BaseVersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class PullEditionRequest(_message.Message):
     BASE_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     PART_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAPPING_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_CHANGES_FIELD_NUMBER: _ClassVar[int]
     job: str
     run: str
     timeline: int
@@ -89,7 +90,8 @@ class PullEditionRequest(_message.Message):
     base_versions: _containers.ScalarMap[int, int]
     part_bytes: int
     mapping: MappingOffer
-    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., timeline: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., buckets: _Optional[_Iterable[int]] = ..., base_versions: _Optional[_Mapping[int, int]] = ..., part_bytes: _Optional[int] = ..., mapping: _Optional[_Union[MappingOffer, _Mapping]] = ...) -> None: ...
+    sparse_changes: bool
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., timeline: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., buckets: _Optional[_Iterable[int]] = ..., base_versions: _Optional[_Mapping[int, int]] = ..., part_bytes: _Optional[int] = ..., mapping: _Optional[_Union[MappingOffer, _Mapping]] = ..., sparse_changes: _Optional[bool] = ...) -> None: ...
 
 class MappingOffer(_message.Message):
     __slots__ = ("location", "nonce", "socket_inode")
@@ -126,7 +128,7 @@ class EditionBegin(_message.Message):
     def __init__(self, version: _Optional[int] = ..., timeline: _Optional[int] = ..., bucket_count: _Optional[int] = ...) -> None: ...
 
 class EditionBucket(_message.Message):
-    __slots__ = ("bucket", "version", "wire_format", "checksum", "base_version", "payload_bytes", "file", "offset")
+    __slots__ = ("bucket", "version", "wire_format", "checksum", "base_version", "payload_bytes", "file", "offset", "sparse")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +137,7 @@ class EditionBucket(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     version: int
     wire_format: _types_pb2.WireFormat
@@ -143,7 +146,8 @@ class EditionBucket(_message.Message):
     payload_bytes: int
     file: int
     offset: int
-    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., checksum: _Optional[int] = ..., base_version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., file: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    sparse: bool
+    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., checksum: _Optional[int] = ..., base_version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., file: _Optional[int] = ..., offset: _Optional[int] = ..., sparse: _Optional[bool] = ...) -> None: ...
 
 class WatchRowsRequest(_message.Message):
     __slots__ = ("job", "table", "cursor", "period_duration")

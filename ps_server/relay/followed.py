@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ps_feed.edition import EditionArrays
 from ps_feed.subscription import Subscription
+from ps_protocol.changes import Change
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, RunEnded, TryLater, anew
 from ps_protocol.messages.editions import EditionCall, WeightsHere
 from ps_runtime.background import guarded
@@ -172,7 +173,8 @@ class FollowedJob:
         wanted = frozenset(call.buckets or kept.arrays.contents.buckets)
         bases = {index: base for index, base in call.bases.items() if index in wanted}
         wants = kept.series, call.version, wanted, bases
-        sender = RelaySender(self, *wants, outbox, caller, self._clock(), call.part_bytes, call.mapping)
+        how = call.part_bytes, call.mapping, call.sparse
+        sender = RelaySender(self, *wants, outbox, caller, self._clock(), *how)
         with self._lock:
             if self._is_closed:
                 raise self._not_followed()
@@ -202,8 +204,11 @@ class FollowedJob:
             self.sent_bytes += size
             self.sent_elements += whole
 
-    def change(self, kept: KeptEdition, index: int, base: int) -> bytes | None:
-        """Returns what changed in a bucket since a version on the same timeline; None: it is to be sent whole."""
+    def change(self, kept: KeptEdition, index: int, base: int, sparse: bool) -> Change | None:
+        """Returns what changed in a bucket since a version on the same timeline; None: it is to be sent whole.
+
+        sparse: it may be sparse
+        """
         contents = kept.arrays.contents
         with self._lock:
             if self._changes_of != kept.series:
@@ -212,7 +217,7 @@ class FollowedJob:
             if changes is None:
                 changes = self._changes[index] = BucketChanges(contents.dtype(contents.buckets[index]), self._room.has)
             copies = [each.bucket(index) for each in self._kept if each.series == kept.series]
-        return changes.between(base, kept.bucket(index), copies)
+        return changes.between(base, kept.bucket(index), copies, sparse)
 
     # -- editions ------------------------------------------------------------------------------------------------------
 

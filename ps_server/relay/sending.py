@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
+from ps_protocol.changes import Change
 from ps_protocol.errors import PSError, anew
 from ps_protocol.handover import MappingOffer
 from ps_protocol.messages.editions import BucketPlace, EditionBegin, EditionPart
@@ -37,8 +38,8 @@ class RelayedJob(Protocol):
     def sent(self, size: int, whole: int) -> None:
         """Counts bytes that left, and those of the elements that they stand for."""
 
-    def change(self, kept: KeptEdition, index: int, base: int) -> bytes | None:
-        """Returns what changed in a bucket since a version; None: it is to be sent whole."""
+    def change(self, kept: KeptEdition, index: int, base: int, sparse: bool) -> Change | None:
+        """Returns what changed in a bucket since a version; None: it is to be sent whole. sparse: it may be sparse"""
 
     def leave(self, reader: RelaySender) -> None:
         """Forgets a reader."""
@@ -53,6 +54,7 @@ class RelaySender:
     bases:   versions that the reader has, by bucket
     caller:  the principal that reads; empty: nobody in particular
     mapping: where the reader waits for the memory of the edition; None: payloads are sent
+    sparse:  changes may be sparse
     most:    bytes of a payload in one message; 0: all of it
     """
 
@@ -68,8 +70,9 @@ class RelaySender:
         now: float,
         most: int = 0,
         mapping: MappingOffer | None = None,
+        sparse: bool = False,
     ) -> None:
-        self._most, self._mapping = most, mapping
+        self._most, self._mapping, self._sparse = most, mapping, sparse
         self._files: dict[str, int] | None = None  # by space, the file that was handed over
         self.series, self.version, self.caller = series, version, caller
         self._source, self._outbox, self._bases = source, outbox, bases
@@ -134,9 +137,9 @@ class RelaySender:
             self._source.sent(0, size)
             self._lend_next(kept)
             return
-        change = None if base is None else self._source.change(kept, index, base)
+        change = None if base is None else self._source.change(kept, index, base, self._sparse)
         if change is not None:
-            sent = sent._replace(payload=change, base=base)
+            sent = sent._replace(payload=change.payload, base=base, sparse=change.is_sparse)
         messages = BucketMessages(self._outbox, sent, self._most, about, partial(self._lend_next, kept))
         yield messages.first()
         self._source.sent(len(sent.payload), size)

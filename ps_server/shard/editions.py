@@ -27,6 +27,7 @@ from functools import cached_property, partial
 
 import torch
 
+from ps_protocol.changes import Change
 from ps_protocol.codecs import PLAIN
 from ps_protocol.errors import LimitExceeded, OutOfOrder, PSError, TryLater, anew
 from ps_protocol.layout import BucketSpec
@@ -373,7 +374,7 @@ class Editions:
                 self._changes.clear()
             self._note_waiting()
 
-    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
+    def change(self, piece: Piece, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
         """Returns what changed in a bucket since a version; None: it is to be sent whole. May take its time."""
         with self._lock:
             if self._closed is not None:
@@ -382,7 +383,7 @@ class Editions:
             if changes is None:
                 changes = self._changes[piece] = BucketChanges(piece[1], self._has_free)
             copies = [copied for each in self._kept if (copied := each.copied(piece)) is not None]
-        return changes.between(base, new, copies)
+        return changes.between(base, new, copies, sparse)
 
     def _has_free(self, size: int) -> bool:
         """Whether training leaves so many bytes free."""

@@ -75,9 +75,8 @@ class LastWeights:
         self._heard = now()
         return self._edition
 
-    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
+    def change(self, piece: Piece, base: int, new: CopiedBucket, sparse: bool) -> None:
         """Returns None: there is no older version, so buckets are sent whole."""
-        return None
 
     def sent(self, size: int, whole: int) -> None:
         """Counts nothing: the job is not here any more, and no status has it."""

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ps_protocol.changes import apply_change, encode_change
+from ps_protocol.changes import Change, apply_change, encode_change
 from ps_protocol.framing import Buffer
 from ps_protocol.layout import DATA_TYPES
 
@@ -43,21 +43,23 @@ class BucketChanges:
 
     def __init__(self, dtype: str, has_room: Callable[[int], bool]) -> None:
         self._itemsize, self._has_room = DATA_TYPES[dtype].itemsize, has_room
-        self._kept: OrderedDict[tuple[int, int], bytes | None] = OrderedDict()  # by both versions; None: does not pay
+        # By both versions, and whether it may be sparse; None: does not pay.
+        self._kept: OrderedDict[tuple[int, int, bool], Change | None] = OrderedDict()
         self._skip = 0
         self._lock = threading.Lock()  # held while one is computed: others want the same, mostly
 
     @property
     def nbytes(self) -> int:
         """Bytes of what is kept."""
-        return sum(len(change) for change in list(self._kept.values()) if change is not None)
+        return sum(len(change.payload) for change in list(self._kept.values()) if change is not None)
 
-    def between(self, base: int, new: BucketCopy, copies: Sequence[BucketCopy]) -> bytes | None:
+    def between(self, base: int, new: BucketCopy, copies: Sequence[BucketCopy], sparse: bool = False) -> Change | None:
         """Returns the change from version `base` to `new`; None: send the bucket whole.
 
         copies: all copies of the bucket that are there
+        sparse: it may be sparse
         """
-        key = base, new.version
+        key = base, new.version, sparse
         with self._lock:
             if key in self._kept:
                 return self._kept[key]
@@ -70,7 +72,7 @@ class BucketChanges:
                 elements = self._elements(base, [new, *copies])
                 if elements is None:
                     return None
-                change = encode_change(elements, new.payload, self._itemsize)
+                change = encode_change(elements, new.payload, self._itemsize, sparse)
                 self._skip = 0 if change is not None else SKIPPED
             self._kept[key] = change
             while len(self._kept) > MOST_KEPT or self.nbytes > len(new.payload):
@@ -80,15 +82,15 @@ class BucketChanges:
     def _elements(self, version: int, copies: Sequence[BucketCopy]) -> Buffer | None:
         """Returns the elements of a version, as a copy has them or as changes lead to one; None: they cannot be had."""
         there = {each.version: each for each in copies}
-        way: list[bytes] = []
+        way: list[Change] = []
         while version not in there:
             # Only to higher versions, so that this ends: a reader may ask again for the version that it has.
-            steps = [(to, change) for (since, to), change in self._kept.items() if since == version < to and change]
+            steps = [(to, change) for (since, to, _), change in self._kept.items() if since == version < to and change]
             if not steps:
                 return None
             version, change = max(steps, key=lambda step: step[0])
             way.append(change)
         elements: Buffer = there[version].payload
         for change in reversed(way):
-            elements = apply_change(change, elements, self._itemsize).data
+            elements = apply_change(change.payload, elements, self._itemsize, sparse=change.is_sparse).data
         return elements

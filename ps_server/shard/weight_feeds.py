@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import ClassVar, Protocol
 
+from ps_protocol.changes import Change
 from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import InvalidRequest, OutOfOrder, PSError, TryLater, anew
 from ps_protocol.job import WIRES, JobSpec
@@ -84,8 +85,8 @@ class EditionSource(Protocol):
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
         """Returns an edition for a reader; see Editions.take. Buckets that are at its version are copied now."""
 
-    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
-        """Returns what changed in a bucket since a version; None: it is to be sent whole."""
+    def change(self, piece: Piece, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
+        """Returns what changed in a bucket since a version; None: it is to be sent whole. sparse: it may be sparse"""
 
     def sent(self, size: int, whole: int) -> None:
         """Counts bytes that left, and those of the elements that they stand for."""
@@ -139,9 +140,9 @@ class JobSource:
         editions.looked_at(edition)
         return edition
 
-    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
+    def change(self, piece: Piece, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
         """Returns the change of a bucket from version `base` to `new`; None: send the bucket whole."""
-        return self.job.editions.change(piece, base, new)
+        return self.job.editions.change(piece, base, new, sparse)
 
     def sent(self, size: int, whole: int) -> None:
         """Counts bytes that left, and those of the elements that they stand for."""
@@ -161,6 +162,7 @@ class EditionSender:
     caller: the principal that reads; empty: unknown
     bases:  by bucket, the version that the reader has: it gets the change since then
     most:   bytes of a payload in one message; 0: all of it
+    sparse: changes may be sparse
     """
 
     def __init__(
@@ -172,8 +174,9 @@ class EditionSender:
         caller: str,
         now: Callable[[], float],
         most: int = 0,
+        sparse: bool = False,
     ) -> None:
-        self._most = most
+        self._most, self._sparse = most, sparse
         self._source, self._bases, self.outbox, self.caller = source, bases, outbox, caller
         self._wanted, self._now = wanted, now
         self._edition: TakenEdition | None = None
@@ -236,9 +239,11 @@ class EditionSender:
             yield Lent(about(), None)
             return
         base = self._bases.get(copied.index)
-        change = None if base is None else self._source.change(piece, base, copied)
+        change = None if base is None else self._source.change(piece, base, copied, self._sparse)
         head = copied.index, copied.version, copied.wire_format, copied.checksum
-        sent = EditionBucket(*head, copied.payload) if change is None else EditionBucket(*head, change, base)
+        sent = EditionBucket(*head, copied.payload)
+        if change is not None:
+            sent = sent._replace(payload=change.payload, base=base, sparse=change.is_sparse)
         messages = BucketMessages(self.outbox, sent, self._most, about, partial(self._lend_next, edition))
         yield messages.first()
         self._source.sent(len(sent.payload), len(copied.payload))
@@ -311,7 +316,7 @@ class WeightFeeds:
         source = self._source(call.job, call.run)
         wanted = _wanted(call, source)
         bases = {index: call.bases[index] for index in source.specs if index in call.bases}  # it may name any number
-        feed = EditionSender(source, wanted, bases, outbox, caller, self._clock, call.part_bytes)
+        feed = EditionSender(source, wanted, bases, outbox, caller, self._clock, call.part_bytes, call.sparse)
         source.add(feed, self._limit)
         self._wake()
         try:

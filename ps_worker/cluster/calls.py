@@ -101,9 +101,9 @@ class ShardCalls:
     @property
     def is_connected(self) -> bool:
         """Whether a data connection is open."""
-        return self._data() is not None
+        return self.data() is not None
 
-    def _data(self) -> ClientConnection | None:
+    def data(self) -> ClientConnection | None:
         """Returns the data connection that is open; None: calls go by gRPC."""
         return None if self._link is None else self._link.current
 
@@ -121,7 +121,7 @@ class ShardCalls:
             raise error_from(error, str(self.peer)) from None
 
     def _unary(self, method: str, request: Parts) -> bytes:
-        data = self._data() if method in KINDS else None
+        data = self.data() if method in KINDS else None
         if data is not None:
             return data.unary(KINDS[method], request, CALL_SECONDS)
         call = self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")
@@ -172,7 +172,7 @@ class ShardCalls:
     def _stream(
         self, method: str, request: bytes, seconds: float, read: Callable[[bytes, memoryview | None], None]
     ) -> None:
-        data = self._data()
+        data = self.data()
         if data is not None:
             each = EachAnswer(lambda head, payload: read(split_head(head, len(payload or b"")), payload))
             data.call(KINDS[method], Parts(request), each, seconds).done.result()
@@ -242,7 +242,7 @@ class ShardCalls:
         again: makes the call over whatever there is until it is done, if this does not. It is given the error by which
                the call has failed already, and runs in the pool
         """
-        data, call = self._data(), None
+        data, call = self.data(), None
         if data is not None:
             with contextlib.suppress(CallFailed):  # it has just ended
                 call = data.call_now(KINDS[method], Parts(asked.request()), asked, seconds)
@@ -270,7 +270,7 @@ class ShardCalls:
             retry.failed(error)
         while not landing.is_done:
             try:
-                data = self._data()
+                data = self.data()
                 if data is not None:
                     data.call(KINDS[method], Parts(landing.request()), landing, PULL_SECONDS).done.result()
                 else:

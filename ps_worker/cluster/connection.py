@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ps_frames.client import reading_threads
+from ps_frames.attending import Attending
+from ps_frames.client import ClientConnection, reading_threads
 from ps_frames.reading import ReadingThreads
 from ps_protocol.batches import DataRange
 from ps_protocol.errors import PSError
@@ -45,6 +46,8 @@ from ps_worker.timeline.recording import Timeline
 from ps_worker.values import BucketAssignment, PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
+
+LARGE_BYTES = 2**20  # of weights from one shard
 
 T = TypeVar("T")
 
@@ -97,14 +100,14 @@ class Connection:
             for index, address in shard_map.addresses.items()
         }
         self._reading: ReadingThreads | None = None  # of data connections
+        self._attending: Attending | None = None  # the training thread, to them
+        self._attended: Sequence[int] = ()  # the shards from which it receives itself while it waits
         try:
             segment, sharing = share_memory(
                 model.spec, model.layout, self._calls, place.identity, options.transport, options.shared_directory
             )
             if options.transport != "grpc":
-                self._reading = reading_threads()
-                request = write_open(place.identity)
-                open_data_connections(self._calls.values(), request, options.transport, self._reading)
+                self._open_data_connections(options.transport, sharing)
             shared_rows = share_rows(
                 model.spec, self._calls, place.identity, options.transport, options.shared_directory
             )
@@ -144,6 +147,25 @@ class Connection:
             ways.setdefault("in shared memory" if index in sharing else open_way, []).append(index)
         for way, shards in ways.items():
             log.info("buckets travel %s to shards %s", way, ranges(shards))
+
+    def _open_data_connections(self, transport: str, sharing: Collection[int]) -> None:
+        self._reading = reading_threads()
+        open_data_connections(self._calls.values(), write_open(self.place.identity), transport, self._reading)
+        self._attending, self._attended = Attending(), self._received_here(sharing)
+
+    def _received_here(self, sharing: Collection[int]) -> list[int]:
+        """Returns the shards from which the training thread receives itself. Of those whose weights come in large
+        messages it is one: to land them takes several cores.
+        """
+        large = [
+            index
+            for index, buckets in self._buckets.items()
+            if index not in sharing and sum(bucket.nbytes for bucket in buckets) >= LARGE_BYTES
+        ]
+        return [index for index in self._calls if index not in large[1:]]
+
+    def _attended_now(self) -> list[ClientConnection]:
+        return [data for index in self._attended if (data := self._calls[index].data()) is not None]
 
     def read_clocks(self) -> None:
         """Reads the shards' clocks for the timeline, if they are due. A shard that does not answer is left out."""
@@ -265,6 +287,7 @@ class Connection:
         ahead: Sequence[RowsAhead] = (),
         is_part: bool = False,
         begun: int | None = None,
+        is_awaited: bool = False,
     ) -> tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]:
         """Pushes the next step, and pulls the weights at its clock from every shard.
 
@@ -276,11 +299,14 @@ class Connection:
         is_part:      other fragments of the step follow: `clock` stays as it is
         begun:        the clock at which the step was first pushed, from a place that is lost. A shard that has had its
                       part gets a skip. None: this is the first time
+        is_awaited:   `settle` follows at once: no other thread need be woken for answers
 
         Returns the pushes, the pulls, and those of the pulls that commit drafts: such drafts count once their pull has
         landed.
         """
         self._timeline.step.pushing()
+        if is_awaited and self._attending is not None:
+            self._attending.begin(self._attended_now())
         drafted = self._settle_drafts(drafts_count)
         # Before any call: a heartbeat that tells too low a clock would have a step that is staged taken for none.
         clock = self.clock + 1
@@ -364,7 +390,11 @@ class Connection:
     def settle(self) -> BaseException | None:
         """Waits for all calls under way. Returns the first error as soon as there is one; None if there was none."""
         # One wait for all: each wait looks at every future, and there may be thousands.
-        done = await_all(self._under_way)
+        if self._attending is None:
+            await_all(self._under_way)
+        else:
+            self._attending.wait(self._under_way, self._attended_now())
+        done = [future for future in self._under_way if future.done()]
         error = next((raised for future in done if (raised := future.exception()) is not None), None)
         self._last.left += [future for future in self._under_way if not future.done()]
         self._under_way = []

@@ -341,7 +341,7 @@ class JobTraining:
             with named(PUSH):
                 ahead = () if tables is None else tables.ask_ahead()
                 pushed, pulls, committing = connection.push_pull(
-                    pushes, step.drafts_hold, step.rows, ranges, ahead, begun=begun
+                    pushes, step.drafts_hold, step.rows, ranges, ahead, begun=begun, is_awaited=True
                 )
             if tables is not None:
                 tables.sent()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.changes import apply_change, encode_change
+from ps_protocol.changes import Change, apply_change, encode_change
 from ps_protocol.errors import InvalidRequest
 from ps_server.shard import shared_changes
 from ps_server.shard.shared_changes import MOST_KEPT, SKIPPED, BucketChanges
@@ -35,9 +36,9 @@ def copies(count: int, changed: int = 20) -> list[Copy]:
     return made
 
 
-def apply(change: bytes | None, base: Copy, new: Copy) -> None:
+def apply(change: Change | None, base: Copy, new: Copy) -> None:
     assert change is not None
-    assert apply_change(change, base.payload, 2).tobytes() == new.payload
+    assert apply_change(change.payload, base.payload, 2, sparse=change.is_sparse).tobytes() == new.payload
 
 
 @pytest.fixture
@@ -45,24 +46,76 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What was encoded."""
     calls: list[object] = []
 
-    def encode(base: bytes, new: bytes, itemsize: int) -> bytes | None:
+    def encode(base: bytes, new: bytes, *more: Any) -> Change | None:
         calls.append(new)
-        return encode_change(base, new, itemsize)
+        return encode_change(base, new, *more)
 
     monkeypatch.setattr(shared_changes, "encode_change", encode)
     return calls
 
 
+@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
 @given(pairs=st.lists(st.tuples(st.binary(min_size=8, max_size=8), st.booleans()), min_size=1, max_size=40))
-def test_any_bits_come_back(itemsize: int, pairs: list[tuple[bytes, bool]]) -> None:
-    new = b"".join(each for each, _ in pairs) + bytes(800)
-    base = b"".join(bytes(8) if changed else each for each, changed in pairs) + bytes(800)
-    change = encode_change(base, new, itemsize)
+def test_any_bits_come_back(itemsize: int, pairs: list[tuple[bytes, bool]], sparse: bool) -> None:
+    new = b"".join(each + bytes(8 * index % 3000) for index, (each, _) in enumerate(pairs)) + bytes(800)
+    base = b"".join(
+        (bytes(8) if changed else each) + bytes(8 * index % 3000) for index, (each, changed) in enumerate(pairs)
+    )
+    base += bytes(800)
+    change = encode_change(base, new, itemsize, sparse)
     assert change is not None
-    assert len(change) < len(new)
-    assert apply_change(change, base, itemsize).tobytes() == new
-    assert apply_change(change, new, itemsize).tobytes() == base
+    assert change.is_sparse == sparse, "there are few"
+    assert len(change.payload) < len(new)
+    assert apply_change(change.payload, base, itemsize, sparse=sparse).tobytes() == new
+    assert apply_change(change.payload, new, itemsize, sparse=sparse).tobytes() == base
+
+
+@pytest.mark.parametrize(("changed", "is_sparse"), [(NUMEL // 4, True), (NUMEL // 4 + 1, False)])
+def test_a_change_is_sparse_where_a_quarter_of_the_elements_has_changed_at_most(changed: int, is_sparse: bool) -> None:
+    base = np.zeros(NUMEL, np.uint16)
+    new = base.copy()
+    new[np.random.default_rng(1).permutation(NUMEL)[:changed]] = 1
+    change = encode_change(base.data, new.data, 2, sparse=True)
+    assert change is not None
+    assert change.is_sparse == is_sparse
+    assert apply_change(change.payload, base.data, 2, sparse=is_sparse).tobytes() == new.tobytes()
+
+
+def test_a_sparse_change_of_few_elements_is_smaller_than_one_of_all() -> None:
+    first, second = copies(2, changed=200)
+    few, every = (encode_change(first.payload, second.payload, 2, sparse) for sparse in (True, False))
+    assert few is not None
+    assert every is not None
+    assert len(few.payload) < 0.8 * len(every.payload)
+
+
+def packed(*parts: tuple[str, list[int]]) -> bytes:
+    return zlib.compress(b"".join(np.array(numbers, kind).tobytes() for kind, numbers in parts))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        b"",
+        b"nonsense",
+        packed(("<u4", [1]), ("<u1", [0]), ("<u1", [5, 6]))[:-1],
+        packed(("<u4", [1]), ("<u1", [0]), ("<u1", [5, 6])) + b"x",
+        packed(("<u1", [1, 0])),
+        packed(("<u4", [1]), ("<u1", [0]), ("<u1", [5])),
+        packed(("<u4", [1]), ("<u1", [0]), ("<u1", [5, 6, 7])),
+        packed(("<u4", [1]), ("<u1", [255]), ("<u1", [5, 6])),
+        packed(("<u4", [1]), ("<u1", [255]), ("<u4", [NUMEL]), ("<u1", [5, 6])),
+        packed(("<u4", [2]), ("<u1", [255, 255]), ("<u4", [2**32 - 1] * 2), ("<u1", [5, 6, 7, 8])),
+        packed(("<u4", [2**32 - 1])),
+        packed(("<u4", [NUMEL // 4 + 1]), ("<u1", [0] * 3 * (NUMEL // 4 + 1))),
+        zlib.compress(bytes(2**28)),
+    ],
+    ids=lambda change: f"{len(change)} bytes",
+)
+def test_what_is_no_sparse_change_is_refused(change: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="change"):
+        apply_change(change, bytes(2 * NUMEL), 2, sparse=True)
 
 
 def test_a_change_that_is_no_smaller_is_none() -> None:
@@ -89,8 +142,9 @@ def test_what_is_no_change_is_refused(spoil: Callable[[bytes], bytes]) -> None:
     first, second = copies(2)
     change = encode_change(first.payload, second.payload, 2)
     assert change is not None
+    assert change is not None
     with pytest.raises(InvalidRequest):
-        apply_change(spoil(change), first.payload, 2)
+        apply_change(spoil(change.payload), first.payload, 2)
 
 
 def test_a_change_is_computed_once_for_all_readers(encoded: list[object]) -> None:

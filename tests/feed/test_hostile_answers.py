@@ -39,10 +39,18 @@ def bucket(index: int, version: int) -> EditionBucket:
     return EditionBucket(index, version, "", zlib.crc32(payload), payload)
 
 
-def changed(index: int, version: int) -> EditionBucket:
-    change = encode_change(elements(index, version - 1), elements(index, version), 4)
+def changed(index: int, version: int, sparse: bool = False) -> EditionBucket:
+    of = elements(index, version)
+    new = elements(index, version - 1)[:-4] + of[-4:] if sparse else of
+    change = encode_change(elements(index, version - 1), new, 4, sparse)
     assert change is not None
-    return bucket(index, version)._replace(payload=change, base=version - 1)
+    assert change.is_sparse == sparse
+    how = bucket(index, version)._replace(payload=change.payload, base=version - 1, sparse=sparse)
+    return how._replace(checksum=zlib.crc32(new))
+
+
+def sparse(index: int, version: int) -> EditionBucket:
+    return changed(index, version, sparse=True)
 
 
 def edition(version: int) -> EditionArrays:
@@ -54,7 +62,7 @@ def edition(version: int) -> EditionArrays:
 
 def test_damaged_parts_of_editions_are_refused_or_have_their_checksum() -> None:
     before, chance, came = edition(1), random.Random(1), Counter[str]()
-    buckets = [make(index, 2) for index in CONTENTS.buckets for make in (bucket, changed)]
+    buckets = [make(index, 2) for index in CONTENTS.buckets for make in (bucket, changed, sparse)]
     parts = [EditionPart(2, bucket=each) for each in buckets] + [EditionPart(2, EditionBegin(2, 0, 4), age=0.5)]
     seeds = [bytes(write_edition_part(ORIGIN, part).whole()) for part in parts]
     for _ in range(DAMAGED):

@@ -8,6 +8,7 @@ import mmap
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ import torch
 
 import ps_torch as ps
 from ps_feed.edition import Arriving, Contents, Damaged
-from ps_feed.mapping import HandedOver
+from ps_feed.mapping import HandedOver, Handover
 from ps_protocol.errors import Forbidden, NotShared
-from ps_protocol.handover import MappingOffer
+from ps_protocol.handover import SOCKET_PREFIX, MappingOffer
 from ps_protocol.messages.editions import BucketPlace, EditionBucket
+from ps_runtime.local_sockets import listen, reach
 from ps_runtime.memory_files import MemoryFile
 from ps_server.config import ServerConfig
 from ps_server.relay import mapped
@@ -168,6 +170,26 @@ def test_slow_readers_hold_a_bounded_part_of_the_relays_memory_and_the_others_ge
         assert read() == 0
 
 
+def test_a_reader_removes_the_sockets_of_dead_ones_once_and_looks_at_no_socket_again(here: Path) -> None:
+    dead, live = (SOCKET_PREFIX + digit * 32 for digit in "01")
+    closed, _ = listen(here, dead, 1)
+    closed.close()
+    with contextlib.closing(listen(here, live, 8)[0]) as listener:
+        long_ago = time.time() - 3600
+        for name in (dead, live):
+            os.utime(here / name, (long_ago, long_ago))
+        handover = Handover(here, "job")
+        for _ in range(3):
+            with handover.offered(True) as files:
+                assert files is not None
+        assert [each.name for each in here.iterdir()] == [live]
+        for _ in ("as it was made", "by the reader"):
+            listener.accept()[0].close()
+        listener.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
 @pytest.mark.parametrize("where", ["no memory files", "another directory", "no directory"])
 def test_where_no_memory_can_be_handed_over_editions_come_in_messages(
     shared: Cluster,
@@ -266,8 +288,7 @@ def test_a_relay_connects_to_nothing_but_the_socket_of_its_own_users_reader(tmp_
 
 
 def hand(waiting: HandedOver, directory: Path, descriptor: int, nonce: bytes | None = None) -> None:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(directory / waiting.offer.location))
+    with reach(directory, waiting.offer.location, waiting.offer.socket_inode, 5.0) as connection:
         socket.send_fds(connection, [(nonce or waiting.offer.nonce) + b"\0"], [descriptor])
 
 
@@ -277,7 +298,8 @@ def test_a_reader_takes_nothing_but_sealed_memory_of_the_relay_that_it_has_calle
     monkeypatch.setattr("ps_feed.mapping.HANDOVER_SECONDS", 0.2)
     unsealed, shrinks = MemoryFile(mmap.PAGESIZE), os.memfd_create("empty", os.MFD_ALLOW_SEALING)
     with offered(tmp_path) as (waiting, relays, edition):
-        hand(waiting, tmp_path, sealed(mmap.PAGESIZE, 1).descriptor, bytes(32))
+        strangers = sealed(mmap.PAGESIZE, 1)
+        hand(waiting, tmp_path, strangers.descriptor, bytes(32))
         for other, why in (
             (unsealed.descriptor, "sealed against shrinking"),
             (shrinks, "sealed against shrinking"),

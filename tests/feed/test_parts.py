@@ -132,7 +132,7 @@ def test_a_change_is_made_in_the_edition_and_in_no_other_memory() -> None:
     assert change is not None
     tracemalloc.start()
     try:
-        assert apply_change(change, base.data, 4, out) is out
+        assert apply_change(change.payload, base.data, 4, out) is out
         assert tracemalloc.get_traced_memory()[1] < size / 4, "numpy and bytes are traced"
     finally:
         tracemalloc.stop()

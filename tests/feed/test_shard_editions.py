@@ -229,7 +229,7 @@ def test_where_workers_share_no_clock_each_bucket_is_copied_as_it_is(mode: str) 
 def changed(bucket: EditionBucket, base: list[float]) -> list[float]:
     """Applies a change to cells."""
     assert bucket.base is not None
-    cells = apply_change(bucket.payload, bytes_of(torch.tensor(base)), 4)
+    cells = apply_change(bucket.payload, bytes_of(torch.tensor(base)), 4, sparse=bucket.sparse)
     assert zlib.crc32(cells.tobytes()) == bucket.checksum
     return tensor_from(cells.data, "float32").tolist()
 

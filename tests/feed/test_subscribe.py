@@ -24,7 +24,7 @@ from torch import nn
 
 import ps_torch as ps
 from ps_feed.edition_client import EachShard, KnownShards, ShardReader
-from ps_protocol.changes import encode_change
+from ps_protocol.changes import Change, encode_change
 from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable, Unsupported
 from ps_protocol.messages.editions import WeightsAsked
 from ps_runtime.credentials import PLAINTEXT
@@ -238,9 +238,9 @@ def test_a_damaged_edition_is_dropped_and_asked_for_whole(
     with ps.subscribe(shared.address, job, changes=True) as feed:
         feed.wait_for()
 
-        def spoil(base: Any, new: Any, itemsize: int) -> bytes | None:
+        def spoil(base: Any, new: Any, itemsize: int, sparse: bool) -> Change | None:
             spoilt.append(itemsize)
-            return encode_change(base, bytes(len(new)), itemsize)
+            return encode_change(base, bytes(len(new)), itemsize, sparse)
 
         monkeypatch.setattr("ps_server.shard.shared_changes.encode_change", spoil)
         trainer.step()
@@ -255,8 +255,8 @@ def test_a_damaged_edition_is_dropped_and_asked_for_whole(
 def test_after_a_trouble_no_edition_stays_in_memory_once_a_newer_one_is_there(
     shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoil(base: Any, new: Any, itemsize: int) -> bytes | None:
-        return encode_change(base, bytes(len(new)), itemsize)
+    def spoil(base: Any, new: Any, itemsize: int, sparse: bool) -> Change | None:
+        return encode_change(base, bytes(len(new)), itemsize, sparse)
 
     with ps.subscribe(shared.address, job, changes=True) as feed:
         first = weakref.ref(feed.wait_for().arrays)

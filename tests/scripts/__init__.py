@@ -15,7 +15,7 @@ train_on_slurm.py         What jobs under Slurm run: each step's samples in a fi
 train_on_ray.py           What a worker on Ray runs: it says how far it is, until a file says that it is enough
 validate_and_stop.py      Validation over all workers, ReduceLROnPlateau, early stopping
 huggingface_jobs.py       One function a test of the Trainer and of Accelerate: a worker's script
-accelerated_loaders.py    Loaders that Accelerate alone prepares, or that the session has prepared before
+accelerate_alone.py       Loaders that Accelerate alone prepares, or the session before it; trackers
 lightning_jobs.py         One function a test of Lightning and Fabric: a worker's script
 count_steps.py            Each step adds 1 to every weight and row: whether any is lost, or counts in part
 few_threads.py            Runs a command whose user may have few threads

@@ -100,6 +100,25 @@ def test_the_loop_as_it_was_trains_as_with_torchs_own_modules(
     assert_alike(ours, theirs)
 
 
+@pytest.mark.parametrize("has_own", [True, False])
+def test_a_schedule_reaches_a_table_by_its_group_and_not_its_own_optimizer(
+    session: ps_worker.Session, has_own: bool
+) -> None:
+    """The rate becomes 0 after the first step: a table with an optimizer of its own goes on at its own rate."""
+    table = ps_worker.Embedding(4, seed=1, optimizer=ps_worker.RowWiseAdagrad(0.1) if has_own else None)
+    model, stepper = session.prepare(table, torch.optim.Adagrad(table.parameters(), lr=0.1))
+    schedule = torch.optim.lr_scheduler.StepLR(stepper, 1, 0.0)
+    ids, rows = torch.arange(3), []
+    for _ in range(3):
+        stepper.zero_grad()
+        model(ids).sum().backward()
+        stepper.step()
+        schedule.step()
+        rows.append(table.rows(ids).clone())
+    assert torch.equal(rows[0], rows[1]) is not has_own
+    assert torch.equal(rows[1], rows[2]) is not has_own
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own calls, and of where its graphs end
 def test_a_compiled_model_trains_as_one_that_is_not(session: ps_worker.Session) -> None:
     torch._dynamo.reset()
