@@ -19,7 +19,7 @@ from torch import nn
 from ps_frames import client
 from ps_frames.client import ClientConnection, EachAnswer, OneAnswer, reading_threads
 from ps_frames.frames import HEADER_BYTES, Kind, Offer, frames_over, read_header, write_header
-from ps_frames.sender import FrameSender
+from ps_frames.server import FrameSender
 from ps_protocol.errors import InvalidRequest, Unreachable
 from ps_protocol.framing import Parts
 from ps_runtime.grpc_status import CallFailed
