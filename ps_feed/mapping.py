@@ -40,11 +40,15 @@ class Handover:
 
     def __init__(self, directory: Path | None, job: str) -> None:
         self._directory, self._job = directory, job
+        self._is_clean = False
 
     def offered(self, may: bool) -> contextlib.AbstractContextManager[HandedOver | None]:
         """Returns a block in which a relay may hand over memory; in it None: it may not. may: whether one is asked"""
         if self._directory is not None and may:
             try:
+                if not self._is_clean:  # once: it connects to each old socket there, also to those of live processes
+                    self._is_clean = True
+                    remove_leftovers(self._directory, SOCKET_PREFIX)
                 return HandedOver(self._directory)
             except NotShared as error:
                 self.failed(error)
@@ -67,7 +71,6 @@ class HandedOver:
     def __init__(self, directory: Path) -> None:
         nonce, name = secrets.token_bytes(NONCE_BYTES), SOCKET_PREFIX + secrets.token_hex(16)
         try:
-            remove_leftovers(directory, SOCKET_PREFIX)
             self._listener, inode = listen(directory, name, _BACKLOG)
         except OSError as error:
             reason = error.strerror or error

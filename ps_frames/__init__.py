@@ -7,7 +7,6 @@ client.py    A worker's end: calls side by side; opened, and opened again where 
 listener.py  Where workers open data connections, and connections that have not shown their ticket yet
 loans.py     Weights that are sent from where they are, and copied only if an update comes to change them
 reading.py   Threads that read from connections as bytes come
-sender.py    What leaves a server by one connection: frames, put by any thread, without waiting
-server.py    A server's end: tickets, calls, and memory for their payloads
+server.py    A server's end: calls, memory for their payloads, and answers, which any thread sends without waiting
 frames.py    The frames, which interleave the messages of several calls, and the sockets that carry them
 """

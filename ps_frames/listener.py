@@ -9,6 +9,7 @@ many are here, the host that has most of them loses its oldest, so that no host 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import secrets
 import selectors
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from ps_frames.frames import HEADER_BYTES, TICKET_BYTES, Kind, Offer, frames_over, read_header
 from ps_frames.reading import ReadingThreads
-from ps_frames.server import Opener, ServerConnection, Serving, Tickets
+from ps_frames.server import Opener, ServerConnection, Serving
 from ps_protocol.errors import InvalidRequest, PSError, TryLater
 from ps_protocol.handover import SOCKET_PREFIX
 from ps_runtime.arrivals import Arrivals, HostLimits
@@ -43,6 +44,9 @@ SILENT_SECONDS = 3.0  # after which a connection that has not shown its ticket i
 ACCEPTED_AT_ONCE = 64  # of the connections that wait to be accepted, so that a flood of them keeps no handshake waiting
 _PAUSE_SECONDS = 0.05  # where no connection can be accepted: this process has too many files open
 _OPENING_BYTES = HEADER_BYTES + TICKET_BYTES
+TICKET_SECONDS = 30.0
+_TICKETS_OF_A_WORKER = 4
+_MOST_TICKETS = 4_096  # as many workers as a job may have; of more, the oldest are good no longer
 
 # What serves TLS: returns its present context, which changes when its files do. None: plaintext.
 Context = Callable[[], ssl.SSLContext] | None
@@ -230,6 +234,52 @@ def _may_open(header: bytes) -> bool:
 
 
 # -- from the good ticket on -----------------------------------------------------------------------------------------
+
+
+class Tickets:
+    """The valid tickets. Thread-safe.
+
+    clock: returns the time in seconds
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._good: dict[tuple[str, str, int, int], list[tuple[bytes, float, Opener]]] = {}  # the oldest first
+
+    def issue(self, opener: Opener) -> bytes:
+        """Returns a ticket for a worker. The worker's last few tickets stay valid: it may have made the call twice in
+        parallel.
+        """
+        ticket, worker = secrets.token_bytes(TICKET_BYTES), opener.worker
+        name = worker.job, worker.run, worker.rank, worker.member
+        with self._lock:
+            before = self._good.pop(name, [])[1 - _TICKETS_OF_A_WORKER :]
+            self._good[name] = [*before, (_digest(ticket), self._clock() + TICKET_SECONDS, opener)]
+            while len(self._good) > _MOST_TICKETS:
+                del self._good[next(iter(self._good))]
+        return ticket
+
+    def redeem(self, ticket: bytes, is_of: Callable[[Opener], bool] = lambda _: True) -> Opener | None:
+        """Uses up a ticket. Returns the call that got it; None if the ticket is not valid.
+
+        is_of: returns whether the caller that shows the ticket is the one that got it; if not, the ticket stays valid
+        """
+        digest, now = _digest(ticket), self._clock()
+        with self._lock:
+            for name, given in list(self._good.items()):
+                found = next((opener for known, until, opener in given if known == digest and now < until), None)
+                if found is not None and not is_of(found):
+                    return None
+                if found is not None or given[-1][1] <= now:
+                    del self._good[name]  # one connection is all that a worker needs
+                if found is not None:
+                    return found
+        return None
+
+
+def _digest(ticket: bytes) -> bytes:
+    return hashlib.sha256(ticket).digest()  # compared in its place, so that how long that takes tells nothing
 
 
 @dataclass(frozen=True)

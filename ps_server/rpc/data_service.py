@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,10 +12,10 @@ from typing import Any
 import grpc
 
 from ps_frames.frames import KINDS
-from ps_frames.listener import DataListener, Where
-from ps_frames.server import FrameCall, Opener, ReceiveBuffers, ServerCall, Serving, Tickets
+from ps_frames.listener import DataListener, Tickets, Where
+from ps_frames.server import FrameCall, LastAnswer, LentMessage, Opener, ReceiveBuffers, ServerCall, Serving
 from ps_protocol.convert import Origin, Request
-from ps_protocol.errors import Forbidden
+from ps_protocol.errors import Forbidden, PSError
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_protocol.messages import data, rows
@@ -24,8 +26,8 @@ from ps_server.core.limits import Limits
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc.call_limits import caller_name, check_job, host_of, in_pool
 from ps_server.rpc.interceptor import CallInterceptor
-from ps_server.rpc.streams import FrameStream, GrpcCall, PullStream, Send
-from ps_server.shard.outbox import Outbox
+from ps_server.rpc.streams import GrpcCall, PullStream, Send
+from ps_server.shard.outbox import Answer, Lent, Outbox
 from ps_server.shard.shard import Shard
 
 RECEIVE_BYTES = 64 * 2**20  # of memory for payloads that is kept for the next ones
@@ -214,3 +216,58 @@ def _check_caller(caller: Identity, by: ServerCall) -> None:
 def _spoken(worker: Identity) -> str:
     member = f", member {worker.member}," if worker.member else ""
     return f"worker {worker.rank}{member} of job {worker.job!r}"
+
+
+class FrameStream(Outbox):
+    """The answers to one pull on a data connection, as a shard hands them over. Closing calls back in whatever thread
+    has sent the last one.
+
+    send:  counts what is sent, and sends it
+    write: what makes a message of an answer
+    """
+
+    def __init__(self, send: Callable[[Any], None], call: FrameCall, write: Callable[[Any], Parts]) -> None:
+        self._send, self._call, self._write = send, call, write
+
+    def tell(self, answer: Answer) -> None:
+        """Sends an answer."""
+        self._send(self._write(answer))
+
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+        """Sends an answer that is made when its turn has come; its payload leaves from where it is."""
+
+        @contextlib.contextmanager
+        def written() -> Iterator[LentMessage]:
+            with lent() as (answer, loan):
+                yield self._write(answer), loan
+
+        self._send(written)
+
+    def lend_small(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+        """Sends an answer at once, in this thread, if the kernel takes it; otherwise a copy of it, later."""
+        with lent() as (answer, _):
+            message = self._write(answer)
+            self._send(message if message.payload is None else Parts(message.head, bytes(message.payload)))
+
+    def tell_last(self, answer: Answer) -> None:
+        """Sends an answer and the end of the call, in one frame."""
+        self._send(LastAnswer(*self._write(answer)))
+        self.finish()
+
+    def together(self) -> AbstractContextManager[None]:
+        """Returns a context: small answers and the end that are sent in it go out as one piece."""
+        return self._call.together()
+
+    def finish(self) -> None:
+        """Ends the call after what was put before."""
+        self._send(None)
+
+    def fail(self, error: PSError) -> None:
+        """Ends the call with an error, after what was put before."""
+        self._call.fail(error)
+        self._send(None)
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Has a callback when the call is over, however it ended; at once if it already is."""
+        if not self._call.add_callback(callback):
+            callback()

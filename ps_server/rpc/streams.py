@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import grpc
 
 from ps_frames.frames import nothing
-from ps_frames.server import AuthContext, CallBroken, FrameCall, LastAnswer, LentMessage, Metadata, ServerCall
+from ps_frames.server import AuthContext, CallBroken, Metadata, ServerCall
 from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts
 from ps_runtime.background import guarded, note_error
@@ -197,58 +197,3 @@ class PullStream(ResponseStream, Outbox):
                 return self._write(answer).whole()
 
         self.put(make)
-
-
-class FrameStream(Outbox):
-    """The answers to one pull on a data connection, as a shard hands them over. Closing calls back in whatever thread
-    has sent the last one.
-
-    send:  counts what is sent, and sends it
-    write: what makes a message of an answer
-    """
-
-    def __init__(self, send: Callable[[Any], None], call: FrameCall, write: Callable[[Any], Parts]) -> None:
-        self._send, self._call, self._write = send, call, write
-
-    def tell(self, answer: Answer) -> None:
-        """Sends an answer."""
-        self._send(self._write(answer))
-
-    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
-        """Sends an answer that is made when its turn has come; its payload leaves from where it is."""
-
-        @contextlib.contextmanager
-        def written() -> Iterator[LentMessage]:
-            with lent() as (answer, loan):
-                yield self._write(answer), loan
-
-        self._send(written)
-
-    def lend_small(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
-        """Sends an answer at once, in this thread, if the kernel takes it; otherwise a copy of it, later."""
-        with lent() as (answer, _):
-            message = self._write(answer)
-            self._send(message if message.payload is None else Parts(message.head, bytes(message.payload)))
-
-    def tell_last(self, answer: Answer) -> None:
-        """Sends an answer and the end of the call, in one frame."""
-        self._send(LastAnswer(*self._write(answer)))
-        self.finish()
-
-    def together(self) -> AbstractContextManager[None]:
-        """Returns a context: small answers and the end that are sent in it go out as one piece."""
-        return self._call.together()
-
-    def finish(self) -> None:
-        """Ends the call after what was put before."""
-        self._send(None)
-
-    def fail(self, error: PSError) -> None:
-        """Ends the call with an error, after what was put before."""
-        self._call.fail(error)
-        self._send(None)
-
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Has a callback when the call is over, however it ended; at once if it already is."""
-        if not self._call.add_callback(callback):
-            callback()

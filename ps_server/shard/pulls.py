@@ -30,7 +30,6 @@ from ps_server.failpoints import armed, failpoint
 from ps_server.shard.hosted_job import HostedJob, HostedTable, HostedUnit
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import SMALL_BYTES, Lent, Outbox
-from ps_server.shard.segments import copy_out
 from ps_server.shard.waiting import READER, Pull, PulledBuckets, Waiter
 from ps_server.storage.tensor_file import file_chunks
 
@@ -236,7 +235,7 @@ class Pulls:
         with bucket.tensors:
             version = bucket.rule.version
             _note_sent(job, bucket, pull)
-            copy_out(target, bucket.unit.weights.flat)
+            _copy(target, bucket.unit.weights.flat)
         if armed:
             failpoint("pull-half-sent")
         self._metrics.pulled(job.name, target.nbytes)
@@ -473,3 +472,14 @@ def _lend_state(bucket: HostedUnit[Bucket], name: str) -> Iterator[Lent]:
 def wire_format_of(codec: Cast) -> str:
     """Returns the name of a codec for rows in messages; for float32 it is the empty string."""
     return "" if codec.dtype == "float32" else codec.dtype
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies a flat tensor [numel] into one of the same size in a segment, and converts it if the types differ.
+
+    Without conversion numpy does it: it uses the C library's streaming stores (see ops.glibc), which torch never does.
+    """
+    if target.dtype == source.dtype:
+        np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+    else:
+        target.copy_(source)

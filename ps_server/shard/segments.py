@@ -15,9 +15,6 @@ import re
 import socket
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from ps_protocol.errors import NotShared
 from ps_protocol.handover import HANDED_OVER, HANDOVER_SECONDS, NONCE_BYTES, SOCKET_PREFIX
 from ps_protocol.segment_layout import SegmentOffer
@@ -52,17 +49,6 @@ def attach(offer: SegmentOffer, size: int, directory: Path) -> mmap.mmap:
         memory.close()
         raise NotShared(f"the segment is another one: its first {NONCE_BYTES} bytes are not the nonce")
     return memory
-
-
-def copy_out(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies a flat tensor [numel] into one of the same size in a segment, and converts it if the types differ.
-
-    Without conversion numpy does it: it uses the C library's streaming stores (see ops.glibc), which torch never does.
-    """
-    if target.dtype == source.dtype:
-        np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
-    else:
-        target.copy_(source)
 
 
 def _receive(offer: SegmentOffer, directory: Path) -> int:

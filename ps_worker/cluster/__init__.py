@@ -3,8 +3,7 @@
 options.py        Which job a worker takes part in, as which of its workers, and how it reaches the servers
 participation.py  A worker's part in its job, through every place that it has there: one connection after the other
 connection.py     One incarnation of a worker in its job: its place, and the ways to all shards that it opens from there
-transport.py      A transport is one way for buckets between a worker and one shard
-network.py        The transport over the network: buckets as messages
+transport.py      The ways for buckets between a worker and one shard: what each has to do, and the way over the network
 shared_memory.py  The transport through shared memory: buckets in a segment that worker and shard both map
 row_transport.py  Moves rows between a worker and all shards
 first_rows.py     Rows from before `prepare` on their way from rank 0 to a shard

@@ -34,11 +34,10 @@ from ps_runtime.quantities import ranges
 from ps_runtime.signals import await_all, await_done
 from ps_tables.contributions import RowValues
 from ps_worker.cluster.calls import ShardCalls, open_data_connections
-from ps_worker.cluster.network import NetworkTransport, network_pushers, pullers
 from ps_worker.cluster.options import JobOptions
-from ps_worker.cluster.row_transport import RowTransport
+from ps_worker.cluster.row_transport import RowStep, RowTransport
 from ps_worker.cluster.shared_memory import SharedTransport, share_memory, share_rows
-from ps_worker.cluster.transport import Draft, ShardStep, Transport
+from ps_worker.cluster.transport import Draft, NetworkTransport, ShardStep, Transport, network_pushers, pullers
 from ps_worker.model.flat import FlatModel
 from ps_worker.tables.ahead import RowsAhead
 from ps_worker.tables.server_rows import FirstRows, TablePart, TableStep
@@ -117,6 +116,7 @@ class Connection:
         except BaseException:
             self.cut()
             raise
+        self._has_tables = bool(model.spec.tables)
         self._rows = RowTransport(self._calls, place.identity, model.spec, shared_rows)
         self._pushers, self._pullers = network_pushers(len(self._calls)), pullers(len(self._calls))
         self._network = {
@@ -313,7 +313,9 @@ class Connection:
         self.clock = clock - is_part
         trains = any(not bucket.frozen for buckets in self._buckets.values() for bucket in buckets)
         had = None if begun is None else partial(self._has_had, begun)
-        sent = self._rows.step(clock, rows, ranges, ahead, ends=bool(rows) and not trains, had=had)
+        sent = RowStep([], [], [])
+        if self._has_tables:
+            sent = self._rows.step(clock, rows, ranges, ahead, ends=bool(rows) and not trains, had=had)
         self._last.left = [*(future for future in self._last.left if not future.done()), *sent.ahead]
         pushed = sent.pushed
         if begun is not None:

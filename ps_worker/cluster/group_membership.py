@@ -28,16 +28,11 @@ class GroupMembership(OwnMembership):
     def __init__(self, group: Group, *args: Any) -> None:
         super().__init__(*args)
         self._group = group
-        self._lost: JoinResult | None = None
-
-    def holds(self, place: JoinResult) -> bool:
-        """Whether a place is this worker's still, as far as it has heard."""
-        return self.place is place and self._lost is not place
 
     def renewed(self, place: JoinResult, cause: BaseException | None) -> JoinResult:
         """Takes the place that follows one, with all members. Raises the error of the first one if there is none."""
         with self._changed:
-            self._lost = place  # from here on what is heard of it means nothing
+            self.lost = place  # from here on what is heard of it means nothing
         taken = self._take(place.identity.run, place)
         with self._changed:
             self.place = taken
@@ -60,7 +55,7 @@ class GroupMembership(OwnMembership):
         thread may have taken before this answer came."""
         with self._changed:
             if self.holds(lost):
-                self._lost = lost
+                self.lost = lost
                 self._changed.notify_all()
         self._cut_off(lost)
 

@@ -78,6 +78,10 @@ class OwnMembership:
     finished:        the same, without a step that would be pushed again if the place were lost
     cut_off:         is called in the heartbeat thread with each place that is lost
     script:          answers requests for what this worker's script has set
+
+    place: the one that it has taken last; None before the first
+    lost:  in a group, a place of whose loss this member has heard before it takes the next one; None: there is none
+    error: the error that has taken it off the job for good; None: it takes part
     """
 
     _leave_attempts = 1
@@ -101,7 +105,8 @@ class OwnMembership:
         self.place: JoinResult | None = None
         self.roster = Roster((), options.world_size, False)
         self._roster_of: JoinResult | None = None  # the place in which the roster was asked for
-        self._error: PSError | None = None
+        self.lost: JoinResult | None = None
+        self.error: PSError | None = None
         self._joining = False
         self._is_unknown = False  # the last heartbeat showed no token or certificate that the coordinator knows
         self._watching: RosterWatch | None = None
@@ -141,7 +146,7 @@ class OwnMembership:
         with self._changed:
             self._changed.notify_all()  # `prepare` in another thread may be waiting
         join_within(self._threads[:1], CLOSE_SECONDS)  # otherwise it could join once more after this worker has left
-        if self.place is not None and not isinstance(self._error, UnknownWorker):
+        if self.place is not None and not isinstance(self.error, UnknownWorker):
             attempts = self._leave_attempts if done else 1
             self._coordinator.leave(self.place.identity, state, done, self._script.last(), attempts)
         self._telling.close()
@@ -154,8 +159,8 @@ class OwnMembership:
 
     def raise_lost(self) -> None:
         """Raises the error that ended this worker's part in the job, if there is one."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def has_lost(self, place: JoinResult, error: BaseException) -> bool:
         """Whether a call failed because its place was lost. Then `renewed` returns the next one."""
@@ -166,7 +171,7 @@ class OwnMembership:
 
     def holds(self, place: JoinResult) -> bool:
         """Whether a place is still the current one, as far as this worker knows."""
-        return self.place is place
+        return self.place is place and self.lost is not place
 
     def renewed(self, place: JoinResult, cause: BaseException | None) -> JoinResult:
         """Waits for the place that follows a lost one, and returns it. Raises `cause`, the error that showed the loss,
@@ -186,7 +191,7 @@ class OwnMembership:
                         self._doubt.raise_it()
                         self._changed.wait_for(lambda: self._has_changed(place) or self._joining, NOTICE_SECONDS)
                         continue
-                    self._error = cause
+                    self.error = cause
                     raise cause
                 # While it joins it waits as long as the coordinator says that it gets on: that has a time of its own.
                 is_late = time.monotonic() >= until and not self._joining
@@ -209,7 +214,7 @@ class OwnMembership:
 
     def _has_changed(self, place: JoinResult) -> bool:
         """Whether a place is no longer this worker's: another one follows, or none ever will."""
-        return self.place is not place or self._error is not None
+        return self.place is not place or self.error is not None
 
     def await_started(self, place: JoinResult) -> None:
         """Waits until all declared workers have joined: with fewer, the job would train another model.
@@ -220,7 +225,7 @@ class OwnMembership:
         notice_at = began + START_NOTICE_SECONDS
         with self._changed:
             while self.holds(place) and not (self._roster_of is place and self.roster.started):
-                if self._error is not None or self._coordinator.closing.is_set():
+                if self.error is not None or self._coordinator.closing.is_set():
                     break
                 now = time.monotonic()
                 if now - began >= limit:
@@ -268,7 +273,7 @@ class OwnMembership:
         pause, closing = lease / HEARTBEATS_PER_LEASE, self._coordinator.closing
         process = HeartbeatProcess(self._options, pause)
         try:
-            while not closing.is_set() and self._error is None:
+            while not closing.is_set() and self.error is None:
                 guarded("heartbeat", lambda: process.turn(self._message()))
                 self._doubt.wait(pause)
                 if not closing.is_set():
@@ -313,7 +318,7 @@ class OwnMembership:
         with self._changed:
             if not self.holds(place):
                 return  # a late answer about the place before: it says nothing about the one taken since
-            self._error = _as_member(error)
+            self.error = _as_member(error)
             self._changed.notify_all()
         self._cut_off(place)
 

@@ -251,7 +251,8 @@ class Participation:
     @property
     def has_place(self) -> bool:
         """Whether the connection's place is still this worker's, as far as it has heard, and it has arrived there."""
-        return self.has_arrived and self._lost is None and self.members.holds(self.connection.place)
+        place, members = self.connection.place, self.members
+        return self.has_arrived and self._lost is None and members.place is place and members.lost is not place
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -122,8 +122,9 @@ class FlatModel:
         push.
         """
         for bucket in buckets:
-            if bucket.index in self._left:  # otherwise it lies in the segment, and has lost nothing
-                self.residuals.count(self._left[bucket.index])
+            left = self._left.get(bucket.index)  # None: it lies in the segment, and has lost nothing
+            if left is not None and left.error is not None:
+                self.residuals.count(left)
 
     def held_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the memory of the gradients, or differences. After a `move` pass it to `hold_gradients`."""

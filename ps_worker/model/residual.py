@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +22,7 @@ from ps_protocol.codecs import Blocks
 from ps_protocol.layout import BucketSpec
 
 
+@dataclass(eq=False)
 class Leaving:
     """A bucket that is being sent. The training thread makes it; the sending thread fills it.
 
@@ -29,11 +31,10 @@ class Leaving:
     norms: [2], the L2 norms of `error` and of what is sent; None likewise
     """
 
-    def __init__(self, bucket: BucketSpec, made: torch.cuda.Event | None) -> None:
-        self.bucket = bucket
-        self.made = made
-        self.error: torch.Tensor | None = None
-        self.norms: torch.Tensor | None = None
+    bucket: BucketSpec
+    made: torch.cuda.Event | None
+    error: torch.Tensor | None = None
+    norms: torch.Tensor | None = None
 
 
 class Residuals:

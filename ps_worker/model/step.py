@@ -26,11 +26,10 @@ from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.messages.data import BucketPush
 from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters, optimizer_name
 from ps_runtime.troubles import Troubles
-from ps_worker.metrics import WorkerMetrics
+from ps_worker.metrics import PUSH, WorkerMetrics, named
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.script_stages import Stage, next_stage, stage_of_job
 from ps_worker.tables.server_rows import ServerTables, TableStep
-from ps_worker.timeline.profiler import PUSH, named
 from ps_worker.timeline.recording import Timeline
 
 log = logging.getLogger("ps_worker")
@@ -186,7 +185,7 @@ class StepMaker:
         self.tables = tables
         self.model = FlatModel(spec, tensors, layout, self._gradient_ready)
         self._trained = layout.trained
-        self._spec = spec
+        self._spec, self._one_clock = spec, spec.consistency.one_clock
         self._wanted_overlap = overlap
         self._overlaps: dict[int, Overlap] = {}  # by the optimizer's number
         # By bucket and optimizer that has any of its slices, the positions of those that it has not.
@@ -241,11 +240,10 @@ class StepMaker:
         if ranks is None:
             self._draft_room = 0
             return
-        aggregate = self._spec.consistency.one_clock
-        if aggregate and rank == min(ranks, default=rank):
+        if self._one_clock and rank == min(ranks, default=rank):
             self._draft_room = math.inf
         else:
-            sharing = max(1, len(ranks) - 1 if aggregate else len(ranks))
+            sharing = max(1, len(ranks) - 1 if self._one_clock else len(ranks))
             self._draft_room = sum(bucket.nbytes for bucket in self._trained) / sharing
 
     @contextmanager

@@ -224,7 +224,7 @@ class Assignments:
         at_pass_begin: the step is the first of a pass over the data, but not of the first pass
         later:         it is not known yet whose assignments count: the caller calls `rely_on` afterwards
         """
-        rank, has_rows = place.identity.rank, bool(self._tables.assigned())
+        rank, has_rows = place.identity.rank, self._tables.are_some and bool(self._tables.assigned())
         if at_pass_begin and (self._weights or self._states is not None or has_rows):
             self.note_between_passes(clock)
         self._warn_of_relied_on(ranks)

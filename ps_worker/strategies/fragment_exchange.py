@@ -21,15 +21,14 @@ from typing import Any
 from ps_protocol.errors import NonFiniteGradient
 from ps_protocol.messages.workers import JoinResult
 from ps_runtime.signals import undisturbed
-from ps_worker.metrics import WorkerMetrics
+from ps_worker.metrics import PULL, PUSH, WAIT, WorkerMetrics, named
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.local_round import LocalRound
 from ps_worker.state.inner import InnerStates
 from ps_worker.state.state_sender import LEAVING_SECONDS
 from ps_worker.strategies.job_training import JobTraining
-from ps_worker.strategies.sent_step import SentStep, count_step
+from ps_worker.strategies.sent_step import SentStep
 from ps_worker.strategies.unfinished import Unfinished
-from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.values import PullResult, PushResult
 
 
@@ -156,7 +155,9 @@ class FragmentExchange:
             self._loop.end_sent(counts=True)
             is_over = bool(self._loop.lag)
             self.forget_flight()
-            self._wanted |= count_step(self._metrics, flight.pushes, flight.pulls, began, self._round.steps)
+            pulls = [pull.result() for pull in flight.pulls]
+            self._metrics.stepped([push.result() for push in flight.pushes], pulls, began, self._round.steps)
+            self._wanted |= any(pull.checkpoint for pull in pulls)
             if is_over:
                 self._end_round()
         return True

@@ -32,7 +32,7 @@ from ps_runtime.signals import is_cut_short, undisturbed
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step, teller
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
-from ps_worker.metrics import WorkerMetrics
+from ps_worker.metrics import PULL, PUSH, WAIT, WorkerMetrics, named
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.step import StepMaker
 from ps_worker.state.model_state import ModelState
@@ -41,12 +41,10 @@ from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.assignments import Assignments, SetByScript, fetch_weights, fetched_states, send_assigned_rows
 from ps_worker.strategies.job_stages import JobStages
 from ps_worker.strategies.late_script import LateScript
-from ps_worker.strategies.row_reads import RowReads
-from ps_worker.strategies.sent_step import SentStep, count_step, last_state
+from ps_worker.strategies.sent_step import SentStep, last_state
 from ps_worker.strategies.step_kind import StepKind
 from ps_worker.strategies.together import StepsTogether
 from ps_worker.strategies.unfinished import Fate, Unfinished
-from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
@@ -167,10 +165,6 @@ class JobTraining:
         """Steps finished, counted from the job's beginning."""
         return self.participation.connection.clock - self.lag
 
-    def row_reads(self) -> RowReads:
-        """Returns an object that reads rows for this worker."""
-        return RowReads(self.participation, self.in_place, self._metrics, lambda: self.is_past)
-
     def look_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches of a loader. If a table can find its ids in them, one batch is read ahead."""
         tables = self._steps.tables
@@ -184,7 +178,8 @@ class JobTraining:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
         if self.is_past:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
-        self.stages.check_steps(index)
+        if self._steps.stage.number:  # no optimizer is replaced before
+            self.stages.check_steps(index)
         self.rolled_back = False
         if self.script.is_late:
             self.script.follow()
@@ -249,7 +244,8 @@ class JobTraining:
     def _in_this_place(self, exchange: Callable[[], None], end: Callable[[], object] | None) -> bool | None:
         if self._together is not None:
             return self._together.run(exchange)
-        self.participation.members.raise_lost()
+        if self.participation.members.error is not None:
+            self.participation.members.raise_lost()
         if self._left is not None:  # an interrupt came on the way to the place: this worker has not arrived there yet
             counts = self.come_back()
             if end is None or self.rolled_back or self.model.spec.local is not None:
@@ -331,7 +327,8 @@ class JobTraining:
         """Pushes the step at hand, and pulls. Once all is over it returns the calls, which it adds to `through`, with
         when it began to wait; and whether a checkpoint wants this worker's state after the step."""
         connection, step, begun = self.participation.connection, unfinished.step, unfinished.begun
-        self.stages.tell()
+        if self._steps.stage.number:
+            self.stages.tell()
         if self.assignments.send(connection, begun):
             self.participation.settle()
         tables = self._steps.tables if self._steps.tables.are_some else None
@@ -361,8 +358,10 @@ class JobTraining:
         """Counts a step's pushes and pulls, which are over. is_wanted: a checkpoint wants this worker's state, too"""
         with named(PULL):
             self.model.end_pull()
-        self.stages.told()
-        count_step(self._metrics, *calls, self.clock)
+        if self._steps.stage.number:
+            self.stages.told()
+        pushed, pulls, began = calls
+        self._metrics.stepped([push.result() for push in pushed], [pull.result() for pull in pulls], began, self.clock)
         self._allow_drafts()
         with undisturbed():
             self.end_sent(counts=True)

@@ -50,6 +50,7 @@ from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.gradient_steps import GradientSteps
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.local_rounds import LocalRounds, outer_optimizer
+from ps_worker.strategies.row_reads import RowReads
 from ps_worker.strategies.step_kind import StepKind
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import named_tables
@@ -289,7 +290,8 @@ def join(
         kind = partial(_kind_of_steps, maker=steps, metrics=metrics, own=own, beside=beside)
         training = JobTraining(participation, steps, tensors, groups, metrics, device, beside, kind)
         undo.callback(training.close)
-        undo.callback(tables.connect(training.row_reads(), participation.connection.shards))
+        reads = RowReads(participation, training.in_place, metrics, lambda: training.is_past)
+        undo.callback(tables.connect(reads, participation.connection.shards))
         metrics.watch_model(ModelNumbers(tables.looked_up, steps.model.residuals.ratio))
         for optimizer in optimizers:
             optimizer.state.clear()  # the shards have it, and a copy here would not follow

@@ -1,6 +1,4 @@
-"""A step whose pushes are under way, so that it is not known yet whether it counts. `count_step` records a finished
-step.
-"""
+"""A step whose pushes are under way, so that it is not known yet whether it counts."""
 
 from __future__ import annotations
 
@@ -13,13 +11,11 @@ from typing import Any
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.workers import JoinResult, SavedState
 from ps_runtime.signals import is_cut_short
-from ps_worker.metrics import WorkerMetrics, added
 from ps_worker.model.flat import FlatModel
 from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.state.state_sender import LEAVING_SECONDS
 from ps_worker.tables.assigned import AssignedRows
 from ps_worker.tables.server_rows import ServerTables
-from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
 
@@ -101,23 +97,3 @@ def last_state(
         clock = sent.clock - (not counts)
         model.count(sent.buckets if counts else ())
     return SavedState(clock, checkpoint.last_state(clock, counts, cut_short=is_cut_short()))
-
-
-def count_step(
-    metrics: WorkerMetrics,
-    pushes: Sequence[Future[PushResult]],
-    pulls: Sequence[Future[PullResult]],
-    began: float,
-    clock: int,
-) -> bool:
-    """Records a finished step in the metrics. Returns whether a checkpoint needs this worker's state after it.
-
-    began: when the worker began to wait for the step, on the timer's clock
-    clock: the clock of the step
-    """
-    sent, received = [push.result() for push in pushes], [pull.result() for pull in pulls]
-    pushed = max([began, *(push.staged for push in sent)])
-    waited = max((pull.waited for pull in received), default=0.0)
-    out = added({push.wire: push.size} for push in sent)
-    metrics.stepped(out, added(pull.sizes for pull in received), pushed, waited, clock)
-    return any(pull.checkpoint for pull in received)

@@ -2,6 +2,5 @@
 
 recording.py  What is noted of the steps that are recorded; of all others, nothing
 clocks.py     The clocks of shards, on this worker's own
-profiler.py   Names for torch's profiler
 chrome.py     A recording as a Chrome trace, which Perfetto opens
 """

@@ -8,6 +8,7 @@ import mmap
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ import torch
 
 import ps_torch as ps
 from ps_feed.edition import Arriving, Contents, Damaged
-from ps_feed.mapping import HandedOver
+from ps_feed.mapping import HandedOver, Handover
 from ps_protocol.errors import Forbidden, NotShared
-from ps_protocol.handover import MappingOffer
+from ps_protocol.handover import SOCKET_PREFIX, MappingOffer
 from ps_protocol.messages.editions import BucketPlace, EditionBucket
-from ps_runtime.local_sockets import reach
+from ps_runtime.local_sockets import listen, reach
 from ps_runtime.memory_files import MemoryFile
 from ps_server.config import ServerConfig
 from ps_server.relay import mapped
@@ -167,6 +168,26 @@ def test_slow_readers_hold_a_bounded_part_of_the_relays_memory_and_the_others_ge
         gc.collect()
         until(lambda: followed.mapped.held_bytes() == 0, "the relay to notice")
         assert read() == 0
+
+
+def test_a_reader_removes_the_sockets_of_dead_ones_once_and_looks_at_no_socket_again(here: Path) -> None:
+    dead, live = (SOCKET_PREFIX + digit * 32 for digit in "01")
+    closed, _ = listen(here, dead, 1)
+    closed.close()
+    with contextlib.closing(listen(here, live, 8)[0]) as listener:
+        long_ago = time.time() - 3600
+        for name in (dead, live):
+            os.utime(here / name, (long_ago, long_ago))
+        handover = Handover(here, "job")
+        for _ in range(3):
+            with handover.offered(True) as files:
+                assert files is not None
+        assert [each.name for each in here.iterdir()] == [live]
+        for _ in ("as it was made", "by the reader"):
+            listener.accept()[0].close()
+        listener.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 @pytest.mark.parametrize("where", ["no memory files", "another directory", "no directory"])

@@ -13,7 +13,7 @@ import pytest
 
 from ps_launch.launch_folder import LEFT_SECONDS, LOCK, PREFIX, launch_folder, remove_leftovers
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.segment_layout import SOCKET_PREFIX
+from ps_protocol.handover import SOCKET_PREFIX
 from ps_runtime.local_sockets import listen
 from ps_runtime.local_sockets import remove_leftovers as remove_sockets
 from tests.tools.launching import START_SECONDS, Commands, script

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ps_frames.frames import TICKET_BYTES, Kind, write_header
-from ps_frames.server import TICKET_SECONDS, Opener, Tickets
+from ps_frames.listener import TICKET_SECONDS, Tickets
+from ps_frames.server import Opener
 from ps_protocol.errors import (
     Fenced,
     Forbidden,

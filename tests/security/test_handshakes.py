@@ -17,8 +17,8 @@ import torch
 
 from ps_frames import listener as data_listener
 from ps_frames.frames import TICKET_BYTES, Kind, write_header
-from ps_frames.listener import MOST_STRANGERS, Handshakes, _is_of
-from ps_frames.server import Opener, Tickets
+from ps_frames.listener import MOST_STRANGERS, Handshakes, Tickets, _is_of
+from ps_frames.server import Opener
 from ps_protocol.identity import Identity
 from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.credentials import Tls

@@ -23,9 +23,9 @@ from torch import nn
 
 import ps_worker
 from ps_frames.frames import TICKET_BYTES, Kind, frames_over, write_header
+from ps_frames.listener import Tickets
 from ps_frames.loans import Loans
-from ps_frames.sender import FrameSender, LentFrame
-from ps_frames.server import Tickets
+from ps_frames.server import FrameSender, LentFrame
 from ps_protocol.errors import InvalidRequest, Untrusted
 from ps_runtime import reloading
 from ps_runtime.credentials import Access, Tls, access, certificate_expiry, require_encryption

@@ -22,8 +22,7 @@ from ps_frames.frames import (
     write_header,
 )
 from ps_frames.loans import Loans
-from ps_frames.sender import FrameSender, LentFrame
-from ps_frames.server import ReceiveBuffers
+from ps_frames.server import FrameSender, LentFrame, ReceiveBuffers
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer, Parts, message_parts, split_head, split_message
 from ps_protocol.v1 import data_pb2

@@ -108,7 +108,7 @@ class Cable:
         def open_data_connection(offer: Offer, address: str, *more: Any) -> ClientConnection:
             if offer.port and address in {proxy.address for proxy in self._proxies.values()}:
                 port = self._proxy_of(f"127.0.0.1:{offer.port}").rpartition(":")[2]
-                offer = offer._replace(port=int(port))
+                offer = replace(offer, port=int(port))
             return opened(offer, address, *more)
 
         monkeypatch.setattr(calls, "open_data_connection", open_data_connection)

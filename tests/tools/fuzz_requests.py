@@ -144,7 +144,10 @@ _REQUESTS = [
     feed_pb2.DescribeWeightsRequest(job=JOB, with_spec=True),
     feed_pb2.PullEditionRequest(job=JOB, wire_format=types_pb2.WIRE_FORMAT_BFLOAT16),
     feed_pb2.PullEditionRequest(job=JOB, version=2, buckets=[0]),
-    feed_pb2.PullEditionRequest(job=JOB, base_versions={0: 0, 1: 2**63}),
+    feed_pb2.PullEditionRequest(job=JOB, base_versions={0: 0, 1: 2**63}, sparse_changes=True, part_bytes=1),
+    feed_pb2.PullEditionRequest(
+        job=JOB, mapping=feed_pb2.MappingOffer(location="ps-torch-" + "0" * 32, nonce=bytes(32))
+    ),
     data_pb2.PushRequest(header=_header("GRADIENT", groups=[_GROUP], ranges=[_RANGE]), payload=bytes(64)),
     data_pb2.PushRequest(header=_header("DRAFT"), payload=bytes(64)),
     data_pb2.PushRequest(header=_header("GRADIENT", "GRADIENT"), payload=bytes(128)),

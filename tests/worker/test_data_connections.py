@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 from ps_frames import client
 from ps_frames.client import ClientConnection, EachAnswer, OneAnswer, reading_threads
 from ps_frames.frames import HEADER_BYTES, Kind, Offer, frames_over, read_header, write_header
-from ps_frames.sender import FrameSender
+from ps_frames.server import FrameSender
 from ps_protocol.errors import InvalidRequest, Unreachable
 from ps_protocol.framing import Parts
 from ps_runtime.grpc_status import CallFailed
@@ -108,7 +109,7 @@ def test_a_port_that_is_closed_at_first_is_tried_again(
 
     def opened(offer: Offer, *more: Any) -> ClientConnection:
         if not is_open.is_set():
-            offer = offer._replace(port=1)  # no process listens on it
+            offer = replace(offer, port=1)  # no process listens on it
         return open_there(offer, *more)
 
     monkeypatch.setattr(calls, "open_data_connection", opened)

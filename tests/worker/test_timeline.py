@@ -19,10 +19,10 @@ import ps_worker
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.layout import BucketSpec, Layout, Slice
 from ps_protocol.messages.data import BucketTimes, PulledBucket
+from ps_worker.metrics import PULL, PUSH, WAIT, named
 from ps_worker.timeline import recording
 from ps_worker.timeline.chrome import SIX, BucketMoments, StepMoments, events
 from ps_worker.timeline.clocks import ClockReading, ShardClocks
-from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.timeline.recording import UNRECORDED, RecordingRequest, Timeline
 from tests.tools.cluster import Cluster
 
@@ -205,6 +205,6 @@ def test_the_profiler_shows_push_wait_and_pull(shared: Cluster, job: str, transp
 
 
 def test_while_no_profiler_runs_a_name_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ps_worker.timeline.profiler.record_function", lambda name: pytest.fail(name))
+    monkeypatch.setattr("ps_worker.metrics.record_function", lambda name: pytest.fail(name))
     with named(PUSH):
         pass

@@ -18,8 +18,14 @@ from ps_protocol.messages.data import BucketPush
 from ps_protocol.v1.data_pb2 import PushRequest
 from ps_runtime.pools import Closed
 from ps_worker.cluster.calls import DATA_SERVICE, ShardCalls
-from ps_worker.cluster.network import PUSHES_IN_FLIGHT, PUSHES_TO_ONE_SHARD, NetworkTransport, network_pushers, pullers
 from ps_worker.cluster.shared_memory import SharedTransport
+from ps_worker.cluster.transport import (
+    PUSHES_IN_FLIGHT,
+    PUSHES_TO_ONE_SHARD,
+    NetworkTransport,
+    network_pushers,
+    pullers,
+)
 from ps_worker.model.flat import FlatModel
 from ps_worker.timeline.recording import Timeline
 from tests.tools.cluster import until
