@@ -289,7 +289,8 @@ class Participation:
 
     def begin_step(self) -> None:
         """Begins the next step in the timeline; where it is recorded, with the clocks of the shards."""
-        if self.timeline.begin_step(self.connection.clock + 1, self.rank):
+        timeline = self.timeline
+        if timeline.wanted is not None and timeline.begin_step(self.connection.clock + 1, self.rank):
             self.connection.read_clocks()
 
     def settle(self) -> None:
