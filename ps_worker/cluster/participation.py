@@ -22,6 +22,7 @@ from ps_protocol.errors import FinishedWithout, JobFinished, NotFound, PSError, 
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
+from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap, read_script, write_script
 from ps_runtime.pools import Closed
 from ps_worker.cluster.connection import Connection
@@ -247,6 +248,11 @@ class Participation:
         """The connection of the place that the training thread is in. There is one from `connect` on."""
         assert self._connection is not None
         return self._connection
+
+    @property
+    def draft(self) -> Callable[[BucketSpec], int]:
+        """A function that sends a full bucket over the connection of that moment; see Connection.draft."""
+        return lambda bucket: self.connection.draft(bucket)
 
     @property
     def has_place(self) -> bool:
