@@ -22,6 +22,9 @@ IN_VENV := .venv/bin
 PIP := $(IN_VENV)/python -m pip -qq --disable-pip-version-check
 # torch is most of what is downloaded, so its progress is shown.
 PIP_TORCH := $(IN_VENV)/python -m pip --disable-pip-version-check install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+# Of all else the names, as they come. There is no pipefail in sh: what follows on it removes a file that only a success left.
+PIP_NAMED = { $(IN_VENV)/python -m pip --disable-pip-version-check install $(1) && touch $@.whole; } \
+	| sed -nu 's/^Collecting \([^ ;=<>~[]*\).*/  \1/p'; rm $@.whole
 PIP_PROTO := .venv-proto/bin/python -m pip -qq --disable-pip-version-check
 RELEASED := proto/released.binpb
 # Versions that belong together on every Python from 3.10 on, as markers say.
@@ -192,11 +195,12 @@ EXTRAS := examples ray
 UPGRADE_PIP = $(1) install --constraint constraints.txt --upgrade pip
 .venv/%.stamp: $(IN_VENV)/python pyproject.toml constraints.txt requirements.lock requirements-dev.lock
 	@$(IN_VENV)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(PIP_TORCH) '$(TORCH)'; }
-	@echo "installing this project and what it needs, with '$*': a minute or two, without a word from pip"
+	@echo "installing this project and what it needs, with '$*': a minute or two, in which pip fetches"
 	@$(call UPGRADE_PIP,$(PIP))
-	@$(PIP) install --require-hashes --requirement $(if $(filter dev,$*),requirements-dev.lock,requirements.lock)
-	@$(PIP) install --no-build-isolation --constraint constraints.txt \
-		$(if $(filter $(EXTRAS),$*),--editable '.[$*]',--group $* --editable .)
+	@$(call PIP_NAMED,--require-hashes --requirement $(if $(filter dev,$*),requirements-dev.lock,requirements.lock))
+	@echo "compiling what tables run on, and what '$*' has beside:"
+	@$(call PIP_NAMED,--no-build-isolation --constraint constraints.txt \
+		$(if $(filter $(EXTRAS),$*),--editable '.[$*]',--group $* --editable .))
 	@touch $@
 
 # An editable install has compiled the library; again when its sources have changed.

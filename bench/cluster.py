@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from bench.results import THREADS
 from bench.talk import answer, end, tell
 from bench.training import Task
 from ps_runtime.credentials import is_loopback
+from ps_runtime.free_ports import free_port
 from ps_server.ops.dev_certs import AUTHORITY, SERVER, WORKER, write
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,7 +161,7 @@ class Group:
 
     def __init__(self, places: Sequence[Host], module: str, orders: Sequence[Any], port: int | None = None) -> None:
         world = {"WORLD_SIZE": str(len(places)), "MASTER_ADDR": places[0].address}
-        world["MASTER_PORT"] = str(port or free_port())
+        world["MASTER_PORT"] = str(port or free_port(HERE.address))
         self._running: list[subprocess.Popen[str]] = []
         try:
             for rank, (host, order) in enumerate(zip(places, orders, strict=True)):
@@ -222,10 +222,3 @@ def take_turns(groups: Mapping[str, Group], turns: int, steps: int) -> dict[str,
 def job_name(text: str) -> str:
     """Returns a text as the name of a job."""
     return re.sub("[:/+. ]", "-", text)
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind((HERE.address, 0))
-        return int(probe.getsockname()[1])

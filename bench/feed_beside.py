@@ -15,12 +15,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import HERE, Group, Host, free_port, servers, trainers
+from bench.cluster import HERE, Group, Host, servers, trainers
 from bench.feed_peer import Peer
 from bench.feed_reader import Followed
 from bench.peer_ray import ray_here
 from bench.results import Result, median_ms, result
 from bench.training import Task
+from ps_runtime.free_ports import free_port
 from tests.tools.network import Network, ip
 
 SECONDS = 300.0  # for an answer
@@ -112,7 +113,7 @@ def _together(seen: Sequence[Seen]) -> Seen:
 
 @contextlib.contextmanager
 def _peer(kind: str, task: Task, hosts: Sequence[Host], folder: str) -> Iterator[Group]:
-    told = asdict(Peer(kind, replace(task, mode="single"), free_port(), folder))
+    told = asdict(Peer(kind, replace(task, mode="single"), free_port(HERE.address), folder))
     if kind == "ray":
         group = Group([ray_here(Path(folder))], "bench.feed_ray", [told])
     else:

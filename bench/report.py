@@ -149,4 +149,6 @@ def _cell(line: Result, field: str, form: str) -> str:
         return ""
     if isinstance(value, dict):
         return ", ".join(f"{name} {form.format(each / UNITS[field])}" for name, each in value.items())
-    return form.format(value / UNITS[field] if field in UNITS else value)
+    value = value / UNITS[field] if field in UNITS else value
+    text = form.format(value)
+    return text if "e+" not in text else f"{value:.0f}"  # 17920, not 1.792e+04

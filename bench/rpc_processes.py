@@ -9,8 +9,9 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from bench.cluster import HERE, START_SECONDS, free_port
+from bench.cluster import HERE, START_SECONDS
 from bench.talk import end, tell
+from ps_runtime.free_ports import free_port
 
 
 @contextlib.contextmanager
@@ -19,7 +20,7 @@ def rpc_servers(name: str, count: int, **order: Any) -> Iterator[str]:
 
     order: what each server is told, besides its number, how many there are, and that address
     """
-    address = f"tcp://{HERE.address}:{free_port()}"
+    address = f"tcp://{HERE.address}:{free_port(HERE.address)}"
     running = [HERE.start("bench.serving", name) for _ in range(count)]
     try:
         for number, process in enumerate(running):

@@ -1,7 +1,8 @@
 """An edition: an unchanging copy of a job's weights, put together from what shards send.
 
 Its elements lie in one piece of memory for each of the job's flat spaces (ps_protocol/layout.py), so each tensor is a
-view of it, wherever the job cuts its buckets.
+view of it, wherever the job cuts its buckets. Where workers are groups that hold a parameter in pieces, each piece is a
+view, and the tensor is joined of them when it is asked for.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import numpy.typing as npt
 
 from ps_feed.mapping import HandedOver
 from ps_protocol.changes import apply_change
-from ps_protocol.errors import InvalidRequest, NotShared, Unsupported
-from ps_protocol.job import JobSpec, has_pieces
+from ps_protocol.errors import InvalidRequest, NotShared
+from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout, ParameterSpec, bucket_layout, space_of
 from ps_protocol.messages.editions import EditionBucket
+from ps_protocol.pieces import validate_pieces
 from ps_runtime.memory_files import MemoryFile
 
 log = logging.getLogger("ps_feed")
@@ -55,22 +57,18 @@ class Contents:
 
     parameters: names of those that are wanted; None: all
     wire:       the type in which float32 elements of trained parameters travel
+    tensors:    by name, its pieces among the job's parameters; of most jobs one each
     """
 
     def __init__(self, spec: JobSpec, parameters: Collection[str] | None, wire: str) -> None:
-        """Raises InvalidRequest for names that the job has not, Unsupported for a job whose parameters are cut."""
-        if has_pieces(spec):
-            raise Unsupported(
-                f"the workers of job {spec.name!r} are groups that hold its parameters in pieces, which have no "
-                "editions yet: read a checkpoint of it, exported with `ps-server export`"
-            )
+        """Raises InvalidRequest for names that the job has not, and for pieces that are no whole tensors."""
+        validate_pieces(spec.parameters, spec.group_size)
         self.spec, self.wire = spec, wire
         self.layout: Layout = bucket_layout(spec.parameters, spec.bucket_bytes)
-        self.tensors: dict[str, int] = {
-            each.name: index
-            for index, each in enumerate(spec.parameters)
-            if parameters is None or each.name in parameters
-        }
+        self.tensors: dict[str, list[int]] = {}
+        for index, each in enumerate(spec.parameters):
+            if parameters is None or each.name in parameters:
+                self.tensors.setdefault(each.name, []).append(index)
         if parameters is not None:
             unknown = sorted(set(parameters) - self.tensors.keys())
             if unknown:
@@ -78,7 +76,7 @@ class Contents:
                     f"job {spec.name!r} has no parameter {', '.join(unknown[:3])}; it has {len(spec.parameters)}, such "
                     f"as {', '.join(each.name for each in spec.parameters[:3])}"
                 )
-        wanted = set(self.tensors.values())
+        wanted = {index for pieces in self.tensors.values() for index in pieces}
         self.buckets: dict[int, BucketSpec] = {
             bucket.index: bucket
             for bucket in self.layout.buckets
@@ -93,6 +91,10 @@ class Contents:
     def size(self, bucket: BucketSpec) -> int:
         """Returns the bytes of a bucket in an edition."""
         return bucket.numel * DATA_TYPES[self.dtype(bucket)].itemsize
+
+    def is_saved(self, name: str) -> bool:
+        """Whether a tensor is in the model's state_dict."""
+        return self.spec.parameters[self.tensors[name][0]].is_saved
 
     @property
     def is_trained(self) -> bool:
@@ -157,8 +159,22 @@ class EditionArrays:
         return list(self.contents.tensors)
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a tensor, without a copy. Raises KeyError for a name that it has not."""
-        index = self.contents.tensors[name]
+        """Returns a tensor, without a copy if it is in one piece. Raises KeyError for a name that it has not."""
+        first, *others = self.contents.tensors[name]
+        place = self.contents.spec.parameters[first].piece
+        if place is None or not others:
+            return self._piece(first)
+        values, dtype, element = self._piece(first)
+        whole = np.empty(place.whole_shape, values.dtype)
+        for index in (first, *others):
+            parameter = self.contents.spec.parameters[index]
+            assert parameter.piece is not None
+            ends = zip(parameter.piece.offsets, parameter.shape, strict=True)
+            whole[tuple(slice(start, start + length) for start, length in ends)] = self._piece(index).values
+        whole.flags.writeable = False
+        return Tensor(whole, dtype, element)
+
+    def _piece(self, index: int) -> Tensor:
         parameter = self.contents.spec.parameters[index]
         dtype = self.contents.dtype(parameter)
         itemsize, start = DATA_TYPES[dtype].itemsize, self.contents.layout.offsets[index]

@@ -1,4 +1,4 @@
-"""An edition as a safetensors file, made of views of its memory: only its header is copied.
+"""An edition as a safetensors file, made of views of its memory: only its header is copied, and tensors in pieces.
 
 The format: 8 bytes with the length of a JSON text, little-endian; the text, which says where each tensor lies; and the
 tensors, without gaps (https://github.com/huggingface/safetensors#format).
@@ -35,10 +35,7 @@ class TensorFile:
     """
 
     def __init__(self, edition: EditionArrays, job: str) -> None:
-        spec = edition.contents.spec
-        saved = {
-            name: tensor for name, tensor in edition.items() if spec.parameters[edition.contents.tensors[name]].is_saved
-        }
+        saved = {name: tensor for name, tensor in edition.items() if edition.contents.is_saved(name)}
         # The largest elements first, so that each tensor is aligned as its elements need it.
         names = sorted(saved, key=lambda name: -saved[name].values.itemsize)
         about = {"format": "pt", "job": job, "run": edition.run, "version": str(edition.version)}

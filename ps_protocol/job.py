@@ -330,7 +330,7 @@ def are_cut_alike(one: JobSpec, other: JobSpec) -> bool:
     """Whether the members of groups hold the same pieces in two jobs of one model, in the same order. Jobs whose
     workers have one process each are cut alike.
     """
-    if not (has_pieces(one) or has_pieces(other)):
+    if not any(each.piece is not None for spec in (one, other) for each in spec.parameters):
         return True
     each = [[(p.key, p.shape, p.member) for p in spec.parameters] for spec in (one, other)]
     return one.group_size == other.group_size and each[0] == each[1]
@@ -343,11 +343,6 @@ def difference_of_uncut(registered: JobSpec, offered: JobSpec) -> str | None:
     if are_cut_alike(registered, offered):
         return difference(registered, offered)
     return difference(_uncut(registered), _uncut(offered))
-
-
-def has_pieces(spec: JobSpec) -> bool:
-    """Whether workers are groups that cut parameters: readers get no editions of such a job."""
-    return any(each.piece is not None for each in spec.parameters)
 
 
 def _uncut(spec: JobSpec) -> JobSpec:

@@ -40,10 +40,11 @@ class Edition:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the tensors by the model's own names, on the CPU. They share the edition's memory: do not write to
         them."""
-        return {name: self.tensor(name) for name in self.arrays.names() if self._is_saved(name)}
+        return {name: self.tensor(name) for name in self.arrays.names() if self.arrays.contents.is_saved(name)}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns a tensor, without a copy: do not write to it. Raises KeyError for a name that it has not."""
+        """Returns a tensor: do not write to it. It is no copy, unless groups of processes hold it in pieces: then it is
+        joined of them at each call. Raises KeyError for a name that it has not."""
         values, dtype, element = self.arrays.tensor(name)
         tensor = tensor_from(values.reshape(-1).view("uint8").data, dtype).view(values.shape)
         return whole_of(tensor, element) if element else tensor
@@ -78,10 +79,6 @@ class Edition:
             _write(Path(path), tensors, about)
         else:
             _write_shards(Path(path), tensors, about, max_shard_bytes)
-
-    def _is_saved(self, name: str) -> bool:
-        contents = self.arrays.contents
-        return contents.spec.parameters[contents.tensors[name]].is_saved
 
 
 class MadeOf:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
 from transformers import Trainer, TrainerCallback
 
@@ -145,11 +146,16 @@ class OnServers:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model, on rank 0. In a checkpoint the others wait for it: they look for the best one's files."""
-        if self._stepper is not None and self.args.should_save:
-            self.session.global_weights(self.model)  # in ssp and async the model has every acknowledged update then
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         if _internal_call and self._stepper is not None:
             self.session.barrier()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Writes the weights of the job: in ssp and async with every acknowledged update, in local:H those that the
+        round began with, and not rank 0's own."""
+        if state_dict is None and self._stepper is not None and self.args.should_save:
+            state_dict = _tied(self.model, self.session.global_weights(self.model))
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Writes the random states of all workers, on rank 0, so that each goes on with its own."""
@@ -189,6 +195,18 @@ class _Progress(TrainerCallback):
         steps = state.max_steps - state.global_step
         if steps > 0:
             self._session.progress(total=self._session.clock + steps)
+
+
+def _tied(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """Returns weights in which those that are one tensor in the model are one tensor, too: save_pretrained leaves them
+    out, as it does of the model itself.
+    """
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        source = first.setdefault(id(parameter), name)
+        if name in weights and source in weights:
+            weights[name] = weights[source]
+    return weights
 
 
 class _EpochBatches(BatchSampler):

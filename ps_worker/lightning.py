@@ -231,6 +231,7 @@ class FabricParameterServerStrategy(_OnSession, FabricStrategy):
     def __init__(self, session: Session | None = None, **options: Any) -> None:
         _OnSession.__init__(self, session, options)
         FabricStrategy.__init__(self)
+        self._trained: list[nn.Module] = []  # the script's own modules that the session has prepared
         self._backward_sync_control = _NoSync(self.session)
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -249,9 +250,11 @@ class FabricParameterServerStrategy(_OnSession, FabricStrategy):
         """Joins the job with a model and its optimizers; those that a session has prepared stay as they are."""
         if all(isinstance(optimizer, ServerOptimizer) for optimizer in optimizers):
             self._joined = True
+            self._trained.append(self.session.unwrap(module))
             return module, optimizers, scheduler
         things = (module, *optimizers) if scheduler is None else (module, *optimizers, scheduler)
         prepared = self._prepare(*things)
+        self._trained.append(self.session.unwrap(prepared[0]))
         return prepared[0], list(prepared[1 : 1 + len(optimizers)]), scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -261,8 +264,13 @@ class FabricParameterServerStrategy(_OnSession, FabricStrategy):
         return optimizer
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Returns the state of the user's own module."""
-        return self.session.unwrap(module).state_dict()
+        """Returns the state of the user's own module; on the worker that writes checkpoints with the weights of the
+        job, with every acknowledged update."""
+        own = self.session.unwrap(module)
+        if not self.is_global_zero or not any(own is each for each in self._trained):
+            state: dict[str, Any] = own.state_dict()
+            return state
+        return self.session.global_weights(own)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Loads into the user's own module."""

@@ -118,9 +118,10 @@ def shared() -> Iterator[Cluster]:
     """Two shards that tests share, each with a job of its own (see `job`); stopped after the last.
 
     Some tests register jobs that no worker joins: there may be more of them than a server takes by default. Some kill
-    workers, and no launcher reports it: their jobs do not wait for those.
+    workers, and no launcher reports it: their jobs do not wait for those. Raw workers send no heartbeats: on a busy
+    machine a test of them may take longer than the lease that servers have by default.
     """
-    running = Cluster(limits=replace(DEFAULTS, jobs=1024), absence_seconds=0.0)
+    running = Cluster(limits=replace(DEFAULTS, jobs=1024), absence_seconds=0.0, lease=30.0)
     yield running
     running.stop()
 

@@ -163,7 +163,12 @@ class UpdateRule(Generic[T]):
 
     def has(self, owed: Mapping[int, int]) -> bool:
         """Whether the weights have all contributions that an earlier call of `owed` returned: a clock by rank."""
-        return all(self.applied.get(rank, 0) >= clock for rank, clock in owed.items())
+        if not all(self.applied.get(rank, 0) >= clock for rank, clock in owed.items()):
+            return False
+        # A rank that has joined again begins with all its steps counted, and the open update may have one of them.
+        staged = [(add.rank, add.clock) for add in self.added]
+        staged += [(add.rank, add.clock) for add in self.waiting.values()]
+        return all(clock > owed.get(rank, 0) for rank, clock in staged)
 
     def frontier(self) -> int:
         """Returns the highest clock that any worker, live or gone, has reached on this bucket."""

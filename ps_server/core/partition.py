@@ -20,7 +20,7 @@ from typing import Any
 
 from ps_protocol.errors import Fenced, InvalidRequest, OutOfOrder, PSError, anew
 from ps_protocol.identity import Identity
-from ps_protocol.job import JobSpec, has_pieces
+from ps_protocol.job import JobSpec
 from ps_protocol.layout import Layout, bucket_layout
 from ps_server.core.agreement import Agreement
 from ps_server.core.budget import PrincipalBudget, StagingRoom, derived_limit
@@ -103,7 +103,7 @@ class JobPartition:
         for index, bucket in here.items():
             rule: UpdateRule[Gradient] = update_rule(spec.consistency, self.roster)
             weights = DenseBucket(spec, bucket, scratch, rule.mixes_clocks)
-            self.buckets[index] = Bucket(bucket, rule, weights, *shared, self.checker, not has_pieces(spec))
+            self.buckets[index] = Bucket(bucket, rule, weights, *shared, self.checker)
         self.tables: dict[int, ShardTable] = {
             index: ShardTable(index, table, update_rule(spec.consistency, self.roster), place, *shared)
             for index, table in tables.items()

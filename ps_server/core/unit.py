@@ -278,11 +278,9 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         room: StagingRoom,
         data: DataCommits,
         checker: PushChecker,
-        is_read: bool = True,
     ) -> None:
-        """is_read: there are editions of the job, so what rank 0 tells for readers is kept"""
         super().__init__(spec.index, rule, weights, room, data)
-        self.spec, self._checker, self._is_read = spec, checker, is_read
+        self.spec, self._checker = spec, checker
         self._told: tuple[int, torch.Tensor] | None = None  # for readers: rank 0's steps by then, and its values
 
     @property
@@ -323,7 +321,7 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
     def told_bytes(self, command: Initialise) -> int:
         """Returns the bytes that a command takes here because it tells readers something newer; 0: it does not."""
         is_newer = command.clock > self.told_version and not self.is_trained
-        is_kept = self._is_read and self.rule.initialised and is_newer and isinstance(command.value, torch.Tensor)
+        is_kept = self.rule.initialised and is_newer and isinstance(command.value, torch.Tensor)
         return self.spec.nbytes if is_kept else 0
 
     def shown(self) -> tuple[int, torch.Tensor]:

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future, wait
 
-from ps_protocol.job import has_pieces
 from ps_protocol.messages.workers import JoinResult
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.connection import Connection
@@ -36,7 +35,6 @@ class ToldBuffers:
 
     def __init__(self, model: FlatModel, connection: Callable[[], Connection]) -> None:
         self._model, self._connection = model, connection
-        self._is_read = not has_pieces(model.spec)
         self._due = 0.0
         self._place: JoinResult | None = None  # from which it was told: in a later one the shards may have lost it
         self._told: dict[int, int] = {}  # by bucket, the checksum of what was told
@@ -52,7 +50,7 @@ class ToldBuffers:
         """
         now, connection = time.monotonic(), self._connection()
         is_due = now >= self._due or is_last
-        if connection.place.identity.rank != 0 or not is_due or not self._is_read:
+        if connection.place.identity.rank != 0 or not is_due:
             return
         if connection.place is not self._place:
             self._place, self._failures = connection.place, 0

@@ -331,7 +331,14 @@ def _divides_itself(dataset: IterableDataset[Any]) -> bool:
         return False
     if any(attributes.get(name) is not None for name in _PARTS):
         return True
+    if _is_streaming(dataset):  # what it has read of the launcher's variables
+        return any(getattr(value, "num_ranks", 1) > 1 for value in attributes.values())
     return any(_divides_itself(inner) for inner in attributes.values() if isinstance(inner, IterableDataset))
+
+
+def _is_streaming(dataset: IterableDataset[Any]) -> bool:
+    """Whether a dataset is MosaicML's StreamingDataset, or of a class made of it."""
+    return any(kind.__module__.partition(".")[0] == "streaming" for kind in type(dataset).__mro__)
 
 
 def warning_once(
@@ -345,6 +352,13 @@ def warning_once(
         index, count = share()
         if count > 1 and index == 0 and not warned and not _divides_itself(loader.dataset):  # type: ignore[arg-type]
             warned = True
+            if _is_streaming(loader.dataset):  # type: ignore[arg-type]
+                log.warning(
+                    "the loader's %s divides itself by the variables RANK and WORLD_SIZE, and has found none: each of "
+                    "the %d workers reads all of it. Set them before it is made, as docs/training.md shows (Data)",
+                    *(type(loader.dataset).__name__, count),
+                )
+                return begin()
             log.warning(
                 "the loader's %s is not seen to be divided among the %d workers: divide an IterableDataset by "
                 "session.rank and session.world_size%s, or each worker reads all of it. If it is divided, give it an "

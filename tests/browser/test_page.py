@@ -164,6 +164,17 @@ def test_the_straggler_is_named_and_every_worker_has_its_row(look: Callable[...,
     until(lambda: page.locator("#race .waits").count() > 0, "an arrow from a worker that waits", SECONDS)
 
 
+def test_the_first_screen_of_a_laptop_has_the_loss(look: Callable[..., Any]) -> None:
+    """Sentence, figures and the curve of the loss, without scrolling, at 1280 by 900."""
+    page = look(width=1280)
+    until(lambda: page.locator("#curves canvas").count() == 3, "curves", SECONDS)
+    looks(page, 3)
+    for selector in ("#diagnosis", "#figures", "#curves canvas >> nth=0"):
+        box = page.locator(selector).bounding_box()
+        assert box["y"] >= 0, selector
+        assert box["y"] + box["height"] <= 900, selector
+
+
 def test_no_worker_is_drawn_beyond_what_the_mode_allows(look: Callable[..., Any]) -> None:
     page = look()
     for count in range(2, 8):

@@ -41,14 +41,6 @@ class Net(nn.Module):
         return [*(value for layer in self.layers for value in layer.tolist()), *rows]
 
 
-def take_off(cluster: Cluster, job: str = "default") -> None:
-    """Has the lease of worker 0 end, and the shards know of it: what it pushes before that would count there."""
-    rosters = [shard.jobs()[job].state.roster for shard in cluster.shards]
-    before = [roster.get(0) for roster in rosters]
-    cluster.end_lease(0, job)
-    until(lambda: all(roster.get(0) != live for roster, live in zip(rosters, before, strict=True)), "a removal")
-
-
 class CutInHalf:
     """Has the lease of worker 0 end once one shard has had all of a step, and before the other has had any.
 
@@ -77,7 +69,7 @@ class CutInHalf:
                 )
                 if self.left and call.clock == self._clock:  # the first of several calls
                     self.left, self._clock = self.left - 1, self._clock + 1
-                    take_off(self._cluster, job.name)
+                    self._cluster.lose_place(0, job.name)
             return stage(pushes, job, call, *rest, **more)
 
         return staged
@@ -155,7 +147,7 @@ def test_a_step_whose_place_is_lost_before_it_is_pushed_counts_once(
     with cluster.connect(mode, transport=transport) as session:
         net, step = prepared(session, mode)
         for number in range(1, STEPS + 1):
-            step(before=(lambda: take_off(cluster)) if number == CUT else None)
+            step(before=(lambda: cluster.lose_place(0)) if number == CUT else None)
         check_all_count(session, net, mode, 1)
 
 
@@ -279,7 +271,7 @@ def test_what_a_script_has_set_counts_once_where_the_data_of_its_step_comes_agai
             return trained_after_setting(session, then, how)
 
     def lose(net: Any) -> None:
-        take_off(cluster, "lost")
+        cluster.lose_place(0, "lost")
         if not is_in_step:
             net.table.rows(torch.arange(8))
 
@@ -333,7 +325,7 @@ def test_what_a_script_sets_after_it_has_interrupted_a_step_goes_with_the_next_o
             net.layers[0].fill_(100.0)
         net.table.assign(torch.arange(4), torch.full((4, 1), 100.0))
         if counts:
-            take_off(cluster)
+            cluster.lose_place(0)
         # The place is lost in the first call after the interrupt.
         assert net.table.rows(torch.arange(4)).tolist() == [[100.0]] * 4
         step()
@@ -381,6 +373,6 @@ def test_a_complex_weight_that_a_script_has_set_counts_once_where_the_data_of_it
             if number == 3:
                 with torch.no_grad():
                     net.weight.fill_(100)
-                take_off(cluster, "complex")
+                cluster.lose_place(0, "complex")
             optimizer.step()
         assert torch.equal(net.weight.detach(), torch.full((5, 3), 96, dtype=torch.complex64))

@@ -144,7 +144,7 @@ def test_buffers_come_while_the_job_trains_and_say_of_which_step_they_are(
 def version_of(arrays: EditionArrays, name: str) -> int:
     """The version of the one bucket that has a tensor."""
     contents = arrays.contents
-    index = contents.tensors[name]
+    [index] = contents.tensors[name]
     [bucket] = [each.index for each in contents.buckets.values() if index in {part.parameter for part in each.slices}]
     return arrays.versions[bucket]
 
@@ -277,7 +277,7 @@ def cut_spec() -> JobSpec:
     return replace(job_spec(), parameters=(first, *pieces, buffer), group_size=2)
 
 
-def test_where_groups_cut_parameters_nobody_tells_and_shards_keep_nothing(always: None) -> None:
+def test_where_groups_cut_parameters_their_first_member_tells_and_shards_keep_it(always: None) -> None:
     spec = cut_spec()
     validate(spec)
     [frozen] = [each for each in bucket_layout(spec.parameters, 128).buckets if each.frozen]
@@ -287,15 +287,15 @@ def test_where_groups_cut_parameters_nobody_tells_and_shards_keep_nothing(always
     connection = Told(0)
     telling = told_buffers.ToldBuffers(model, lambda: connection)  # type: ignore[arg-type, return-value]
     telling.stepped(lambda: [frozen.slices[0].parameter], is_last=True)
-    assert connection.came == []
+    assert connection.came == [b"new"]
     job = JobPartition(spec, range(frozen.index + 1))
     job.execute(AddWorker(0, 1, 0))
-    for clock in (0, 7):  # an older worker tells all the same
+    for clock in (0, 7):
         pushed = (PushedBucket(frozen.index, PushKind.INITIAL_VALUE),)
         content = payload(torch.full((8,), clock))
         stage(job, PushCall(Identity("sums", 0, 1), clock, pushed, content))
-    assert job.buckets[frozen.index].told_version == 0
-    assert job.buckets[frozen.index].weights.flat.tolist() == [0] * 8
+    assert job.buckets[frozen.index].told_version == 7
+    assert job.buckets[frozen.index].weights.flat.tolist() == [0] * 8, "other workers begin with these"
 
 
 def test_where_memory_has_no_room_readers_keep_the_buffers_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:

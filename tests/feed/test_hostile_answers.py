@@ -6,12 +6,9 @@ import random
 import zlib
 from collections import Counter
 
-import numpy as np
-
-from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays
+from ps_feed.edition import Arriving, Damaged, EditionArrays
 from ps_feed.edition_client import _part
 from ps_protocol.changes import encode_change
-from ps_protocol.convert import Origin
 from ps_protocol.errors import PSError
 from ps_protocol.messages.editions import (
     EditionBegin,
@@ -22,21 +19,10 @@ from ps_protocol.messages.editions import (
     write_edition_part,
     write_weights_here,
 )
+from tests.tools.editions import CONTENTS, ORIGIN, bucket, elements
 from tests.tools.fuzz import _damage
-from tests.tools.raw_worker import vector_job
 
-CONTENTS = Contents(vector_job("job", "sync", 64, 1), None, "float32")
-ORIGIN = Origin(0, 1).of("1")
 DAMAGED = 20_000
-
-
-def elements(index: int, version: int) -> bytes:
-    return np.full(CONTENTS.buckets[index].numel, float(version), np.float32).tobytes()
-
-
-def bucket(index: int, version: int) -> EditionBucket:
-    payload = elements(index, version)
-    return EditionBucket(index, version, "", zlib.crc32(payload), payload)
 
 
 def changed(index: int, version: int, sparse: bool = False) -> EditionBucket:
@@ -45,7 +31,7 @@ def changed(index: int, version: int, sparse: bool = False) -> EditionBucket:
     change = encode_change(elements(index, version - 1), new, 4, sparse)
     assert change is not None
     assert change.is_sparse == sparse
-    how = bucket(index, version)._replace(payload=change.payload, base=version - 1, sparse=sparse)
+    how = bucket(index, version, version)._replace(payload=change.payload, base=version - 1, sparse=sparse)
     return how._replace(checksum=zlib.crc32(new))
 
 
@@ -53,16 +39,20 @@ def sparse(index: int, version: int) -> EditionBucket:
     return changed(index, version, sparse=True)
 
 
+def whole(index: int, version: int) -> EditionBucket:
+    return bucket(index, version, version)
+
+
 def edition(version: int) -> EditionArrays:
     arriving = Arriving(CONTENTS, None)
     for index in CONTENTS.buckets:
-        arriving.take(bucket(index, version), 0, "an edition")
+        arriving.take(whole(index, version), 0, "an edition")
     return arriving.complete("1", 0)
 
 
 def test_damaged_parts_of_editions_are_refused_or_have_their_checksum() -> None:
     before, chance, came = edition(1), random.Random(1), Counter[str]()
-    buckets = [make(index, 2) for index in CONTENTS.buckets for make in (bucket, changed, sparse)]
+    buckets = [make(index, 2) for index in CONTENTS.buckets for make in (whole, changed, sparse)]
     parts = [EditionPart(2, bucket=each) for each in buckets] + [EditionPart(2, EditionBegin(2, 0, 4), age=0.5)]
     seeds = [bytes(write_edition_part(ORIGIN, part).whole()) for part in parts]
     for _ in range(DAMAGED):

@@ -298,8 +298,8 @@ def test_a_reader_takes_nothing_but_sealed_memory_of_the_relay_that_it_has_calle
     monkeypatch.setattr("ps_feed.mapping.HANDOVER_SECONDS", 0.2)
     unsealed, shrinks = MemoryFile(mmap.PAGESIZE), os.memfd_create("empty", os.MFD_ALLOW_SEALING)
     with offered(tmp_path) as (waiting, relays, edition):
-        strangers = sealed(mmap.PAGESIZE, 1)
-        hand(waiting, tmp_path, strangers.descriptor, bytes(32))
+        good = sealed(mmap.PAGESIZE, 1)
+        hand(waiting, tmp_path, good.descriptor, bytes(32))
         for other, why in (
             (unsealed.descriptor, "sealed against shrinking"),
             (shrinks, "sealed against shrinking"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -15,10 +14,9 @@ from torch import nn
 
 import ps_torch as ps
 from ps_feed import subscription
-from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays
+from ps_feed.edition import Arriving, Damaged, EditionArrays
 from ps_feed.edition_client import JoinedParts, receive
 from ps_protocol.changes import apply_change, encode_change
-from ps_protocol.convert import Origin
 from ps_protocol.framing import Buffer, split_message
 from ps_protocol.messages.editions import (
     LEAST_PART_BYTES,
@@ -33,11 +31,9 @@ from ps_protocol.messages.editions import (
     write_edition_part,
 )
 from tests.tools.cluster import Cluster
+from tests.tools.editions import CONTENTS, ORIGIN, bucket
 from tests.tools.followed_trainer import relay
-from tests.tools.raw_worker import vector_job
 
-CONTENTS = Contents(vector_job("job", "sync", 64, 1), None, "float32")
-ORIGIN = Origin(0, 1).of("1")
 SIZES = {index: CONTENTS.size(bucket) for index, bucket in CONTENTS.buckets.items()}
 
 
@@ -82,11 +78,6 @@ def test_a_call_says_how_large_a_message_may_be_and_not_how_small() -> None:
     for wanted, got in ((0, 0), (1, LEAST_PART_BYTES), (LEAST_PART_BYTES + 1, LEAST_PART_BYTES + 1)):
         call = EditionCall("job", "1", 0, 1, "float32", (0,), {}, wanted)
         assert read_edition_call(write_edition_call(call)) == call._replace(part_bytes=got)
-
-
-def bucket(index: int, value: float) -> EditionBucket:
-    payload = np.full(CONTENTS.buckets[index].numel, value, np.float32).tobytes()
-    return EditionBucket(index, 1, "", zlib.crc32(payload), payload)
 
 
 def messages(one: EditionBucket, most: int) -> Iterator[EditionPart]:

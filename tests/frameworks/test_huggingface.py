@@ -40,6 +40,13 @@ def test_only_rank_0_writes(shared: Cluster, job: str, tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("rank-1/**/*") if path.is_file()] == []
 
 
+@pytest.mark.parametrize("mode", ["async", "local:4"])
+def test_what_rank_0_saves_is_the_jobs_and_not_its_own(shared: Cluster, job: str, tmp_path: Path, mode: str) -> None:
+    """In async with the other worker's last steps, in local:H as the round began."""
+    found, _ = run_workers("huggingface_jobs", "save_apart", tmp_path, cluster=shared, job=job, mode=mode)
+    assert found == {"the job's": True, "not its own": True, "tied once": True}
+
+
 @pytest.mark.parametrize("mode", ["single", "sync", "ssp:2", "async"])
 def test_one_worker_equals_the_trainer_alone_to_the_last_digit(
     shared: Cluster, job: str, tmp_path: Path, mode: str

@@ -119,6 +119,15 @@ def test_fabric_saves_and_loads(shared: Cluster, job: str, tmp_path: Path) -> No
         assert whole == resumed
 
 
+@pytest.mark.parametrize("mode", ["async", "local:4"])
+def test_what_fabric_saves_is_the_jobs_and_not_rank_0s_own(
+    shared: Cluster, job: str, tmp_path: Path, mode: str
+) -> None:
+    """In async with the other worker's last steps, in local:H as the round began."""
+    found, _ = run_workers("lightning_jobs", "fabric_save_apart", tmp_path, cluster=shared, job=job, mode=mode)
+    assert found == {"the job's": True, "not its own": True, "another's": True}
+
+
 def test_fabric_says_what_it_wants_first_and_takes_what_a_session_prepared(shared: Cluster, job: str) -> None:
     for loader_first, once_more, (trained, before) in run_workers(
         "lightning_jobs", "fabric_refusals", cluster=shared, job=job

@@ -72,11 +72,14 @@ def trains_through_the_death_of_a_shard(pods: Pods) -> None:
     wait_ready(pods, "coordinator", "shards", "relays")
     [coordinator] = pods.of("coordinator")
     address = "coordinator.ps.svc.cluster.local:50051"
-    said = pods.run_in(coordinator, "ps-server", "status", "--server", address, "--json")
-    assert said.returncode == 0, said.stderr
-    shards = json.loads(said.stdout)["shards"]
-    assert [(shard["index"], shard["reachable"]) for shard in shards] == [(0, True), (1, True)]
 
+    def reaches_both() -> bool:  # a shard that is ready may be slow to answer the coordinator
+        said = pods.run_in(coordinator, "ps-server", "status", "--server", address, "--json")
+        assert said.returncode == 0, said.stderr
+        shards = json.loads(said.stdout)["shards"]
+        return [(shard["index"], shard["reachable"]) for shard in shards] == [(0, True), (1, True)]
+
+    pods.until(reaches_both, "both shards")
     pods.until(lambda: len(re.findall(r"checkpoint \d+ at clock", coordinator.log)) >= 2, "two checkpoints")
     a_relay_hands_on(pods)
     assert not pods.ended, f"the workers were done before the shard was killed: raise STEPS\n{pods.logs()}"

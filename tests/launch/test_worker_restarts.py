@@ -112,7 +112,7 @@ print("ends with the rows of one process", flush=True)
 @pytest.mark.long
 def test_a_worker_that_dies_while_it_brings_its_rows_brings_them_once(tmp_path: Path) -> None:
     """The job begins with them on one shard, and on the other some have come: a new process brings them all."""
-    slow = {"PS_FAILPOINTS": "push-checked@1=delay:0.5"}
+    slow = {"PS_FAILPOINTS": "push-checked@1=delay:3"}
     words = ("--shards", "2", "--workers", "1", "--mode", "sync", "--max-restarts", "1")
     done = run(*words, script(tmp_path, BRINGS_ROWS), **slow)
     assert done.returncode == 0, done.stderr

@@ -61,6 +61,7 @@ def run(name: str, flags: str, directory: Path, *more: str) -> list[dict[str, An
     return [json.loads(line) for line in (directory / "found.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.timeout(600)  # several commands, each of which imports torch, beside other tests
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in QUICK else pytest.mark.slow) for name in SMALLEST]
 )
@@ -222,6 +223,7 @@ def test_the_page_says_what_was_not_measured_and_shows_what_was_predicted(tmp_pa
     common = {"workers": 2, "shards": 1, "size": 10**6}
     found = [
         result("peers", "Ray", ms=None, not_measured="Ray is not installed", **common),
+        result("round", "ours", ms=12345.6, **common),
         result("scale", "ours", ms=1.0, predicted_bytes=predicted(2, 10**6), sent_bytes=1_100_000, **common),
     ]
     for line in found:
@@ -229,6 +231,7 @@ def test_the_page_says_what_was_not_measured_and_shows_what_was_predicted(tmp_pa
     write_page(folder, modules())
     page = (tmp_path / "found.md").read_text()
     assert "| Ray is not installed |" in page
+    assert "| 12346 |" in page, "and not 1.235e+04"
     assert "| 1.1 | DataParallel 2.0, ring 1.0, ours 2.0 |" in page
     for name in NAMES:
         assert page.count(f"## {name}\n") == 1

@@ -175,3 +175,14 @@ def test_only_the_job_that_publishes_can_publish() -> None:
     uses = [step["uses"].partition("@")[0] for step in jobs["publish"]["steps"]]
     assert uses.index("actions/attest") < uses.index("pypa/gh-action-pypi-publish"), "signed before it is published"
     assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_that_install_torch_take_its_build_for_cpus(path: Path) -> None:
+    """As CONTRIBUTING.md says: that of PyPI is 5 GB."""
+    workflow = yaml.safe_load(path.read_text())
+    for name, job in workflow["jobs"].items():
+        runs = [step["run"] for step in job.get("steps", []) if "run" in step]
+        if any(re.search(r"make (test|bench|demo|docs)|\.ci/", run) for run in runs):
+            index = {**workflow.get("env", {}), **job.get("env", {})}.get("TORCH_INDEX", "")
+            assert index.endswith("/whl/cpu"), name

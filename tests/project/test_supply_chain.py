@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -147,3 +149,30 @@ def test_grpc_still_has_the_insides_that_the_data_path_stands_on() -> None:
         server.stop(None).wait()
         general.shutdown()
         own.shutdown()
+
+
+PIP = """#!{python}
+import sys
+if "pip" in sys.argv and "requirements.lock" in sys.argv:
+    print("Collecting numpy==2.3 (from -r requirements.lock (line 3))")
+    print("  Downloading numpy")
+    sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_make_names_what_pip_fetches_and_fails_where_pip_does(tmp_path: Path, code: int) -> None:
+    """Without a word for a minute it looks as if it hung."""
+    for name in ("pyproject.toml", "constraints.txt", "requirements.lock", "requirements-dev.lock"):
+        (tmp_path / name).touch()
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(PIP.format(python=sys.executable, code=code))
+    python.chmod(0o755)
+    command = ["make", "-f", str(ROOT / "Makefile"), "-C", str(tmp_path), "IN_VENV=bin", ".venv/examples.stamp"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "\n  numpy\n" in done.stdout, done.stderr
+    assert "Downloading" not in done.stdout
+    assert (done.returncode == 0) == (code == 0)
+    assert (tmp_path / ".venv" / "examples.stamp").exists() == (code == 0)

@@ -131,6 +131,51 @@ def write_apart(root: Path) -> None:
     trainer.save_metrics("train", {"loss": 1.0})
 
 
+class SaveAt(TrainerCallback):
+    """Saves on rank 0 after its second step, while rank 1 has made four: how the file and the model compare."""
+
+    def __init__(self, session: Any, folder: Path) -> None:
+        self.session, self.folder, self.found = session, folder, dict[str, bool]()
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        if state.global_step == 2:
+            self.session.mean(1.0)  # rank 0 makes no more for now
+        if state.global_step != (2 if self.session.is_main else self.ahead):
+            return
+        self.session.mean(1.0)  # rank 1 has made its steps
+        if self.session.is_main:
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            self.trainer.save_model(str(self.folder / "saved"))
+            saved = load_file(self.folder / "saved" / "model.safetensors")
+            weights = self.session.global_weights(model)
+            self.found["the job's"] = all(torch.equal(saved[name], weights[name]) for name in saved)
+            self.found["not its own"] = not all(torch.equal(saved[name], before[name]) for name in saved)
+            self.found["tied once"] = weights.keys() - saved.keys() == {"lm_head.weight"}
+        self.session.mean(1.0)  # it is saved
+
+    @property
+    def ahead(self) -> int:
+        return 2 if self.session.mode.startswith("local") else 4
+
+
+def save_apart(root: Path) -> dict[str, bool]:
+    """What rank 0 saves in the middle of a pass."""
+    session = connect()
+    saving = SaveAt(session, root)
+    args = arguments(root, num_train_epochs=1)
+    trainer = PsTrainer(
+        *(gpt(), args),
+        train_dataset=data(),
+        session=session,
+        callbacks=[saving],
+        prepare_options={"outer": {"warm_up": 0}} if session.mode.startswith("local") else {},
+    )
+    saving.trainer = trainer
+    trainer.train()
+    return saving.found
+
+
 def compare(root: Path, batch: int, kind: str, **more: Any) -> Weights:
     """The weights after two epochs; kind: "plain" is the Trainer alone."""
     model, session = gpt(), connect()

@@ -294,6 +294,43 @@ def fabric_resume(root: Path, job: str) -> Any:
     return run("whole", None, 4), (run("first", root / "two.ckpt", 2), run("rest", None, 4, root / "two.ckpt"))[1]
 
 
+def fabric_save_apart(root: Path) -> dict[str, bool]:
+    """What rank 0 saves after two steps, when rank 1 has made four if it may."""
+    session = ps_worker.connect()
+    is_local = session.mode.startswith("local")
+    strategy = FabricParameterServerStrategy(session, **({"outer": {"warm_up": 0}} if is_local else {}))
+    fabric = Fabric(strategy=strategy, accelerator="cpu")
+    fabric.launch()
+    net, frozen = network(), network()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    x, y = numbers()
+
+    def step() -> None:
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    session.mean(1.0)  # rank 0 makes no more
+    if not session.is_main and not is_local:
+        step()
+    session.mean(1.0)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    fabric.save(root / "saved.ckpt", {"model": model, "frozen": frozen})  # a barrier is in it
+    found = {}
+    if session.is_main:
+        saved = torch.load(root / "saved.ckpt", weights_only=True)
+        weights = session.global_weights()
+        found["the job's"] = all(torch.equal(saved["model"][name], weights[name]) for name in weights)
+        found["not its own"] = not all(torch.equal(saved["model"][name], before[name]) for name in weights)
+        found["another's"] = all(
+            torch.equal(saved["frozen"][name], value) for name, value in frozen.state_dict().items()
+        )
+    session.mean(1.0)
+    return found
+
+
 def fabric_refusals() -> tuple[str, str, Any]:
     """A loader before the model; a second model; and two models that the session prepared before."""
     strategy = FabricParameterServerStrategy()

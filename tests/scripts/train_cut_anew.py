@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import ps_torch
+from tests.scripts.train_with_state import hold
 
 ROWS = 24
 
@@ -40,6 +41,7 @@ class Options:
     columns:   the weights of layers are cut along their second dimension
     mode:      as of connect
     prepared:  more that goes to prepare
+    holds:     the clock at which it waits
     """
 
     members: int
@@ -50,6 +52,7 @@ class Options:
     mode: str
     prepared: dict[str, Any]
     groups: int = 1
+    holds: int = -1
 
 
 class Counted(nn.Module):
@@ -120,6 +123,8 @@ def main() -> None:
         model, optimizer, schedule = session.prepare(model, optimizer, schedule, **given)
         save_file(state(model, optimizer), directory / f"begin-{name}.safetensors")
         while session.clock < options.stops:
+            if session.clock == options.holds:
+                hold(directory, 10 * group + member, options.holds)
             loss(model, session.clock, group * size + member, size * options.groups).backward()
             optimizer.step()
             schedule.step()

@@ -247,6 +247,20 @@ def test_a_worker_that_is_many_updates_late_counts_once_and_says_how_late() -> N
     assert bucket.clocks() == {0: 6, 1: 5, 2: 1}
 
 
+def test_a_pull_of_all_that_is_staged_waits_for_a_step_of_a_rank_that_has_joined_again() -> None:
+    """All its steps count as made from then on, and the open update has one of them still."""
+    bucket, roster = protocol("sync quorum 2", 2)
+    stage(bucket, 0, 1)
+    assert drain(bucket) == ["0@1"]
+    roster[0] = Live(incarnation=9, start=1)
+    bucket.add_worker(0, 1)
+    owed = bucket.owed()
+    assert owed == {0: 1}
+    assert not bucket.has(owed)
+    assert drain(bucket) == ["|"]
+    assert bucket.has(owed)
+
+
 @pytest.mark.parametrize(("mode", "needed"), [("sync quorum all-1", 2), ("sync quorum 2", 2), ("sync quorum 3", 3)])
 def test_of_fewer_live_workers_than_a_quorum_all_are_waited_for(mode: str, needed: int) -> None:
     bucket, roster = protocol(mode, 3)

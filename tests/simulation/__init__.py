@@ -9,6 +9,7 @@ disk.py         Files in memory, on disks that are full or slow, and forget what
 servers.py      What a process does as coordinator, and as shard
 supervision.py  The servers' processes, started again where they have died
 worker.py       A worker that trains the counting oracle's job
+members.py      The members of a worker that is a group of processes
 fragments.py    Its rounds whose buckets leave fragment by fragment
 rows.py         The tables of a job: which rows a step pushes, and what it makes of them
 row_worker.py   A worker's pushes and pulls of rows

@@ -55,6 +55,7 @@ class Cluster:
     tables: its job has some; otherwise the seed says whether
     schedules: the scripts of jobs whose workers share a clock have schedules
     readers: how many processes follow its job
+    members: of each worker: more than one where workers are groups, whose job has no tables
     """
 
     def __init__(
@@ -67,12 +68,17 @@ class Cluster:
         wholesale: bool = False,
         schedules: bool = False,
         readers: int = 0,
+        members: int = 1,
     ) -> None:
         self.world = World(f"{mode} {seed}", tracing)
         self.with_readers = readers
-        drawn = () if schedules or mode in (*QUORUM_MODES, *NARROW_MODES) else draw_tables(mode, seed, tables)
+        drawn = (
+            ()
+            if members > 1 or schedules or mode in (*QUORUM_MODES, *NARROW_MODES)
+            else draw_tables(mode, seed, tables)
+        )
         self.with_schedules = schedules
-        self.lease, self.job = LEASE, job_under_test(mode, drawn)
+        self.lease, self.job = LEASE, job_under_test(mode, drawn, members)
         self.violations: list[Violation] = []
         self.network = Network(self.world)
         self.runs: list[Run] = []

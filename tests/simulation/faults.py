@@ -13,6 +13,7 @@ from tests.simulation.runs import NAME
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
+    from tests.simulation.worker import Worker
 
 MEAN_SECONDS = 1.5  # between two faults
 TOGETHER_SECONDS = 3.0  # within which the second of two comes
@@ -37,6 +38,9 @@ KINDS = {
 WHOLESALE = {"all workers are killed": 3, "another coordinator takes over": 3}
 # What strikes readers, in clusters that have some.
 READERS = {"a reader is killed": 2, "a reader hangs": 3, "a reader is cut off": 2, "a shard dies in an edition": 2}
+# What strikes one member of a group, in clusters whose workers are groups.
+MEMBERS = {"a member is killed": 4, "a member hangs": 4, "a member is cut off": 3}
+ALL_KINDS = KINDS | WHOLESALE | READERS | MEMBERS
 AT_AN_END = (
     *("a shard is killed", "a shard hangs", "the coordinator is killed", "the coordinator is cut off from a shard"),
     "a disk is full",
@@ -83,20 +87,23 @@ class Faults:
             "a reader is cut off": self._cut_reader,
             "a shard dies in an edition": self._kill_shard_in_an_edition,
         }
-        assert self._do.keys() == KINDS.keys() | WHOLESALE.keys() | READERS.keys()
+        self._do |= {"a member is killed": self._kill_member, "a member hangs": self._stop_member}
+        self._do |= {"a member is cut off": self._cut_member}
+        assert self._do.keys() == ALL_KINDS.keys()
         self._weights = {kind: weight * draw.choice([0, 0, 1, 3]) for kind, weight in KINDS.items()}
         self._pairs = draw.choice([0.0, 0.2, 0.6])  # of the faults: another one comes at once, or soon
         self._seconds = [*KINDS]
         self._at_an_end = [kind for kind in AT_AN_END if kinds is None or kind in kinds]
         self.of_an_end = 1.0 if kinds is not None and self._at_an_end else OF_AN_END
         if kinds is not None:
-            weights = KINDS | WHOLESALE | READERS
-            self._weights = {kind: weights[kind] * count for kind, count in Counter(kinds).items()}
+            self._weights = {kind: ALL_KINDS[kind] * count for kind, count in Counter(kinds).items()}
             self._pairs, self._seconds = 0.6, [*kinds]
         elif wholesale:
             self._weights |= WHOLESALE
         if kinds is None and cluster.with_readers:
             self._weights |= READERS
+        if kinds is None and cluster.job.members > 1:
+            self._weights |= MEMBERS
         self._on = False
         self._images: deque[tuple[str | None, Image]] = deque(maxlen=4)  # of the directory: the run in it
         self.disturbed: dict[Host, float] = {}  # until when a process was disturbed, at the least
@@ -140,7 +147,7 @@ class Faults:
             return
         self._make(draw.choices(kinds, [self._weights[kind] for kind in kinds])[0])
         if draw.random() < self._pairs:
-            second = draw.choices(self._seconds, [(KINDS | WHOLESALE | READERS)[kind] for kind in self._seconds])[0]
+            second = draw.choices(self._seconds, [ALL_KINDS[kind] for kind in self._seconds])[0]
             self._world.at(draw.choice([0.0, draw.uniform(0.0, TOGETHER_SECONDS)]), lambda: self._make(second))
 
     def _make(self, kind: str) -> None:
@@ -175,6 +182,37 @@ class Faults:
             self._disturb(worker.host, seconds)
             for server in draw.choice([servers[:1], servers[1:], servers[1:2], servers]):
                 cluster.network.cut(worker.host, server, seconds)
+
+    # -- members of groups ---------------------------------------------------------------------------------------------
+
+    def _member(self) -> tuple[Worker, Host] | None:
+        """Returns a member of a group that is no first one, if it lives."""
+        draw = self._world.random
+        worker = draw.choice([*self._cluster.this_run.workers.values()] or [None])
+        others = [] if worker is None else [host for host in worker.members.hosts[1:] if host.alive]
+        return None if worker is None or not others or not worker.host.alive else (worker, draw.choice(others))
+
+    def _kill_member(self) -> None:
+        found = self._member()
+        if found is not None and self._cluster.has_room:
+            found[1].kill()
+
+    def _stop_member(self) -> None:
+        found = self._member()
+        if found is not None:
+            seconds = self._world.random.choice([self._hang_seconds(), self._hang_seconds(), 20.0])
+            for host in (found[0].host, found[1]):  # the place of all is lost with it
+                self._disturb(host, seconds)
+            found[1].stop(seconds)
+
+    def _cut_member(self) -> None:
+        found, draw, servers = self._member(), self._world.random, self._cluster.servers.hosts()
+        if found is not None:
+            seconds = self._hang_seconds()
+            for host in (found[0].host, found[1]):
+                self._disturb(host, seconds)
+            for server in draw.choice([servers[:1], servers[1:], servers[1:2], servers]):
+                self._cluster.network.cut(found[1], server, seconds)
 
     # -- readers -----------------------------------------------------------------------------------------------------
 

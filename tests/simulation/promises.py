@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ps_protocol.messages.workers import group_state
 from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.state_file import StateFile
 from ps_server.storage.checkpoints import MANIFEST, CheckpointStore
 from ps_server.storage.manifest import Manifest
 from tests.chaos.oracle import Violation
 from tests.simulation.processes import Host
-from tests.simulation.runs import Run
+from tests.simulation.runs import NAME, Run
 from tests.simulation.schedules import is_state_of
 from tests.simulation.servers import ShardProcess
 from tests.simulation.supervision import DIRECTORY
@@ -184,9 +185,10 @@ class Promises:
         has_one_clock = manifest.mode == "sync" or manifest.mode.startswith("local:")
         job = self.job(name)
         live = self._settled(job, manifest.run) if job is not None else set()
+        members = self._cluster.job.members if name == NAME else 1
         for rank, worker in manifest.workers.items():
             state = self._store.read_worker(name, manifest.name, worker.part)
-            if not self._is_of(state, rank, worker.clock):
+            if not self._is_of(state, rank, worker.clock, members):
                 self._broken("wrong state", f"{manifest.name} has {state!r} of worker {rank}, clock {worker.clock}")
             is_of_its_clock = worker.clock == manifest.clock or (rank not in live and worker.clock < manifest.clock)
             if has_one_clock and not is_of_its_clock:
@@ -213,7 +215,7 @@ class Promises:
             return
         clock, content = state
         is_ahead = worker.run.rules.averaged and clock > place.result.clock
-        if not self._is_of(content, worker.rank, clock) or is_ahead:
+        if not self._is_of(content, worker.rank, clock, worker.run.job.members) or is_ahead:
             said = f"{worker.host.name} joins at clock {place.result.clock} and gets {content!r} of clock {clock}"
             self._broken("wrong state", said)
 
@@ -279,8 +281,10 @@ class Promises:
         coordinator = self._cluster.servers.coordinator.coordinator
         return coordinator._jobs.get(name) if coordinator is not None else None
 
-    def _is_of(self, state: bytes, rank: int, clock: int) -> bool:
-        """Whether a worker's state is of a rank, at a clock."""
+    def _is_of(self, state: bytes, rank: int, clock: int, members: int) -> bool:
+        """Whether a worker's state is of a rank, at a clock; of a group that of each member."""
+        if members > 1:
+            return state == group_state([b"%d %d" % (rank, clock)] * members)
         return state == b"%d %d" % (rank, clock) or (self._cluster.with_schedules and is_state_of(state, rank, clock))
 
     def _has_checkpoint(self, run: Run) -> bool:

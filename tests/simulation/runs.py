@@ -44,6 +44,7 @@ class Job:
 
     shape:   of its buckets
     workers: that it declares
+    members: of each worker: more than one where workers are groups
     """
 
     name: str
@@ -51,6 +52,7 @@ class Job:
     shape: Shape
     workers: int
     tables: tuple[Table, ...] = ()
+    members: int = 1
 
     def rules(self) -> Rules:
         """Returns what its weights must obey. The rows of "counts" on a shard are a bucket more, behind its own."""
@@ -68,7 +70,8 @@ class Job:
         """Returns it as its workers register it."""
         shape = self.shape
         size = shape.rows, 1 + shape.columns
-        parameters = tuple(ParameterSpec(f"bucket{index}", size, "float32", 0) for index in range(shape.buckets))
+        each = (ParameterSpec(f"bucket{index}", size, "float32", 0) for index in range(shape.buckets))
+        parameters = tuple(replace(spec, member=index % self.members) for index, spec in enumerate(each))
         tables = tuple(table.registered() for table in self.tables)
         optimizer = ("RMSprop", with_signs()) if self.rules().late else ("SGD", {"lr": 1.0})
         local = self.local()
@@ -76,7 +79,7 @@ class Job:
             optimizer = "SGD", local.outer(local.warm_up + 1)
         how = optimizer[0], (optimizer[1],), consistency(self.mode), shape.bucket_bytes, self.workers
         wires = dict.fromkeys(("gradient_wire", "weight_wire"), wire_of(self.mode))
-        spec = JobSpec(self.name, parameters, *how, tables=tables, local=local, **wires)
+        spec = JobSpec(self.name, parameters, *how, tables=tables, local=local, group_size=self.members, **wires)
         assert len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets) == shape.buckets
         return spec
 
@@ -92,10 +95,10 @@ def with_signs() -> HyperParameters:
     return hyper_parameters("RMSprop", group)
 
 
-def job_under_test(mode: str, tables: tuple[Table, ...]) -> Job:
+def job_under_test(mode: str, tables: tuple[Table, ...], members: int = 1) -> Job:
     """Returns the job that the faults are for: it has buckets on every shard."""
     buckets = BUCKETS_WITH_TABLES if tables else 3
-    return Job(NAME, mode, Shape(buckets, LIVES, COLUMNS), WORKERS, tables)
+    return Job(NAME, mode, Shape(buckets, LIVES, COLUMNS), WORKERS, tables, members)
 
 
 def job_beside(mode: str) -> Job:

@@ -25,6 +25,7 @@ from ps_protocol.tensors import BLOCKS, bytes_of, tensor_from
 from ps_server.core.membership import JoinedMember
 from tests.chaos.oracle import Life, Violation, Witness
 from tests.simulation.fragments import StreamedRound
+from tests.simulation.members import Members, Works
 from tests.simulation.network import Call
 from tests.simulation.processes import Host
 from tests.simulation.row_worker import WorkerRows
@@ -102,6 +103,7 @@ class Worker:
     saver:    what it saves
     versions: of the buckets that it has
     script:   with a schedule; None: its rate stays what it is
+    members:  its processes
     """
 
     def __init__(self, cluster: Cluster, run: Run, rank: int, launch: str, life: Life, row: int) -> None:
@@ -131,6 +133,7 @@ class Worker:
         self.saver = Saver(self, run)
         self._streamed = StreamedRound(self, run)
         self.script = Script(self) if cluster.with_schedules and run.rules.averaged else None
+        self.members = Members(self, run.job.members)
         self.host.spawn("train", self._main)
 
     @property
@@ -223,9 +226,8 @@ class Worker:
         return Place(result, addresses, result.clock, self.world.now)
 
     def _leave_place(self, place: Place) -> bool:
-        arguments = self.run.name, self.rank, place.incarnation, place.key, place.run
         try:
-            return bool(self.cluster.network.call(COORDINATOR, "leave", *arguments, seconds=CALL_SECONDS))
+            return self.members.leave(place)
         except PSError:
             return False
 
@@ -277,6 +279,7 @@ class Worker:
         self.cluster.lost_place(self, place)
         self._joining = True
         try:
+            self.members.meet()
             self._take(self._join(place.run, place))
         finally:
             self._joining = False
@@ -302,6 +305,7 @@ class Worker:
         try:
             self._begin()
             self.host.spawn("heartbeat", self._beat)
+            self.members.begin()
             self._connect(self.place)
             if self.script is not None:
                 self.script.begin(self.place)
@@ -456,7 +460,7 @@ class Worker:
                 raise errors[0]
 
         for work in works:
-            self.host.spawn("call", partial(do, work))
+            self.members.do(work.member if isinstance(work, Works) else 0, partial(do, work))
         return await_all
 
     def pushes(
@@ -479,18 +483,19 @@ class Worker:
                 had = begun is not None and place.has_had(shard, bucket, begun)
                 self._push(place, shard, bucket, clock, b"" if had else payload)
 
-        return [partial(push, shard, held) for shard, held in self._homes(place, buckets).items()]
+        homes = self._homes(place, buckets).items()
+        return [Works(member, partial(push, shard, held)) for (shard, member), held in homes]
 
-    def identity(self, place: Place) -> Identity:
-        """Returns how the worker calls itself in a place."""
-        return Identity(self.run.name, self.rank, place.incarnation, place.key, place.run)
+    def identity(self, place: Place, member: int = 0) -> Identity:
+        """Returns how a member of the worker calls itself in a place."""
+        return Identity(self.run.name, self.rank, place.incarnation, place.key, place.run, member)
 
     def _push(self, place: Place, shard: int, bucket: int, clock: int, payload: bytes) -> None:
         kind = PushKind.INITIAL_VALUE if not clock else PushKind.GRADIENT if payload else PushKind.SKIP
         spec = self.run.spec
         narrow = spec.gradient_wire if kind is PushKind.GRADIENT and spec.gradient_wire in BLOCKS else ""
         call = PushCall(
-            self.identity(place),
+            self.identity(place, self.members.of(bucket)),
             clock,
             (PushedBucket(bucket, kind, wire_format=narrow),),
             payload,
@@ -507,12 +512,12 @@ class Worker:
         local = self.run.spec.local
         return {} if local is None else {0: local.outer(clock)}
 
-    def _homes(self, place: Place, wanted: Collection[int] | None) -> dict[int, list[int]]:
-        """Returns the buckets of each shard, some or all, in an order of this worker's own."""
-        homes: dict[int, list[int]] = {}
+    def _homes(self, place: Place, wanted: Collection[int] | None) -> dict[tuple[int, int], list[int]]:
+        """Returns the buckets of each shard and member, some or all, in an order of this worker's own."""
+        homes: dict[tuple[int, int], list[int]] = {}
         for bucket in self.world.random.sample(self.run.buckets, len(self.run.buckets)):
             if wanted is None or bucket in wanted:
-                homes.setdefault(place.result.placement[bucket], []).append(bucket)
+                homes.setdefault((place.result.placement[bucket], self.members.of(bucket)), []).append(bucket)
         return homes
 
     def pulls(
@@ -520,8 +525,8 @@ class Worker:
     ) -> list[Callable[[], object]]:
         """Returns what pulls some buckets, or all, at a clock: from all shards at once. all_staged: see PullCall"""
         return [
-            partial(self._pull, place, place.addresses[shard], held, clock, all_staged)
-            for shard, held in self._homes(place, buckets).items()
+            Works(member, partial(self._pull, place, place.addresses[shard], held, clock, all_staged))
+            for (shard, member), held in self._homes(place, buckets).items()
         ]
 
     def _pull(self, place: Place, address: str, buckets: list[int], clock: int, all_staged: bool) -> None:
@@ -531,10 +536,12 @@ class Worker:
         def attempt() -> None:
             narrow = self.run.spec.weight_wire in BLOCKS
             whole = {bucket for bucket in missing if narrow and self.versions.get(bucket) != clock - 1}
-            worker = self.identity(place)
+            worker = self.identity(place, self.members.of(buckets[0]))
             call = PullCall(worker, clock, tuple(missing), whole=frozenset(whole), all_staged=all_staged)
             network = self.cluster.network
             for answer in network.stream(address, "pull", call, seconds=PULL_SECONDS, begun=place.calls.append):
+                if place.closed:  # meanwhile, while the member that pulls hung: it lands nothing over later weights
+                    raise TryLater("the connection is closed")
                 if isinstance(answer, PulledBucket) and answer.waiting is None:
                     self._land(answer, answer.payload)
                     missing.pop(answer.bucket, None)
@@ -705,7 +712,8 @@ class Worker:
     def _save_state(self, place: Place, clock: int, state: bytes) -> None:
         who = self.run.name, place.run, self.rank, place.incarnation, place.key
         try:
-            self._ask("save_state", *who, clock, state)
+            for member in range(len(self.members.hosts)):  # it counts once all have sent theirs
+                self._ask("save_state", *who, clock, state, member)
         except PSError as error:
             self.world.trace(f"{self.host.name}: its state is not saved: {error}")
 

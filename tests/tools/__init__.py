@@ -54,6 +54,7 @@ slurm.py                A real Slurm of two nodes on this machine
 rays.py                 A real Ray of three nodes on this machine, and the progress of workers that train there
 documented_metrics.py   What docs/metrics.md says of each metric, read from its tables
 files_that_run.py       Which files run while something is done
+editions.py             Buckets of an edition of a small job, as readers get them
 followed_trainer.py    A worker that trains what others follow; and relays in this process
 remembering_trainer.py  A worker that trains any model, and remembers its weights
 forkserver.py           Processes that start in a moment: forks of one that has imported everything

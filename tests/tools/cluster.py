@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import ps_worker
 from ps_protocol.tensors import bytes_of
+from ps_runtime.free_ports import free_port
 from ps_server.config import ServerConfig
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.ops import status
@@ -35,9 +36,10 @@ class Cluster:
     def __init__(self, shards: int = 2, lease: float = 10.0, **more: object) -> None:
         """more: fields of ServerConfig that all servers share."""
         self._first = ServerConfig(shard_count=shards, index=0, lease=lease, **more)  # type: ignore[arg-type]
-        first = Server(self._first)
+        first = Server(_at_own_ports(self._first))
         self._rest = ServerConfig(coordinator=first.address, **more)  # type: ignore[arg-type]
-        self.servers = [first, *(Server(replace(self._rest, index=index)) for index in range(1, shards))]
+        rest = (Server(_at_own_ports(replace(self._rest, index=index))) for index in range(1, shards))
+        self.servers = [first, *rest]
         self.address = first.address
         for server in self.servers:
             assert server.wait_ready(START_SECONDS)
@@ -128,6 +130,13 @@ class Cluster:
     def stop(self) -> None:
         for server in reversed(self.servers):
             server.stop()
+
+
+def _at_own_ports(config: ServerConfig) -> ServerConfig:
+    """Where a test gives no port: one that `start_again` finds free once more. The system gives its own to outgoing
+    connections meanwhile."""
+    port, metrics_port = config.port or free_port(), config.metrics_port
+    return replace(config, port=port, metrics_port=free_port(taken=[port]) if metrics_port == 0 else metrics_port)
 
 
 def in_parallel(count: int, work: Callable[[int], T]) -> list[T]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ps_runtime.free_ports import free_port
 from ps_server.storage.files import files_of, place
 from tests.tools.cluster import until
 
@@ -41,9 +42,7 @@ def running() -> Iterator[ObjectStore]:
     """The server, with the variables by which processes find it. Skips where it is missing."""
     if MISSING:
         pytest.skip(f"{' and '.join(MISSING)} not installed: make test-remote")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     address = f"http://127.0.0.1:{port}"
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

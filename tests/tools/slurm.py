@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ps_runtime.free_ports import free_port
 from tests.tools import cluster
 from tests.tools.launching import ROOT, environment
 
@@ -67,7 +68,7 @@ class Slurm:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        ports = [_free_port() for _ in range(3)]
+        ports = [free_port() for _ in range(3)]
         (folder / "slurm.conf").write_text(_CONFIGURATION.format(host=socket.gethostname(), ports=ports, folder=folder))
         (folder / "hosts").write_text("127.0.0.1 localhost\n127.0.0.2 n0\n127.0.0.3 n1\n")
         (folder / "state").mkdir()
@@ -146,9 +147,3 @@ class Slurm:
         with (self.folder / f"{command[0]}-{len(self._daemons)}.out").open("wb") as out:
             words = (*_IN_OWN_HOSTS, str(self.folder / "hosts"), *command)
             self._daemons.append(subprocess.Popen(words, env=own, stdout=out, stderr=subprocess.STDOUT))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest
 from ps_worker.data.leased import loader_spec
-from ps_worker.data.loaders import PositionedLoader, ShareSampler, prepared_loader, shard_loader
+from ps_worker.data.loaders import PositionedLoader, ShareSampler, prepared_loader, shard_loader, warning_once
 from ps_worker.data.pass_position import ShareLoop
 from ps_worker.given import sort_given
 from ps_worker.metrics import StepTimer
@@ -87,3 +89,43 @@ def test_the_error_for_another_kind_of_loader_says_what_to_do() -> None:
         sort_given([[1, 2]])
     with pytest.raises(InvalidRequest, match=r"got int$"):
         sort_given([3])
+
+
+class World:
+    """What MosaicML's StreamingDataset knows of its place: it reads the launcher's variables as it is made."""
+
+    def __init__(self) -> None:
+        self.num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+
+
+class StreamingDataset(IterableDataset[int]):
+    __module__ = "streaming.base.dataset"
+
+    def __init__(self) -> None:
+        self._unique_rank_world = World()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+class Derived(StreamingDataset):
+    __module__ = "the_scripts_own"
+
+
+@pytest.mark.parametrize("kind", [StreamingDataset, Derived])
+def test_a_streaming_dataset_that_found_no_variables_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type[StreamingDataset]
+) -> None:
+    def warned(workers: int) -> list[str]:
+        caplog.clear()
+        loader = DataLoader(kind())
+        begin = warning_once(loader, lambda: (0, workers), loader.__iter__)
+        assert [len(list(begin())) for _ in range(2)] == [8, 8]
+        return caplog.messages
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    [said] = warned(2)
+    assert f"{kind.__name__} divides itself by the variables RANK and WORLD_SIZE, and has found none" in said
+    assert warned(1) == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert warned(2) == [], "it has divided itself"

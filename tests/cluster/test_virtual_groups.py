@@ -1,0 +1,70 @@
+"""Clusters in virtual time whose workers are groups of processes: members die, hang and are cut off."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+
+from ps_server.coordinator.worker_states import WorkerStates
+from tests.simulation.cluster import MODES, QUORUM_MODES, Cluster
+from tests.simulation.world import Log
+from tests.tools.cases import cases
+
+GROUP_MODES = (*MODES, *QUORUM_MODES, "local:4", "sync int4", "local:4 int4")
+MEMBERS = ("a member is killed", "a member hangs", "a member is cut off")
+
+
+def in_turn(seed: int) -> str:
+    return GROUP_MODES[seed % len(GROUP_MODES)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seeds", cases([range(10)], [range(10, 110), range(110, 210)]), ids=str)
+def test_groups_keep_all_promises_whatever_fails(seeds: range) -> None:
+    for seed in seeds:
+        assert Cluster(in_turn(seed), seed, members=2).run() == [], (in_turn(seed), seed)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seeds", cases([range(10)], [range(10, 110)]), ids=str)
+def test_members_that_fail_end_nothing_but_their_group(seeds: range) -> None:
+    """Of three members each. Shards die besides, so that all go back to a checkpoint."""
+    for seed in seeds:
+        faults = MEMBERS if seed % 2 else (*MEMBERS, "a shard is killed")
+        assert Cluster(in_turn(seed), seed, faults=faults, members=3).run() == [], (in_turn(seed), seed)
+
+
+@pytest.mark.timeout(600)
+def test_a_group_whose_member_hangs_loses_its_place() -> None:
+    """Its first member sends heartbeats all the time."""
+    cluster = Cluster("sync", 3, tracing=True, faults=("a member hangs",), members=2)
+    log, handler = logging.getLogger("ps_server"), Log(cluster.world)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        assert cluster.run() == []
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    assert any("is gone: no sign of life" in event for event in map(str, cluster.world.events))
+
+
+def first_state(patch: pytest.MonkeyPatch) -> None:
+    """A group's state counts once one member has sent its own."""
+    usual = WorkerStates.__init__
+
+    def made(self: WorkerStates, room: object, owner: object = None, group_size: int = 1, *more: float) -> None:
+        usual(self, room, owner, 1, *(more or (math.inf,)))  # type: ignore[arg-type]
+
+    patch.setattr(WorkerStates, "__init__", made)
+
+
+@pytest.mark.timeout(600)
+def test_servers_that_take_the_state_of_one_member_for_the_groups_are_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first_state(monkeypatch)
+    found = {each.kind for seed in range(4) for each in Cluster("sync", seed, members=2).run()}
+    assert "wrong state" in found
