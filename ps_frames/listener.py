@@ -397,9 +397,10 @@ class DataListener:
             self._next += 1
             number = self._next
             each = _Admitted(ServerConnection(frames, opener, self._serving, number), opener.caller, host)
+            each.made.admit = partial(self._is_in_place, each)
             self._connections[number] = each
         try:
-            self._threads.add(frames.fileno(), partial(self._read, each), partial(self._end, number))
+            self._threads.add(frames.fileno(), each.made.read, partial(self._end, number))
         except TryLater as error:  # no thread can be had: the worker goes on over gRPC, and asks again later
             with self._lock:
                 del self._connections[number]
@@ -419,15 +420,13 @@ class DataListener:
         oldest.made.cancel()
         return True
 
-    def _read(self, each: _Admitted) -> bool:
-        """Reads what has come on a connection; the first time, asks the shard whether the worker has its place."""
-        if each.left is None:
-            try:
-                each.left = self._admit(each.made.opener, each.made.cancel)
-            except PSError:  # its worker's place is lost
-                return False
-            each.made.begin()
-        return each.made.read()
+    def _is_in_place(self, each: _Admitted) -> bool:
+        """Asks the shard whether a connection's worker has its place."""
+        try:
+            each.left = self._admit(each.made.opener, each.made.cancel)
+        except PSError:  # its worker's place is lost
+            return False
+        return True
 
     def _end(self, number: int) -> None:
         each = self._connections[number]

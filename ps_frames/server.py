@@ -318,10 +318,15 @@ class Serving:
 
 
 class ServerConnection(Cancellable):
-    """One data connection with a valid ticket. number: identifies it"""
+    """One data connection with a valid ticket.
+
+    number: identifies it
+    admit:  is called before the first request is read; returns whether the connection may go on. None: it was called
+    """
 
     def __init__(self, frames: FrameSocket, opener: Opener, serving: Serving, number: int) -> None:
         self.opener, self.number = opener, number
+        self.admit: Callable[[], bool] | None = None
         self._frames, self._serving = frames, serving
         self.sender = FrameSender(frames, serving.senders, lambda: serving.limited(self))
         self._lock = threading.Lock()
@@ -329,14 +334,15 @@ class ServerConnection(Cancellable):
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._received = 0  # bytes of the next header
 
-    def begin(self) -> None:
-        """Tells the worker that its ticket is good."""
-        self.sender.put([write_header(0, Kind.OPENED, 0)])
-
     def read(self) -> bool:
         """Carries out the next request, once its header has come, in this thread. Returns whether the connection goes
         on.
         """
+        if self.admit is not None:
+            admit, self.admit = self.admit, None
+            if not admit():
+                return False
+            self.sender.put([write_header(0, Kind.OPENED, 0)])  # the ticket is good
         try:
             while True:
                 self._received += self._frames.receive_now(self._header[self._received :])

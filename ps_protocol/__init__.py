@@ -2,7 +2,6 @@
 
 addresses.py       The syntax of addresses and of host names
 changes.py         What changed in a bucket between two versions of it, as bytes
-codecs.py          Encodes a bucket's elements as a payload, and decodes them
 convert.py         Conversions between protobuf messages and values; payloads, headers of answers, notices of a wait
 batches.py         Elastic data: the batches that the coordinator leases to workers
 errors.py          Every error of the project, its reason and its canonical code
@@ -25,6 +24,6 @@ row_optimizers.py  The optimizers that can step the rows of a table, and their a
 segment_layout.py  The layout of the memory that a worker shares with the shards on its host
 stages.py          Stages of a script that changes its optimizers: the optimizer of a bucket in each stage
 tables.py          The specification of a table of rows, which servers compare between workers
-tensors.py         Conversions between bytes and tensors, without copying
+tensors.py         Tensors as bytes: as they lie in memory, without copying, and in the wire formats of buckets
 versions.py        The versions of the protocol, and their compatibility
 """

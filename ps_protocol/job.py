@@ -35,8 +35,8 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _ELEMENT = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
-# The wire formats of float32 gradients and weights. codecs.py has a codec for each. With a block format the sender adds
-# the rounding error to its next payload.
+# The wire formats of float32 gradients and weights. tensors.py has a codec for each. With a block format the sender
+# adds the rounding error to its next payload.
 BLOCK_WIRES = ("int8", "int4")
 WIRES = ("float32", "bfloat16", "float16", *BLOCK_WIRES)
 

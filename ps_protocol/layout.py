@@ -235,7 +235,7 @@ def _cut(
 
 # -- wire formats ------------------------------------------------------------------------------------------------------
 
-# The wire format of a bucket, and so its size in bytes, follow from the job alone. codecs.py, which needs torch,
+# The wire format of a bucket, and so its size in bytes, follow from the job alone. tensors.py, which needs torch,
 # encodes and decodes them; here `ps-server plan` computes the traffic of a job without it.
 
 

@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ps_protocol.codecs import Cast, plain_codec
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES
+from ps_protocol.tensors import Cast, plain_codec
 
 PAGE_BYTES = 4096
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ps_protocol.codecs import PLAIN, Codec, gradient_codec, plain_codec
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient, NotFound
 from ps_protocol.framing import Buffer
 from ps_protocol.hyper_parameters import HyperParameters
@@ -21,7 +20,7 @@ from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.optimizer_state import is_scalar_state, required_state
 from ps_protocol.optimizers import check_change, check_hyper_parameters
 from ps_protocol.stages import MAX_STAGES, StageSpec, first_stage, stage_difference
-from ps_protocol.tensors import is_finite
+from ps_protocol.tensors import PLAIN, Codec, gradient_codec, is_finite, plain_codec
 from ps_server.core.commands import Assign, Commit, DraftGradient, Initialise, StageGradient, UnitCommand
 from ps_server.core.data_commits import check_ranges
 from ps_server.core.dense import Assignment, Gradient
@@ -256,15 +255,17 @@ class PushChecker:
             if stage.number == 0:
                 if not 0 <= group < len(self._spec.groups):
                     raise InvalidRequest(f"expected a group below {len(self._spec.groups)}, got {group}")
-                registered, name = self._spec.groups[group], self._spec.optimizer_of(group)
-            elif group in stage.groups:
-                registered, name = stage.groups[group], stage.optimizer
-            else:  # of another bucket
+            elif group not in stage.groups:  # of another bucket
                 continue
-            if not self._good.has((stage.number, group), values):
-                check_hyper_parameters(name, {**registered, **values})
-                check_change(name, registered, values)
-                self._good.note((stage.number, group), values)
+            if self._good.has((stage.number, group), values):
+                continue
+            if stage.number == 0:
+                registered, name = self._spec.groups[group], self._spec.optimizer_of(group)
+            else:
+                registered, name = stage.groups[group], stage.optimizer
+            check_hyper_parameters(name, {**registered, **values})
+            check_change(name, registered, values)
+            self._good.note((stage.number, group), values)
 
     def _check_weight(self, call: PushCall, kind: PushKind) -> None:
         weighted = self._spec.local is not None and self._spec.local.seconds is not None

@@ -10,7 +10,6 @@ import math
 import numpy as np
 import torch
 
-from ps_protocol.codecs import PLAIN, Cast, row_codec
 from ps_protocol.errors import InvalidRequest, NotFound
 from ps_protocol.framing import Buffer
 from ps_protocol.hyper_parameters import HyperParameters
@@ -19,6 +18,7 @@ from ps_protocol.messages.rows import RowPushKind, RowsPull, RowsPush, TablePush
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, shards_of
 from ps_protocol.row_optimizers import check_row_optimizer, numbers_kept
 from ps_protocol.tables import MAX_UPDATES, JobTable
+from ps_protocol.tensors import PLAIN, Cast, row_codec
 from ps_server.core.checking import GradientChecks
 from ps_server.core.commands import AssignRows, BeginRows, StageRows
 from ps_server.core.data_commits import check_ranges

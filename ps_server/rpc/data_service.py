@@ -233,8 +233,15 @@ class FrameStream(Outbox):
         """Sends an answer."""
         self._send(self._write(answer))
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
-        """Sends an answer that is made when its turn has come; its payload leaves from where it is."""
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]], is_small: bool = False) -> None:
+        """Sends an answer that is made when its turn has come; its payload leaves from where it is. A small one is sent
+        at once, in this thread, if the kernel takes it; otherwise a copy of it, later.
+        """
+        if is_small:
+            with lent() as (answer, _):
+                message = self._write(answer)
+                self._send(message if message.payload is None else Parts(message.head, bytes(message.payload)))
+            return
 
         @contextlib.contextmanager
         def written() -> Iterator[LentMessage]:
@@ -242,12 +249,6 @@ class FrameStream(Outbox):
                 yield self._write(answer), loan
 
         self._send(written)
-
-    def lend_small(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
-        """Sends an answer at once, in this thread, if the kernel takes it; otherwise a copy of it, later."""
-        with lent() as (answer, _):
-            message = self._write(answer)
-            self._send(message if message.payload is None else Parts(message.head, bytes(message.payload)))
 
     def tell_last(self, answer: Answer) -> None:
         """Sends an answer and the end of the call, in one frame."""

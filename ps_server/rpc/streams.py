@@ -189,7 +189,7 @@ class PullStream(ResponseStream, Outbox):
         """Queues an answer."""
         self.put(lambda: self._write(answer).whole())
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]], is_small: bool = False) -> None:
         """Queues an answer that is made when its turn has come: its payload is copied once, into the message."""
 
         def make() -> bytes:

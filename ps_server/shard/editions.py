@@ -28,10 +28,9 @@ from functools import cached_property, partial
 import torch
 
 from ps_protocol.changes import Change
-from ps_protocol.codecs import PLAIN
 from ps_protocol.errors import LimitExceeded, OutOfOrder, PSError, TryLater, anew
 from ps_protocol.layout import BucketSpec
-from ps_protocol.tensors import bytes_of
+from ps_protocol.tensors import PLAIN, bytes_of
 from ps_runtime.background import guarded, note_error
 from ps_runtime.memory import free_bytes
 from ps_server.core.feed_figures import FeedFigures

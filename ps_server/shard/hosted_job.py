@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from ps_frames.loans import Loan, Loans
-from ps_protocol.codecs import Cast
 from ps_protocol.errors import (
     InvalidRequest,
     NotFound,
@@ -34,6 +33,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.messages.rows import RowsPull, RowsPush
 from ps_protocol.row_ids import ID_BYTES
 from ps_protocol.segment_layout import MAX_ROW_BYTES, PAGE_BYTES, RowMemory, SegmentMap, pushed_bytes, segment_plan
+from ps_protocol.tensors import Cast
 from ps_server.core.budget import JobRoom
 from ps_server.core.commands import Close
 from ps_server.core.limits import check_feeds

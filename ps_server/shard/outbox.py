@@ -45,17 +45,12 @@ class Outbox(Protocol):
         self.tell(answer)
         self.finish()
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]], is_small: bool = False) -> None:
         """Queues an answer that is made when its turn comes.
 
-        lent: opens a context that has the answer; its payload may be read until the context is closed
+        lent:     opens a context that has the answer; its payload may be read until the context is closed
+        is_small: the payload has at most SMALL_BYTES. The outbox may copy it, and so needs no other thread to send it
         """
-
-    def lend_small(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
-        """As `lend`, for a payload of at most SMALL_BYTES. The outbox may copy it and so needs no other thread to send
-        it.
-        """
-        self.lend(lent)
 
     def together(self) -> AbstractContextManager[None]:
         """Returns a context: small answers and the end that are put in it may go out as one piece."""

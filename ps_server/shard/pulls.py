@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ps_protocol.codecs import Cast, Codec, plain_codec, row_codec, weight_codec
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.messages.data import BucketTimes, Notice, PullCall, PulledBucket, PulledState
 from ps_protocol.messages.rows import PulledRows, PulledTable, RowsPull, TablePull
 from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
-from ps_protocol.tensors import bytes_of
+from ps_protocol.tensors import Cast, Codec, bytes_of, plain_codec, row_codec, weight_codec
 from ps_server.core.consistency import ALL_STAGED_APPLIED, Admission
 from ps_server.core.unit import Bucket
 from ps_server.core.validation import check_once, named_twice
@@ -207,8 +206,7 @@ class Pulls:
         if pull.segment is None:
             is_small = bucket.unit.spec.nbytes <= SMALL_BYTES
             with pull.outbox.together() if is_small else contextlib.nullcontext():
-                lend = pull.outbox.lend_small if is_small else pull.outbox.lend
-                lend(partial(self._lend, job, bucket, pull, waited, times))
+                pull.outbox.lend(partial(self._lend, job, bucket, pull, waited, times), is_small)
                 with job.lock:
                     pull.left -= 1
                     last = pull.left == 0
@@ -263,6 +261,8 @@ class Pulls:
                     # The codes lead to this version from the one before, which a worker has that has come to it.
                     codes = sent.codes if version == pull.clock and spec.index not in pull.whole else None
                     codec, values = (plain_codec(spec), sent.flat.clone()) if codes is None else (codec, codes)
+                elif codec.keeps(spec) and spec.nbytes <= SMALL_BYTES:
+                    values = values.clone()  # so that no update has to wait until it is sent
                 elif codec.keeps(spec):
                     loan = until_sent.enter_context(bucket.lend())
                 else:
@@ -305,8 +305,8 @@ class Pulls:
             with pull.outbox.together() if len(pull.wanted) * row_bytes <= SMALL_BYTES else contextlib.nullcontext():
                 for first in range(0, len(pull.wanted), rows):
                     some = pull.wanted[first : first + rows]
-                    lend = pull.outbox.lend_small if len(some) * row_bytes <= SMALL_BYTES else pull.outbox.lend
-                    lend(partial(self._lend_rows, job, table, pull, first, some, waited))
+                    is_small = len(some) * row_bytes <= SMALL_BYTES
+                    pull.outbox.lend(partial(self._lend_rows, job, table, pull, first, some, waited), is_small)
                 pull.outbox.finish()
 
     def _put(self, job: HostedJob, table: HostedTable, pull: Pull, rows: torch.Tensor, waited: float) -> PulledRows:

@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ps_protocol.codecs import row_codec
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
 from ps_protocol.framing import Buffer
 from ps_protocol.messages.rows import FeedPart, RoundBegin, RowsWatch
 from ps_protocol.row_ids import ID_BYTES, Ids
-from ps_protocol.tensors import bytes_of
+from ps_protocol.tensors import bytes_of, row_codec
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import HostedJob, HostedTable
 from ps_server.shard.outbox import Lent, Outbox

@@ -14,7 +14,6 @@ from functools import partial
 from typing import ClassVar, Protocol
 
 from ps_protocol.changes import Change
-from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import InvalidRequest, OutOfOrder, PSError, TryLater, anew
 from ps_protocol.job import WIRES, JobSpec
 from ps_protocol.layout import BucketSpec
@@ -26,6 +25,7 @@ from ps_protocol.messages.editions import (
     WeightsAsked,
     WeightsHere,
 )
+from ps_protocol.tensors import BLOCKS
 from ps_server.failpoints import failpoint
 from ps_server.shard.bucket_messages import BucketMessages
 from ps_server.shard.editions import CopiedBucket, Over, Piece, TakenEdition, WantedEdition, piece_of

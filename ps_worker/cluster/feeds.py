@@ -9,11 +9,11 @@ import grpc
 import numpy as np
 import torch
 
-from ps_protocol.codecs import row_codec
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import split_message
 from ps_protocol.messages import rows
 from ps_protocol.row_ids import ID_BYTES
+from ps_protocol.tensors import row_codec
 from ps_protocol.v1 import cluster_pb2, feed_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_runtime.channel import open_channel

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from ps_frames.frames import nothing
-from ps_protocol.codecs import PLAIN, Cast
 from ps_protocol.convert import Awaited
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import split_head, split_message
@@ -20,6 +19,7 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.messages import rows
 from ps_protocol.messages.data import PulledBucket
 from ps_protocol.messages.rows import PulledRows
+from ps_protocol.tensors import PLAIN, Cast
 from ps_runtime.troubles import Troubles
 from ps_worker.values import PullResult
 

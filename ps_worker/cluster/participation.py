@@ -22,6 +22,7 @@ from ps_protocol.errors import FinishedWithout, JobFinished, NotFound, PSError, 
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
+from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap, read_script, write_script
 from ps_runtime.pools import Closed
 from ps_worker.cluster.connection import Connection
@@ -249,6 +250,11 @@ class Participation:
         return self._connection
 
     @property
+    def draft(self) -> Callable[[BucketSpec], int]:
+        """A function that sends a full bucket over the connection of that moment; see Connection.draft."""
+        return lambda bucket: self.connection.draft(bucket)
+
+    @property
     def has_place(self) -> bool:
         """Whether the connection's place is still this worker's, as far as it has heard, and it has arrived there."""
         place, members = self.connection.place, self.members
@@ -289,7 +295,8 @@ class Participation:
 
     def begin_step(self) -> None:
         """Begins the next step in the timeline; where it is recorded, with the clocks of the shards."""
-        if self.timeline.begin_step(self.connection.clock + 1, self.rank):
+        timeline = self.timeline
+        if timeline.wanted is not None and timeline.begin_step(self.connection.clock + 1, self.rank):
             self.connection.read_clocks()
 
     def settle(self) -> None:

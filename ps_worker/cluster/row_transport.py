@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from ps_protocol.batches import DataRange
-from ps_protocol.codecs import row_codec
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
@@ -28,7 +27,7 @@ from ps_protocol.messages.rows import PulledTable, PullPlaces, RowPushKind, Rows
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, Which, by_shard
 from ps_protocol.segment_layout import aligned, pulled_bytes, pushed_bytes
 from ps_protocol.tables import assigned_bytes
-from ps_protocol.tensors import bytes_of
+from ps_protocol.tensors import bytes_of, row_codec
 from ps_runtime.pools import DaemonPool
 from ps_runtime.troubles import Troubles
 from ps_tables.contributions import RowGradients, RowValues

@@ -44,7 +44,7 @@ from ps_worker.cluster.landing import PullPlan
 from ps_worker.cluster.local_segment import LocalSegment
 from ps_worker.cluster.transport import Draft, ShardStep
 from ps_worker.model.flat import FlatModel
-from ps_worker.timeline.recording import UNRECORDED, StepTimes, Timeline
+from ps_worker.timeline.recording import RecordedStep, Timeline
 from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
@@ -142,7 +142,7 @@ class SharedTransport:
         self._copier = DaemonPool(0 if flat.in_segment else 1, "copy")
         self._copies: dict[int, tuple[int, Draft, Future[None]]] = {}  # by bucket, at which clock it left as a draft
         self._lock = threading.Lock()
-        self._next = _Together(-1, UNRECORDED)  # what leaves with the next message
+        self._next = _Together(-1, None)  # what leaves with the next message
 
     # -- a whole step ------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,8 @@ class SharedTransport:
         finite = self._finite(pushes)
 
         def request(missing: list[int]) -> bytes:
-            step.sent(push.bucket.index for push in pushes)
+            if step is not None:
+                step.sent(push.bucket.index for push in pushes)
             call = data.push_of(self._worker, clock, pushes, None, finite=finite)
             return data.write_exchange(call, self._wanted(clock, missing, step))
 
@@ -225,16 +226,17 @@ class SharedTransport:
         def send() -> PushResult:
             with self._lock:
                 if self._next is together:
-                    self._next = _Together(-1, UNRECORDED)
+                    self._next = _Together(-1, None)
             return PushResult(self._size(push), together.staged(self._send), push.bucket.dtype)
 
         return self._pusher.submit(send)
 
-    def _send(self, clock: int, pushes: Sequence[BucketPush], step: StepTimes) -> None:
+    def _send(self, clock: int, pushes: Sequence[BucketPush], step: RecordedStep | None) -> None:
         for push in pushes:
             if not push.empty:
                 self._share(push)
-        step.sent(push.bucket.index for push in pushes)
+        if step is not None:
+            step.sent(push.bucket.index for push in pushes)
         call = data.push_of(self._worker, clock, pushes, None, finite=self._finite(pushes))
         self._calls.unary("Push", data.write_push(call))
 
@@ -256,10 +258,10 @@ class SharedTransport:
 
     def pull(self, clock: int, buckets: Sequence[BucketSpec], all_staged: bool = False) -> Future[PullResult]:
         """Pulls buckets in one stream. all_staged: with every update that is staged on the shard when the call comes"""
-        return self._pull(clock, buckets, UNRECORDED, all_staged)
+        return self._pull(clock, buckets, None, all_staged)
 
     def _pull(
-        self, clock: int, buckets: Sequence[BucketSpec], step: StepTimes, all_staged: bool = False
+        self, clock: int, buckets: Sequence[BucketSpec], step: RecordedStep | None, all_staged: bool = False
     ) -> Future[PullResult]:
         def request(missing: list[int]) -> bytes:
             return data.write_pull(self._wanted(clock, missing, step, all_staged))
@@ -267,16 +269,20 @@ class SharedTransport:
         plan = PullPlan(request, lambda fields, payload: data.read_notice(fields).buckets, self._landing(step))
         return self._calls.pull("Pull", plan, clock, buckets, self._pullers)
 
-    def _wanted(self, clock: int, missing: Sequence[int], step: StepTimes, all_staged: bool = False) -> PullCall:
+    def _wanted(
+        self, clock: int, missing: Sequence[int], step: RecordedStep | None, all_staged: bool = False
+    ) -> PullCall:
         notify_bytes = 0 if self._flat.lands_in_place else NOTIFY_BYTES
-        return PullCall(self._worker, clock, tuple(missing), True, notify_bytes, step.recorded, all_staged=all_staged)
+        is_recorded = step is not None
+        return PullCall(self._worker, clock, tuple(missing), True, notify_bytes, is_recorded, all_staged=all_staged)
 
-    def _landing(self, step: StepTimes) -> Callable[[BucketSpec, PulledBucket], int]:
+    def _landing(self, step: RecordedStep | None) -> Callable[[BucketSpec, PulledBucket], int]:
         """Returns what takes over the buckets that a step pulls."""
 
         def land(bucket: BucketSpec, pulled: PulledBucket) -> int:
             self._flat.land_shared(bucket, pulled.wire_format)
-            step.landed(self._calls.index, pulled)
+            if step is not None:
+                step.landed(self._calls.index, pulled)
             return bucket.nbytes
 
         return land
@@ -296,13 +302,13 @@ class SharedTransport:
 class _Together:
     """Pushes of one clock that share one message, which is sent when the first of them is. For one sending thread."""
 
-    def __init__(self, clock: int, step: StepTimes) -> None:
+    def __init__(self, clock: int, step: RecordedStep | None) -> None:
         self.clock, self.step = clock, step
         self.pushes: list[BucketPush] = []
         self._staged: float | None = None
         self._error: BaseException | None = None
 
-    def staged(self, send: Callable[[int, Sequence[BucketPush], StepTimes], None]) -> float:
+    def staged(self, send: Callable[[int, Sequence[BucketPush], RecordedStep | None], None]) -> float:
         """Returns when the shard had staged the pushes, on the clock of time.perf_counter. The first call sends them.
 
         Raises the error of `send`, in each call.

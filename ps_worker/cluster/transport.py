@@ -24,7 +24,7 @@ from ps_runtime.pools import DaemonPool
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.landing import PullPlan
 from ps_worker.model.flat import FlatModel
-from ps_worker.timeline.recording import UNRECORDED, StepTimes, Timeline
+from ps_worker.timeline.recording import RecordedStep, Timeline
 from ps_worker.values import BucketAssignment, PullResult, PushResult
 
 
@@ -189,7 +189,7 @@ class NetworkTransport:
 
         step = self._timeline.step
         wire = self._flat.gradient_codec(push.bucket).name if leaving is not None else ""
-        return self._push(message, wire, lambda: step.sent((push.bucket.index,)))
+        return self._push(message, wire, None if step is None else lambda: step.sent((push.bucket.index,)))
 
     def push_initial(self, bucket: BucketSpec) -> Future[PushResult]:
         """Sends a bucket's initial value; over the network whatever the transport, because it happens once."""
@@ -261,7 +261,8 @@ class NetworkTransport:
                 payload = self._flat.gradient(leaving, memory=SENDING.memory)
                 message = data.write_push(self._gradient(push, payload, PushKind.DRAFT))
                 size = len(payload)
-                step.sent((push.bucket.index,), draft=True)
+                if step is not None:
+                    step.sent((push.bucket.index,), draft=True)
                 try:
                     self._calls.try_once("Push", message)
                 except PSError as error:
@@ -293,27 +294,30 @@ class NetworkTransport:
 
     def pull(self, clock: int, buckets: Sequence[BucketSpec], all_staged: bool = False) -> Future[PullResult]:
         """Pulls buckets in one stream. all_staged: with every update that is staged on the shard when the call comes"""
-        return self._pull(clock, buckets, (), UNRECORDED, all_staged)
+        return self._pull(clock, buckets, (), None, all_staged)
 
     def _pull(
         self,
         clock: int,
         buckets: Sequence[BucketSpec],
         commit: Sequence[BucketPush],
-        step: StepTimes,
+        step: RecordedStep | None,
         all_staged: bool = False,
     ) -> Future[PullResult]:
         """Fetches buckets in one stream. `commit`: pushes that count first, which makes the pull an exchange."""
 
         def land(bucket: BucketSpec, pulled: PulledBucket) -> int:
             self._flat.land(bucket, pulled)
-            step.landed(self._calls.index, pulled)
+            if step is not None:
+                step.landed(self._calls.index, pulled)
             return len(pulled.payload)
 
         def request(missing: list[int]) -> bytes:
-            step.sent(push.bucket.index for push in commit if push.empty)
+            if step is not None:
+                step.sent(push.bucket.index for push in commit if push.empty)
             whole = frozenset(index for index in missing if all_staged or not self._flat.has_before(index, clock))
-            wanted = PullCall(self._worker, clock, tuple(missing), False, 0, step.recorded, whole, all_staged)
+            is_recorded = step is not None
+            wanted = PullCall(self._worker, clock, tuple(missing), False, 0, is_recorded, whole, all_staged)
             if commit:
                 return data.write_exchange(self._call(commit, b"", PushKind.COMMIT), wanted)
             return data.write_pull(wanted)

@@ -12,13 +12,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from ps_protocol.codecs import Blocks, Codec, Memory, gradient_codec, plain_codec, weight_codec
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.messages.data import PulledBucket
 from ps_protocol.segment_layout import SegmentMap
-from ps_protocol.tensors import TORCH_DTYPES, bytes_of, element_name, flat_parts, parts_of, whole_of
+from ps_protocol.tensors import (
+    TORCH_DTYPES,
+    Blocks,
+    Codec,
+    Memory,
+    bytes_of,
+    element_name,
+    flat_parts,
+    gradient_codec,
+    parts_of,
+    plain_codec,
+    weight_codec,
+    whole_of,
+)
 from ps_worker.model.base import Base
 from ps_worker.model.buffers import FlatBuffers, Gradients, Weights
 from ps_worker.model.gpu import GpuStaging

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ps_protocol.codecs import Blocks
 from ps_protocol.layout import BucketSpec
+from ps_protocol.tensors import Blocks
 
 
 @dataclass(eq=False)

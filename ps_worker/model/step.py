@@ -319,7 +319,8 @@ class StepMaker:
     def _gradient_ready(self, parameter: int) -> None:
         """Has the buckets leave that are full with this gradient, if they may. Runs on autograd's thread."""
         self._metrics.timer.gradient()
-        self._timeline.step.gradient(parameter)
+        if self._timeline.step is not None:
+            self._timeline.step.gradient(parameter)
         overlap = self._overlaps.get(self.stage.owner.get(parameter, -1))
         if overlap is None:  # no optimizer of this stage has it
             return

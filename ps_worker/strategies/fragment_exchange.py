@@ -179,7 +179,8 @@ class FragmentExchange:
         self._wanted = False
         self._metrics.rounds.ended()
         loop.checkpoint.stepped()
-        loop.participation.timeline.end_step()
+        if loop.participation.timeline.wanted is not None:
+            loop.participation.timeline.end_step()
         loop.participation.begin_step()
         self._begin_round()
 

@@ -369,7 +369,8 @@ class JobTraining:
             if is_wanted and not self.checkpoint.waits_for_loader:
                 self.checkpoint.want(self.clock)
             self.checkpoint.stepped()
-            self.participation.timeline.end_step()
+            if self.participation.timeline.wanted is not None:
+                self.participation.timeline.end_step()
         self.participation.begin_step()
         self.kind.finished()
 

@@ -273,7 +273,7 @@ def join(
         layout = _described_layout(participation, spec)
         steps = StepMaker(
             *(spec, tensors, layout, named, tables, options.overlap, metrics),
-            draft=lambda full: participation.connection.draft(full),
+            draft=participation.draft,
             timeline=participation.timeline,
         )
         undo.callback(steps.model.release)

@@ -41,28 +41,8 @@ class RecordingRequest:
     steps: int
 
 
-class StepTimes:
-    """The moments of a step that is not recorded: they are not noted. Methods are for any thread."""
-
-    recorded = False
-
-    def gradient(self, parameter: int) -> None:
-        """Notes that backward has finished a gradient."""
-
-    def pushing(self) -> None:
-        """Notes that `optimizer.step()` pushes."""
-
-    def sent(self, buckets: Iterable[int], draft: bool = False) -> None:
-        """Notes that buckets leave. draft: it may be that another push takes their place"""
-
-    def landed(self, shard: int, pulled: PulledBucket) -> None:
-        """Notes that a bucket has come back from a shard."""
-
-
-class RecordedStep(StepTimes):
-    """The moments of a step, on the clock of time.perf_counter."""
-
-    recorded = True
+class RecordedStep:
+    """The moments of a step that is recorded, on the clock of time.perf_counter. Methods are for any thread."""
 
     def __init__(self, clock: int, clocks: ShardClocks) -> None:
         """clock: that of the worker once the step has ended"""
@@ -114,24 +94,22 @@ class RecordedStep(StepTimes):
         return BucketMoments(bucket, shard, ready, sent, landed, tuple(on_shard), reading.error)
 
 
-UNRECORDED = StepTimes()
-
-
 class Timeline:
     """The recording of one session. For the training thread; any thread may read `step` and call `close`.
 
-    step:   the step that is being made
+    step:   the step that is being made; None: it is not recorded
     clocks: of the shards
+    wanted: the steps to record. None: no step need be begun or ended here
     """
 
     def __init__(self) -> None:
-        self.step: StepTimes = UNRECORDED
+        self.step: RecordedStep | None = None
         self.clocks = ShardClocks()
-        self._wanted: RecordingRequest | None = None
+        self.wanted: RecordingRequest | None = None
         self._layout = Layout((), (), {})
         self._rank = 0
         self._member: int | None = None
-        self._begun = False  # a step is being made
+        self._is_connected = False  # from then on a step is being made at any time
         self._made = 0  # steps that were begun since a recording was asked for, and have ended
         self._steps: list[StepMoments] = []
         self._kept = 0  # buckets in these
@@ -139,7 +117,7 @@ class Timeline:
     def record(self, wanted: RecordingRequest) -> None:
         """Asks for a recording from the next step that begins; what was recorded before is written first."""
         self.close()
-        self._wanted, self._made = wanted, -1 if self._begun else 0
+        self.wanted, self._made = wanted, -1 if self._is_connected else 0
 
     def describe(self, layout: Layout, member: int | None = None) -> None:
         """Tells what the buckets of the job hold. member: which one of its group this process is, where it is in one"""
@@ -147,23 +125,23 @@ class Timeline:
 
     def connect(self) -> None:
         """Forgets the step at hand and the shards' clocks: there is a new connection."""
-        self.step = UNRECORDED
+        self.step, self._is_connected = None, True
         self.clocks.forget()
 
     def begin_step(self, clock: int, rank: int) -> bool:
         """Begins the step that leads to a clock, in place of one that has not ended. Returns whether it is recorded."""
-        wanted, self._rank, self._begun = self._wanted, rank, True
+        wanted, self._rank = self.wanted, rank
         recorded = wanted is not None and self._made + 1 >= wanted.first
-        self.step = RecordedStep(clock, self.clocks) if recorded else UNRECORDED
+        self.step = RecordedStep(clock, self.clocks) if recorded else None
         return recorded
 
     def end_step(self) -> None:
         """Ends the current step. After the last step that was asked for, writes the timeline's file."""
-        wanted, step, self.step, self._begun = self._wanted, self.step, UNRECORDED, False
+        wanted, step, self.step = self.wanted, self.step, None
         if wanted is None:
             return
         self._made += 1
-        if isinstance(step, RecordedStep):
+        if step is not None:
             self._steps.append(step.ended(self._layout))
             self._kept += len(self._steps[-1].buckets)
             full = self._kept >= MOST_BUCKETS
@@ -174,7 +152,7 @@ class Timeline:
 
     def close(self) -> None:
         """Writes what was recorded, and ends the recording."""
-        wanted, steps = self._wanted, self._steps
+        wanted, steps = self.wanted, self._steps
         if wanted is None:
             return
         name = str(self._rank) if self._member is None else f"{self._rank}.{self._member}"
@@ -187,5 +165,5 @@ class Timeline:
                 log.warning("no step was recorded: there is no timeline")
         except OSError as error:
             log.warning("the timeline cannot be written to %s: %s", path, error.strerror)
-        self._wanted, self._steps, self._kept = None, [], 0
-        self.step = UNRECORDED
+        self.wanted, self._steps, self._kept = None, [], 0
+        self.step = None

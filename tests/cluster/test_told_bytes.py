@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_protocol.codecs import BLOCKS
+from ps_protocol.tensors import BLOCKS
 from ps_server.ops import status
 from ps_worker import Session
 from tests.tools.cluster import Cluster, in_parallel, scrape, until

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import ps_worker
-from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import InvalidRequest, JobMismatch, Unsupported
+from ps_protocol.tensors import BLOCKS
 from ps_protocol.v1 import types_pb2
 from ps_worker import NonFiniteGradient
 from tests.tools.cases import cases

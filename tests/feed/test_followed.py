@@ -59,7 +59,7 @@ class Reading:
     def tell(self, answer: EditionPart) -> None:
         self.parts.append(answer)
 
-    def lend(self, lent: Callable[[], Any]) -> None:
+    def lend(self, lent: Callable[[], Any], is_small: bool = False) -> None:
         with lent() as (answer, _):
             self.parts.append(answer)
 

@@ -52,7 +52,7 @@ class Reader:
         assert answer.bucket is None
         self.signs += 1
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]], is_small: bool = False) -> None:
         self.queued.append(lent)
 
     def finish(self) -> None:

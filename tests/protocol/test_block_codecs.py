@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.codecs import BLOCKS, Blocks, row_codec
 from ps_protocol.job import BLOCK_WIRES, WIRES
-from ps_protocol.tensors import bytes_of
+from ps_protocol.tensors import BLOCKS, Blocks, bytes_of, row_codec
 
 EACH = pytest.mark.parametrize("codec", BLOCKS.values(), ids=list(BLOCKS))
 

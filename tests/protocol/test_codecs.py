@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ps_protocol.codecs import BLOCKS, PLAIN, gradient_codec, weight_codec
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, FORMATS, ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
-from ps_protocol.tensors import bytes_of
+from ps_protocol.tensors import BLOCKS, PLAIN, bytes_of, gradient_codec, weight_codec
 from ps_protocol.v1 import types_pb2
 
 

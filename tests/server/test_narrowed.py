@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ps_protocol.codecs import PLAIN
+from ps_protocol.tensors import PLAIN
 from ps_server.shard.hosted_job import NARROWED_BUCKETS, Narrowed
 
 CODEC = PLAIN["bfloat16"]

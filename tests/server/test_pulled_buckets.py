@@ -41,7 +41,7 @@ class Stream(Outbox):
     def on_close(self, callback: Callable[[], None]) -> None:
         self._closed = callback
 
-    def lend(self, lent: Callable[[], Any]) -> None:
+    def lend(self, lent: Callable[[], Any], is_small: bool = False) -> None:
         self.sent += 1
 
     def tell(self, answer: object) -> None:

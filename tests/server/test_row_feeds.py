@@ -53,7 +53,7 @@ class Reader:
         self.parts: list[FeedPart] = []
         self.close: Callable[[], None] = lambda: None
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]], is_small: bool = False) -> None:
         self.queued.append(lent)
 
     def fail(self, error: PSError) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ps_protocol.codecs import BLOCKS
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
+from ps_protocol.tensors import BLOCKS
 from ps_server.core.budget import room_for
 from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.partition import JobPartition

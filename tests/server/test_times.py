@@ -22,7 +22,7 @@ class Stream(Outbox):
     def tell(self, answer: Any) -> None:
         self.answers.append(answer)
 
-    def lend(self, lent: Any) -> None:
+    def lend(self, lent: Any, is_small: bool = False) -> None:
         with lent() as (answer, _):
             self.answers.append(answer)
 

@@ -292,7 +292,7 @@ class SentBeside(Outbox):
         """Sends an answer."""
         self._put(lambda: (_copied(answer), None))
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]], is_small: bool = False) -> None:
         """Sends an answer that is made when its turn has come."""
 
         def make() -> tuple[Any, PSError | None]:

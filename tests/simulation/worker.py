@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import Fenced, NotFound, PSError, TryLater, UnknownWorker, Unreachable
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.identity import Identity
 from ps_protocol.messages.data import PullCall, PulledBucket, PushCall, PushedBucket, PushKind
 from ps_protocol.messages.workers import JoinRequest
-from ps_protocol.tensors import bytes_of, tensor_from
+from ps_protocol.tensors import BLOCKS, bytes_of, tensor_from
 from ps_server.core.membership import JoinedMember
 from tests.chaos.oracle import Life, Violation, Witness
 from tests.simulation.fragments import StreamedRound

@@ -302,7 +302,7 @@ class _Outbox(Outbox):
             weights = torch.frombuffer(bytearray(answer.payload), dtype=torch.float32)
             self._buckets.append((answer.bucket, answer.save_state, weights))
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]], is_small: bool = False) -> None:
         with lent() as (answer, _):
             self.tell(answer)
 

@@ -20,7 +20,7 @@ class Answers(Outbox):
     def tell(self, answer: Answer) -> None:
         self.told.append(answer)
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]], is_small: bool = False) -> None:
         with lent() as (answer, _):
             self.told.append(answer)
 

@@ -23,7 +23,7 @@ from ps_worker.metrics import PULL, PUSH, WAIT, named
 from ps_worker.timeline import recording
 from ps_worker.timeline.chrome import SIX, BucketMoments, StepMoments, events
 from ps_worker.timeline.clocks import ClockReading, ShardClocks
-from ps_worker.timeline.recording import UNRECORDED, RecordingRequest, Timeline
+from ps_worker.timeline.recording import RecordingRequest, Timeline
 from tests.tools.cluster import Cluster
 
 SECONDS = st.floats(0.0, 10.0)
@@ -74,10 +74,11 @@ def pulled(times: BucketTimes | None = None) -> PulledBucket:
 def run(timeline: Timeline, steps: int, clock: int = 0) -> None:
     for number in range(steps):
         timeline.begin_step(clock + number + 1, rank=0)
-        timeline.step.gradient(0)
-        timeline.step.pushing()
-        timeline.step.sent([0])
-        timeline.step.landed(0, pulled())
+        if timeline.step is not None:
+            timeline.step.gradient(0)
+            timeline.step.pushing()
+            timeline.step.sent([0])
+            timeline.step.landed(0, pulled())
         timeline.end_step()
 
 
@@ -130,8 +131,9 @@ def test_a_step_that_does_not_end_is_left_out_with_all_it_noted(tmp_path: Path) 
     timeline.record(RecordingRequest(tmp_path / "t.json", 1, 50))
     timeline.begin_step(1, 0)
     lost = timeline.step
+    assert lost is not None
     timeline.connect()
-    assert timeline.step is UNRECORDED
+    assert timeline.step is None
     lost.landed(0, pulled())  # by a thread of the old connection
     run(timeline, 1, clock=7)
     timeline.close()
