@@ -56,12 +56,12 @@ T = TypeVar("T")
 class _LastStep:
     """The last step, which may not have ended.
 
-    pushed:     its pushes
+    pushed:     its pushes, and the pulls that commit drafts
     has_failed: one of its calls has failed: some shards may have had the step, and others not
     left:       calls of earlier steps that did not end; only `end` waits for them
     """
 
-    pushed: Sequence[Future[PushResult]] = ()
+    pushed: Sequence[Future[Any]] = ()
     has_failed: bool = False
     left: list[Future[Any]] = field(default_factory=list)
 
@@ -332,9 +332,10 @@ class Connection:
         for push in sorted((push for step in steps for push in step.rest), key=lambda push: push.bucket.index):
             pushed.append(self._transports[self._shard_of[push.bucket.index]].push(push))
         pulled = [step.pull for step in steps] or sent.ended
-        self._last.pushed = pushed
+        commits = [step.pull for step in steps if step.commits]
+        self._last.pushed = [*pushed, *commits]
         self._under_way += [*pushed, *pulled]
-        return pushed, pulled, [step.pull for step in steps if step.commits]
+        return pushed, pulled, commits
 
     def end_step(self) -> None:
         """Notes that the last step is over: it is not pushed again from a later place."""
