@@ -24,7 +24,9 @@ DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 CERT_MANAGER = read(*sorted((FILES / "components" / "cert-manager").glob("[ac]*.yaml")))
 KUBEFLOW = read(FILES / "kubeflow" / "runtime.yaml", FILES / "kubeflow" / "train.yaml")
 JOBSET = read(FILES / "jobset" / "jobset.yaml")
-EVERY = [*templates(base()), *templates(relays()), *templates(KUBEFLOW)]
+VOLCANO = read(FILES / "volcano" / "job.yaml")
+RAY = read(FILES / "ray" / "rayjob.yaml")
+EVERY = [*templates(base()), *templates(relays()), *templates(KUBEFLOW), *templates(VOLCANO)]
 SERVERS = [each for each in EVERY if each.name in ("coordinator", "shards", "shard")]
 [RELAYS] = templates(relays())
 of_every = pytest.mark.parametrize("pods", EVERY, ids=lambda pods: f"{pods.kind}-{pods.name}")
@@ -175,7 +177,7 @@ def test_both_kinds_of_certificates_fill_the_secrets_that_the_pods_look_for() ->
 # -- safety ------------------------------------------------------------------------------------------------------------
 
 
-@of_every
+@pytest.mark.parametrize("pods", [*EVERY, *templates(RAY)], ids=lambda pods: f"{pods.kind}-{pods.name}")
 def test_a_pod_keeps_to_the_restricted_pod_security_standard_and_writes_to_volumes_alone(pods: Template) -> None:
     user = int(re.findall(r"^USER (\d+):\d+$", DOCKERFILE, re.MULTILINE)[0])
     assert pods.spec["securityContext"]["runAsNonRoot"] is True
@@ -354,6 +356,32 @@ def test_the_jobset_without_kubeflow_is_that_of_the_runtime() -> None:
     assert one(JOBSET, "JobSet", "char-gpt")["metadata"] == one(KUBEFLOW, "TrainJob", "char-gpt")["metadata"], (
         "the names in the certificates"
     )
+
+
+def test_the_workers_of_volcano_are_those_of_the_base() -> None:
+    """But for the launch's name, which no field of their pods has, and where they write."""
+    [ours], [base_workers] = templates(VOLCANO), templates([one(base(), "Job", "workers")])
+    [spec] = [each["spec"] for each in VOLCANO]
+    assert spec["minAvailable"] == ours.count == base_workers.count
+    assert words(ours)[:-1] == words(base_workers)[:-1]
+    assert ours.spec["volumes"] == base_workers.spec["volumes"]
+    assert variables(ours).keys() == variables(base_workers).keys()
+
+
+def test_the_ray_jobs_script_knows_its_arguments_and_writes_where_all_nodes_see_it() -> None:
+    [job] = [each for each in RAY if each["kind"] == "RayJob"]
+    python, script, *arguments = job["spec"]["entrypoint"].split()
+    assert python == "python"
+    source = (ROOT / script).read_text()
+    named = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    assert all(f'add_argument("{flag}"' in source for flag in named)
+    head, workers = templates(RAY)
+    assert int(named["--workers"]) <= workers.count
+    [claim] = [each["metadata"]["name"] for each in RAY if each["kind"] == "PersistentVolumeClaim"]
+    for pods in (head, workers):
+        [mount] = [each for each in pods.container["volumeMounts"] if named["--out"].startswith(each["mountPath"])]
+        [volume] = [each for each in pods.spec["volumes"] if each["name"] == mount["name"]]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ MODELS = {  # by API group and version: the module, and the text before the kind
     "jobset.x-k8s.io/v1alpha2": ("kubeflow_trainer_api.models", "JobsetV1alpha2"),
     "trainer.kubeflow.org/v1alpha1": ("kubeflow_trainer_api.models", "TrainerV1alpha1"),
 }
+# No package has the schemas of these: their pods are held to that of a Pod.
+PODS_ALONE = ("batch.volcano.sh/v1alpha1", "ray.io/v1")
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +56,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def rendered(files: Path) -> dict[str, list[Object]]:
     overlays = [f"overlays/{name}{suffix}" for name in OVERLAYS for suffix in ("", "-with-relays")]
-    return {name: render(files / name) for name in (*overlays, "kubeflow", "jobset")}
+    return {name: render(files / name) for name in (*overlays, "kubeflow", "jobset", "volcano", "ray")}
 
 
 def refusals(manifest: Object, version: str) -> list[str]:
     """What is wrong with an object."""
+    if manifest["apiVersion"] in PODS_ALONE:
+        head = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}}
+        pods = [{**head, "spec": each.spec} for each in templates([manifest])]
+        return [wrong for pod in pods for wrong in refusals(pod, version)]
     if manifest["apiVersion"] in MODELS:
         return refusals_of_model(manifest)
     validator = pytest.importorskip("kubernetes_validate", reason="needs pip install --group kubernetes")
@@ -98,11 +104,17 @@ def lost(given: Any, known: Any, place: str = "") -> list[str]:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     "name",
-    ["overlays/demo", "overlays/gpu", "overlays/demo-with-relays", "overlays/gpu-with-relays", "kubeflow", "jobset"],
+    [
+        *(f"overlays/{name}{more}" for name in OVERLAYS for more in ("", "-with-relays")),
+        "kubeflow",
+        "jobset",
+        "volcano",
+        "ray",
+    ],
 )
 def test_kubernetes_takes_every_object(rendered: dict[str, list[Object]], name: str, version: str) -> None:
     objects = rendered[name]
-    assert len(objects) > 7
+    assert len(objects) > (7 if name != "ray" else 1)
     assert {
         f"{each['kind']} {each['metadata']['name']}": wrong for each in objects if (wrong := refusals(each, version))
     } == {}
@@ -140,6 +152,10 @@ def test_without_kubeflow_nothing_of_it_is_applied(rendered: dict[str, list[Obje
         ("kubeflow", "TrainJob", "spec.trainer.numNodes", "two"),
         ("jobset", "JobSet", "spec.replicatedJob", []),
         ("jobset", "JobSet", "spec.replicatedJobs", "one"),
+        ("volcano", "Job", "spec.tasks.0.template.spec.containerz", []),
+        ("volcano", "Job", "spec.tasks.0.template.spec.restartPolicy", 7),
+        ("ray", "RayJob", "spec.rayClusterSpec.headGroupSpec.template.spec.containers.0.imagez", "a"),
+        ("ray", "RayJob", "spec.rayClusterSpec.workerGroupSpecs.0.template.spec.volumes", "a"),
     ],
 )
 def test_what_is_wrong_is_refused(
@@ -147,12 +163,20 @@ def test_what_is_wrong_is_refused(
 ) -> None:
     """So that the test above can fail."""
     manifest = copy.deepcopy(next(each for each in rendered[name] if each["kind"] == kind))
-    *above, last = path.split(".")
+    *above, last = [int(key) if key.isdigit() else key for key in path.split(".")]
     inside = manifest
     for key in above:
         inside = inside[key]
     inside[last] = value
     assert refusals(manifest, VERSIONS[-1])
+
+
+def test_with_volcano_there_are_its_workers_alone(rendered: dict[str, list[Object]]) -> None:
+    jobs = [each for each in rendered["volcano"] if each["kind"] == "Job"]
+    assert [each["apiVersion"] for each in jobs] == ["batch.volcano.sh/v1alpha1"]
+    [pods], [of_base] = templates(jobs), templates([one(rendered["overlays/demo"], "Job", "workers")])
+    assert pods.metadata["labels"] == of_base.metadata["labels"], "by which the network's policies know them"
+    assert pods.container["image"] == of_base.container["image"]
 
 
 def test_the_number_of_shards_and_the_namespace_are_each_written_once(files: Path, tmp_path: Path) -> None:

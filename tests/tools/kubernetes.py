@@ -90,10 +90,18 @@ class Template:
 
 
 def templates(objects: list[Object] | tuple[Object, ...]) -> Iterator[Template]:
-    """The pods of every object that makes some; those of a runtime's JobSet too."""
+    """The pods of every object that makes some; of a runtime's JobSet, Volcano's tasks and a Ray cluster too."""
     for each in objects:
         kind, name, spec = each["kind"], each["metadata"]["name"], each.get("spec", {})
-        if kind in ("Deployment", "StatefulSet", "Job"):
+        if kind == "RayJob":
+            cluster = spec["rayClusterSpec"]
+            yield _template(kind, "head", 1, cluster["headGroupSpec"])
+            for group in cluster["workerGroupSpecs"]:
+                yield _template(kind, group["groupName"], group["replicas"], group)
+        elif "tasks" in spec:  # Volcano's Job
+            for task in spec["tasks"]:
+                yield _template(f"Volcano{kind}", task["name"], task["replicas"], task)
+        elif kind in ("Deployment", "StatefulSet", "Job"):
             count = spec.get("replicas", spec.get("completions"))
             yield _template(kind, name, count, spec)
         elif kind == "ClusterTrainingRuntime":
