@@ -211,16 +211,15 @@ class ReadingThreads:
             if self._is_stopping:
                 return
             self._leaving = {each for each in self._leaving if each.is_alive()}
+            try:
+                start(
+                    thread
+                )  # with the lock: one that asks for `threads` joins them, which a thread must have begun for
+            except TryLater:
+                self._close_if_last()
+                raise
             self._threads.add(thread)
             self._waiting += 1
-        try:
-            start(thread)
-        except TryLater:
-            with self._lock:
-                self._threads.discard(thread)
-                self._waiting -= 1
-                self._close_if_last()
-            raise
 
     def _run(self) -> None:
         guarded(self._name, nothing)  # its errors are counted from now on, from 0

@@ -304,8 +304,9 @@ class Connection:
         Returns the pushes, the pulls, and those of the pulls that commit drafts: such drafts count once their pull has
         landed.
         """
-        if self._timeline.step is not None:
-            self._timeline.step.pushing()
+        step = self._timeline.step  # another thread may end the timeline
+        if step is not None:
+            step.pushing()
         if is_awaited and self._attending is not None:
             self._attending.begin(self._attended_now())
         drafted = self._settle_drafts(drafts_count)

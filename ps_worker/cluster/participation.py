@@ -168,6 +168,7 @@ class Participation:
         self.connection.end()
         if self.group is not None or self._lost is not None or not self.members.holds(place):
             place = self.members.renewed(place, self._lost)  # else an interrupt came before it had arrived in this one
+            self._lost = None  # of the place before
         return self._connect(place, model, {})
 
     def _connect(self, place: JoinResult, model: FlatModel, states: States) -> bool:
@@ -183,6 +184,7 @@ class Participation:
             if self._connection is not None:
                 self._connection.end()
             place = self.members.renewed(place, cause)
+            self._lost = None
 
     def _together(self, make: Callable[[], T]) -> T:
         """Returns what a call returns; in a group, once the calls of all members are through: Group.all_through."""

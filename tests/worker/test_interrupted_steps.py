@@ -188,6 +188,27 @@ def interrupt_once(monkeypatch: pytest.MonkeyPatch, where: str, interrupts: list
     monkeypatch.setattr(owner, name, interrupted)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_that_is_interrupted_in_its_new_place_goes_on_there(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """What showed that it had lost the place before says nothing about this one."""
+    cluster, interrupts = make_cluster(shards=2, lease=600.0), list[str]()
+    with cluster.connect("sync", transport=transport) as session:
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+        plain = torch.optim.SGD(model.parameters(), lr=RATE)
+        parts = session.prepare(model, plain, ExponentialLR(plain, FALLS), bucket_bytes=64)
+        step_with(*parts)
+        cluster.lose_place(0)
+        interrupt_once(monkeypatch, "it waits for the weights", interrupts)
+        while not interrupts:
+            with contextlib.suppress(KeyboardInterrupt):
+                step_with(*parts)
+        for _ in range(MORE):
+            step_with(*parts)
+        assert session.clock > MORE
+
+
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
 @pytest.mark.parametrize("where", ON_THE_WAY)
 def test_a_rollback_that_is_interrupted_is_made_by_the_next_step(
