@@ -56,12 +56,14 @@ T = TypeVar("T")
 class _LastStep:
     """The last step, which may not have ended.
 
-    pushed:     its pushes, and the pulls that commit drafts
+    pushed:     its pushes
+    commits:    the pulls that commit drafts
     has_failed: one of its calls has failed: some shards may have had the step, and others not
     left:       calls of earlier steps that did not end; only `end` waits for them
     """
 
-    pushed: Sequence[Future[Any]] = ()
+    pushed: Sequence[Future[PushResult]] = ()
+    commits: Sequence[Future[PullResult]] = ()
     has_failed: bool = False
     left: list[Future[Any]] = field(default_factory=list)
 
@@ -334,7 +336,7 @@ class Connection:
             pushed.append(self._transports[self._shard_of[push.bucket.index]].push(push))
         pulled = [step.pull for step in steps] or sent.ended
         commits = [step.pull for step in steps if step.commits]
-        self._last.pushed = [*pushed, *commits]
+        self._last.pushed, self._last.commits = pushed, commits
         self._under_way += [*pushed, *pulled]
         return pushed, pulled, commits
 
@@ -378,11 +380,13 @@ class Connection:
         An interrupt has left pushes under way, which the next step must not overtake. If a call has failed, buckets
         that have not had the step get a skip for it.
         """
-        under_way = [push for push in self._last.pushed if not push.done()]
         if not self._last.has_failed:
+            under_way: list[Future[Any]] = [*self._last.pushed, *self._last.commits]
+            under_way = [call for call in under_way if not call.done()]
             self._under_way += under_way
             return bool(under_way)
-        await_done(under_way)
+        # Not for pulls: they wait for other workers, and those may wait for what this one sends in place of the step.
+        await_done([push for push in self._last.pushed if not push.done()])
         self._last.has_failed = False
         trained = [bucket for buckets in self._buckets.values() for bucket in buckets if not bucket.frozen]
         rows = self._rows.leave_out(self.clock)
