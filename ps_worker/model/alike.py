@@ -4,7 +4,8 @@ owner     The lowest member that holds one. The job has it once: its owner pushe
           optimizer state.
 others    They get its weights from the owner, over the group, once all members have those of a step. So all have the
           same bits, whatever each has computed.
-gradient  The group has reduced it: it is the same on all of them. In the first step they compare.
+gradient  The group has reduced it: it is the same on all of them. They compare it in the first step in which it is not
+          zero.
 """
 
 from __future__ import annotations
@@ -47,13 +48,16 @@ class HeldAlike:
         told = [json.loads(each) for each in group.gather(json.dumps(self._others).encode())]
         self._shared = sorted({index for each in told for index in each})
         self._hooks: list[RemovableHandle] = []
-        self._is_checked = spec.local is not None  # there gradients are the script's own
+        trained = {index for index in self._shared if spec.parameters[index].group is not None}
+        # Those whose gradients no step has compared yet. In local modes gradients are the script's own.
+        self._unchecked = trained if spec.local is None else set[int]()
         self.base: dict[int, torch.Tensor] = {}
         if spec.local is None:
-            for index in self._others:
-                tensor = tensors[index]
-                if tensor.requires_grad:
-                    self._hooks.append(tensor.register_post_accumulate_grad_hook(as_placed))
+            for index in trained.intersection(self._others):  # as their owners do: it is a collective of all
+                tensor, frozen = tensors[index], not tensors[index].requires_grad
+                tensor.requires_grad_()  # a frozen one takes no hook, and may be thawed later
+                self._hooks.append(tensor.register_post_accumulate_grad_hook(as_placed))
+                tensor.requires_grad_(not frozen)
 
     @property
     def are_some(self) -> bool:
@@ -108,14 +112,14 @@ class HeldAlike:
     # -- gradients, and state ----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises InvalidRequest, on all members, if in the first step with gradients these are not the same on all that
-        hold a parameter."""
-        if self._is_checked or not self._shared:
+        """Raises InvalidRequest, on all members, if a gradient is not the same on all that hold its parameter, in the
+        first step in which it is not zero. One that a parameter has not, as it is frozen or unused, is zero."""
+        if not self._unchecked:
             return
-        self._is_checked = True
-        own = {str(index): self._described(index) for index in self._shared if not self._tensors[index].is_meta}
+        unchecked = sorted(self._unchecked)
+        own = {str(index): self._described(index) for index in unchecked if not self._tensors[index].is_meta}
         told: list[dict[str, list[float]]] = [json.loads(each) for each in self._group.gather(json.dumps(own).encode())]
-        for index in self._shared:
+        for index in unchecked:
             parameter = self._spec.parameters[index]
             expected = told[parameter.member].get(str(index), [])
             for member, each in enumerate(told):
@@ -126,6 +130,8 @@ class HeldAlike:
                         f"have unlike gradients of it: of norm {_norm(expected)} and {_norm(found)}. What they hold "
                         "alike gets the same gradient: give them the same batches, or reduce it within the group"
                     )
+            if expected and expected[0] > 0:
+                self._unchecked.discard(index)
 
     def _described(self, index: int) -> list[float]:
         """Returns numbers that tell whether a gradient is the same; none where there is none."""
@@ -172,9 +178,8 @@ def beside(tensor: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor
 
 def _are_close(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether gradients with these numbers may be the same; one that is not finite is refused elsewhere."""
-    if len(one) != len(other):
-        return False
-    room = TOLERANCE * (1e-12 + max(one[0], other[0])) if one else 0.0
+    one, other = one or (0.0, 0.0), other or (0.0, 0.0)
+    room = TOLERANCE * (1e-12 + max(one[0], other[0]))
     return all(not abs(a - b) > room for a, b in zip(one, other, strict=True))
 
 

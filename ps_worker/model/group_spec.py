@@ -72,8 +72,23 @@ def _combined(told: Sequence[bytes]) -> JobSpec:
                 "parameters and buffers of a model are the same in all of its processes"
             )
         for each in spec.parameters:
-            parameters.setdefault((each.key, each.shape), replace(each, member=member))
+            found = parameters.setdefault((each.key, each.shape), replace(each, member=member))
+            _check_alike(found, replace(each, member=member))
     return replace(specs[0], parameters=tuple(parameters.values()))
+
+
+def _check_alike(found: ParameterSpec, each: ParameterSpec) -> None:
+    """Raises JobMismatch if members that hold the same of a parameter describe it in unlike ways."""
+    unlike = [
+        f"{name} is {one!r} and {getattr(each, name)!r}"
+        for name, one in vars(found).items()
+        if name != "member" and one != getattr(each, name)
+    ]
+    if unlike:
+        raise JobMismatch(
+            f"members {found.member} and {each.member} of this worker's group hold the same of {found.name}, and "
+            f"describe it in unlike ways: {', '.join(unlike)}"
+        )
 
 
 def _tensors(

@@ -90,7 +90,7 @@ class JobTraining:
         self._added = added
         self.stages = JobStages(participation, steps, self.assignments, added, lambda: self.checkpoint)
         self._metrics = metrics
-        group, to_come = participation.group, (self._end, self._leave_out, self._push, self.come_back, self._broke_off)
+        group, to_come = participation.group, (self._end, self._leave_out, self._push, self._come_back, self._broke_off)
         given = self.assignments, *to_come, self.model.base
         self._together = None if group is None else StepsTogether(group, participation, *given)
         self._sender = StateSender(participation.coordinator, participation.members)
@@ -391,6 +391,9 @@ class JobTraining:
 
         Buckets that have not had the step are pushed again from there. If that place is lost, too, this is repeated.
         """
+        return self._come_back() if self._together is None else self._together.go_on()
+
+    def _come_back(self) -> bool:
         try:
             if self._left is None:
                 self.kind.losing()
@@ -443,8 +446,8 @@ class JobTraining:
             self._restore_count, self._left = place.restore_count, None
             self.kind.moved(is_kept=self.unfinished is not None)
             self.participation.has_arrived = True
-            if self._together is not None:
-                self._together.arrived()
+            if self._together is not None and self.unfinished is not None:
+                self._together.arrived()  # otherwise once what members hold alike is here
         self._metrics.rejoined(fate.is_lost, self.clock)
         self.participation.begin_step()
         log.warning(

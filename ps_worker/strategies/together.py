@@ -78,18 +78,37 @@ class StepsTogether:
 
     def _in_place(self, make: Callable[[], None]) -> bool | None:
         """Makes a call of all members, whose errors all of them raise; where the place is lost, takes the next one."""
-        self._has_failed, came_back = False, None
         try:
             make()
         except PlaceLost:
-            came_back = self.come_back()
+            return self.go_on()
         except BaseException as error:
             self.broke_off(error)
-            if self._has_failed:
-                self.base.share_alike()
+            self._share_what_failed()
             raise
         self.base.share_alike()
-        return came_back
+        return None
+
+    def go_on(self) -> bool:
+        """Takes the next place with all members, who hand on what they hold alike there: each pulls only what it owns.
+        Returns what JobTraining.come_back does."""
+        self._has_failed = False
+        try:
+            counts = self.come_back()
+        except BaseException:
+            self._share_what_failed()
+            raise
+        try:
+            self.base.share_alike()  # also where a signal is to act: the others wait for this member
+        finally:
+            self.arrived()
+        return counts
+
+    def _share_what_failed(self) -> None:
+        """Hands on the weights of a push that has failed for some member: the others may have pushed theirs."""
+        if self._has_failed:
+            self._has_failed = False
+            self.base.share_alike()
 
     def _end(self, index: int | None) -> None:
         """Ends the step at hand on all members. Raises what any of them raises."""

@@ -28,6 +28,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.value_rounds import GroupRounds
 from ps_worker.group import Group, PlaceLost, RaisedByAll, unlike_calls
+from ps_worker.model.base import Base
 from ps_worker.strategies.job_training import JobTraining
 from tests.tools.cluster import Cluster, until
 
@@ -225,6 +226,7 @@ def test_a_member_that_is_interrupted_while_the_group_goes_back_goes_back_first(
     mesh = init_device_mesh("cpu", (1,))
     model: Any = fully_shard(nn.Sequential(nn.Linear(3, 2)), mesh=mesh)
     roll_back, wait, waits = JobTraining._roll_back, Group._await, list[str]()
+    share, shared = Base.share_alike, list[str]()
 
     def goes_back(loop: JobTraining, *given: Any) -> None:
         waits.append("it goes back")
@@ -236,6 +238,11 @@ def test_a_member_that_is_interrupted_while_the_group_goes_back_goes_back_first(
             raise KeyboardInterrupt
         wait(*given)
 
+    def shares(base: Base, *given: Any, **more: Any) -> None:
+        shared.append(waits[-1] if waits else "before")
+        share(base, *given, **more)
+
+    monkeypatch.setattr(Base, "share_alike", shares)
     monkeypatch.setattr(JobTraining, "_roll_back", goes_back)
     monkeypatch.setattr(Group, "_await", waits_for_others)
     with cluster.connect(mode, job=job) as session:
@@ -261,6 +268,7 @@ def test_a_member_that_is_interrupted_while_the_group_goes_back_goes_back_first(
         with pytest.raises(KeyboardInterrupt):
             until(lambda: (step(), members.restore_count)[1] > 1, "the interrupt")
         assert waits == ["it goes back", "interrupted"]
+        assert shared[-1] == "interrupted"  # the others wait for it there
         before, undone = session.clock, steps
         optimizer.step()  # the schedule goes back where this begins
         assert session.clock == before + 1

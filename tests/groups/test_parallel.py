@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from ps_server.storage.export import export, model_state_dict
 from tests.scripts.train_parallel import Model, Options, one_process
-from tests.tools.cluster import Cluster
+from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
 from tests.tools.groups import LEASE, WAIT_SECONDS, Groups, Tensors, begun_and_ended, same
 
@@ -58,10 +59,12 @@ def test_members_that_hold_the_same_rows_have_the_same_batches(
     assert sorted(seen[0] + seen[2]) == list(range(4))
 
 
+@pytest.mark.parametrize("frozen", ["", "head"])
 def test_unlike_gradients_of_what_members_hold_alike_are_refused(
-    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, frozen: str
 ) -> None:
-    options = Options(groups=1, whole=True, unlike=True)
+    """In the first step that has them."""
+    options = Options(groups=1, whole=True, unlike=True, frozen=frozen, thaws=2)
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         assert all(process.wait(WAIT_SECONDS) == 0 for process in groups.processes.values())
     for member in (0, 1):
@@ -75,6 +78,52 @@ def test_a_push_that_fails_leaves_members_with_the_same_weights(
     _, end = begun_and_ended(nursery, shared.address, job, tmp_path, Options(groups=1, unpushed=2, optimizer="SGD"))
     assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
     assert relative_distance(end, one_process(Options(groups=1, optimizer="SGD"))) > 1e-6
+
+
+def all_left(directory: Path, when: str) -> bool:
+    """Whether both members of group 0 had the same weights at a moment."""
+    return same(*(load_file(directory / f"{when}-0-{member}.safetensors") for member in (0, 1)))
+
+
+def test_a_push_that_fails_in_the_place_after_a_lost_one_leaves_members_with_the_same_weights(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    begun_and_ended(nursery, shared.address, job, tmp_path, Options(groups=1, lost=2, optimizer="SGD"))
+    assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
+    assert all_left(tmp_path, "lost")
+
+
+@pytest.mark.parametrize("mode", ["sync", "local:2"])
+def test_members_that_lose_their_place_in_a_barrier_go_on_with_the_same_weights(
+    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, mode: str
+) -> None:
+    """Each pulls what it owns, which another group has trained meanwhile."""
+    cluster = make_cluster(lease=LEASE, absence_seconds=0.0)
+    options = Options(mode=mode, steps=8, holds=[2], meets=2, prepared={"outer": {"warm_up": 0}})
+    ahead = replace(options, holds=[2, 6], meets=6)
+    with (
+        Groups(nursery, cluster.address, job, tmp_path / "lost", options, only=0) as lost,
+        Groups(nursery, cluster.address, job, tmp_path / "ahead", ahead, only=1) as other,
+    ):
+        until(lambda: lost.are_held(2, (0,)) and other.are_held(2, (1,)), "all to stand at clock 2")
+        cluster.end_lease(0, job)
+        other.let_go(2)
+        until(lambda: other.are_held(6, (1,)), "group 1 to go on alone")
+        lost.let_go(2)
+        other.let_go(6)
+        ends = [*lost.ended(), *other.ended()]
+    assert lost.logs().count("lost its place") == 2
+    assert not same(load_file(tmp_path / "lost" / "2-0-0.safetensors"), ends[0])
+    assert all_left(tmp_path / "lost", "met")
+
+
+def test_what_is_frozen_at_first_is_trained_as_in_one_process_once_it_is_not(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    """Its gradient is summed by all that hold it alike, also by those that do not push it."""
+    options = Options(groups=1, frozen="norm", thaws=2)
+    _, end = begun_and_ended(nursery, shared.address, job, tmp_path, options)
+    assert relative_distance(end, one_process(options)) <= 1e-6
 
 
 @pytest.mark.parametrize("mode", ["local:2", "ssp:1"])

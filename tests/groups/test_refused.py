@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ps_torch
-from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.layout import PiecePlace
+from ps_protocol.convert import job_spec_data
+from ps_protocol.errors import InvalidRequest, JobMismatch, Unsupported
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import ParameterSpec, PiecePlace
+from ps_worker.model.group_spec import described_together
 from ps_worker.model.sharded import piece_of
 from tests.tools.cluster import Cluster
+from tests.tools.partitions import job_spec
 
 
 @pytest.fixture
@@ -206,3 +212,38 @@ def test_weights_that_a_script_changes_count(
             optimizer.zero_grad()
             expected = 2 * expected - 0.5
         assert torch.equal(model[0].weight.full_tensor(), expected)
+
+
+class Told:
+    """A group of two members, of which the other one describes another job."""
+
+    size, member = 2, 0
+
+    def __init__(self, other: JobSpec) -> None:
+        self._other = other
+
+    def all_through(self, make: Callable[[], Any]) -> Any:
+        return make()
+
+    def gather(self, own: bytes) -> list[bytes]:
+        return [own, json.dumps(job_spec_data(self._other)).encode()]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"dtype": "bfloat16"}, "dtype is 'float32' and 'bfloat16'"),
+        ({"group": 1}, "group is 0 and 1"),
+        ({"piece": PiecePlace((6, 3), (2, 0))}, r"whole_shape=\(4, 3\).* and .*whole_shape=\(6, 3\)"),
+    ],
+)
+def test_a_piece_that_members_hold_alike_and_describe_in_unlike_ways(more: dict[str, Any], said: str) -> None:
+    """As both tensor parallelism and `fully_shard` leave it to processes of unlike scripts."""
+    piece = ParameterSpec("up.weight", (2, 3), "float32", 0, piece=PiecePlace((4, 3), (2, 0)))
+    spec = replace(job_spec(), world_size=1, parameters=(piece,))
+    other: Any = Told(replace(spec, group_size=2, parameters=(replace(piece, **more),)))
+    with pytest.raises(JobMismatch, match=f"members 0 and 1 .* hold the same of up.weight, .*: .*{said}"):
+        described_together(other, lambda: (spec, [torch.zeros(2, 3)]))
+    alike: Any = Told(replace(spec, group_size=2))
+    combined, _ = described_together(alike, lambda: (spec, [torch.zeros(2, 3)]))
+    assert combined.parameters == (piece,)

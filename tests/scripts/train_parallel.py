@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 import ps_torch
 from ps_torch import InvalidRequest, LimitExceeded, NonFiniteGradient, Session
-from tests.scripts.train_in_group import fail_before_push, make_optimizer
+from tests.scripts.train_in_group import fail_before_push, lose_place, make_optimizer, participation_of
 from tests.scripts.train_with_state import hold
 
 ROWS, WORDS, LENGTH = 8, 11, 4
@@ -55,6 +55,11 @@ class Options:
     even:      see Model
     unlike:    the last layer gets another gradient in member 1
     unpushed:  the clock after which member 0 fails before it has pushed anything
+    lost:      the clock after which member 1 loses the place before it has pushed, and fails in the next one. All leave
+               what they have then
+    meets:     the clock at which it meets all others in a barrier, and leaves what it has then
+    frozen:    the layer that is frozen until `thaws`; empty: none is
+    thaws:     the clock before which it is trained again
     asks:      leaves the optimizer's state, too
     loads:     loads its optimizer's own state before the third step
     """
@@ -74,6 +79,10 @@ class Options:
     even: bool = False
     unlike: bool = False
     unpushed: int = -1
+    lost: int = -1
+    meets: int = -1
+    frozen: str = ""
+    thaws: int = 0
     asks: bool = False
     loads: bool = False
 
@@ -130,6 +139,8 @@ def one_process(options: Options) -> dict[str, torch.Tensor]:
     model = Model(options.even)
     optimizer = make_optimizer(options.optimizer, model)
     for step in range(options.steps):
+        if options.frozen:
+            model.get_submodule(options.frozen).requires_grad_(step >= options.thaws)
         loss(model, *batch(step)).backward()
         if options.clip:
             nn.utils.clip_grad_norm_(model.parameters(), options.clip)
@@ -142,6 +153,21 @@ def one_process(options: Options) -> dict[str, torch.Tensor]:
     }
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return {**weights, **state} if options.asks else weights
+
+
+def lose_place_and_fail(session: Session) -> None:
+    """Has this member lose the place in its next step, before it has pushed anything, and fail so in the next place."""
+    participation = participation_of(session)
+    rejoin = participation.rejoin
+
+    def rejoining(*given: Any) -> bool:
+        participation.rejoin = rejoin
+        is_wanted: bool = rejoin(*given)
+        fail_before_push(session)
+        return is_wanted
+
+    participation.rejoin = rejoining
+    lose_place(session, "before", lambda: None)
 
 
 class Member:
@@ -157,6 +183,8 @@ class Member:
         self.share, self.shares = group, options.groups
         if options.members:
             self.cut()
+        if options.frozen:  # torch's SequenceParallel thaws
+            self.model.get_submodule(options.frozen).requires_grad_(False)
         self.optimizer: Any = make_optimizer(options.optimizer, self.model)
 
     def cut(self) -> None:
@@ -194,6 +222,11 @@ class Member:
         size = ROWS // self.shares // options.micro
         for step in range(session.clock, options.steps):
             self.pause_at(step)
+            if step == options.meets:
+                session.barrier()
+                self.leave("met")
+            if options.frozen:
+                self.model.get_submodule(options.frozen).requires_grad_(step >= options.thaws)
             words, wanted = batch(step)
             for part in range(options.micro):
                 first = (self.share * options.micro + part) * size
@@ -202,16 +235,20 @@ class Member:
                     (loss(self.model, words[first:][:size], wanted[first:][:size]) / options.micro).backward()
             if options.clip:
                 nn.utils.clip_grad_norm_(self.model.parameters(), options.clip)
-            if options.unlike and self.member:
+            if options.unlike and self.member and self.model.head.weight.requires_grad:
                 self.model.head.weight.grad.mul_(2)
             if options.loads and step == 3:
                 self.optimizer.load_state_dict(self.optimizer.state_dict())
             if step == options.unpushed and (self.group, self.member) == (0, 0):
                 fail_before_push(session)
+            if step == options.lost and (self.group, self.member) == (0, 1):
+                lose_place_and_fail(session)
             try:
                 self.optimizer.step()
             except (NonFiniteGradient, LimitExceeded) as error:
                 (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
+                if step == options.lost:
+                    self.leave("lost")
             self.optimizer.zero_grad()
 
     def pause_at(self, clock: int) -> None:
