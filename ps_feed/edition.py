@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ps_feed.mapping import HandedOver
 from ps_protocol.changes import apply_change
-from ps_protocol.errors import InvalidRequest, NotShared
+from ps_protocol.errors import InvalidRequest, NotShared, TryLater
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout, ParameterSpec, bucket_layout, space_of
 from ps_protocol.messages.editions import EditionBucket
@@ -289,6 +289,10 @@ class Arriving:
             raise Damaged(f"{what}: bucket {sent.bucket} lies in another file than others of its space")
         self._took(sent, timeline, size)
 
+    def file_size(self, sent: EditionBucket, what: str) -> int:
+        """Returns the bytes of the file in which a bucket has to lie. Raises Damaged if it was not asked for."""
+        return self._spaces[self._awaited(sent, what).space].nbytes
+
     def _awaited(self, sent: EditionBucket, what: str) -> BucketSpec:
         bucket = self._contents.buckets.get(sent.bucket)
         if bucket is None or sent.bucket in self._versions:
@@ -334,7 +338,7 @@ class Arriving:
             raise Damaged(f"{what}: bucket {sent.bucket}: {error}") from None
 
     def complete(self, run: str, timeline: int) -> EditionArrays:
-        """Returns the edition. Raises InvalidRequest if a bucket is missing."""
+        """Returns the edition. Raises InvalidRequest if a bucket is missing, TryLater if memory cannot be mapped."""
         if self.missing:
             raise InvalidRequest(f"{len(self.missing)} buckets are missing, such as {min(self.missing)}")
         for name in self._own & self._files.keys():
@@ -344,6 +348,8 @@ class Arriving:
             except NotShared as error:
                 log.warning("an edition is not handed over as memory: %s", error)
                 self._spaces[name] = self._files.pop(name).fill()
+            except OSError as error:
+                raise TryLater(f"the memory of an edition cannot be mapped again ({error.strerror})") from None
         for space in self._spaces.values():
             space.flags.writeable = False
         trained = [version for index, version in self._versions.items() if not self._contents.buckets[index].frozen]
@@ -396,7 +402,8 @@ class Incoming:
     def take(self, files: HandedOver | None, bucket: EditionBucket, timeline: int) -> None:
         """Takes a bucket, which may lie in memory that a relay has handed over."""
         if files is not None and bucket.lies is not None:
-            self._arriving.map(bucket, timeline, files.file(bucket.lies.file), self._what)
+            size = self._arriving.file_size(bucket, self._what)
+            self._arriving.map(bucket, timeline, files.file(bucket.lies.file, size), self._what)
             return
         self._room.begin(self._arriving)
         self.parts.append((time.monotonic(), len(bucket.payload)))

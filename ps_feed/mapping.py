@@ -77,6 +77,7 @@ class HandedOver:
             raise NotShared(f"no socket can be made in the shared directory {directory} ({reason})") from None
         self.offer = MappingOffer(name, inode, nonce)
         self._path = directory / name
+        self._came: dict[int, tuple[int, int]] = {}  # what is not mapped yet: the file, and the connection
         self._files: dict[int, npt.NDArray[np.uint8]] = {}
 
     def __enter__(self) -> HandedOver:
@@ -87,14 +88,38 @@ class HandedOver:
     ) -> None:
         self._path.unlink(missing_ok=True)
         self._listener.close()
+        for each in (each for pair in self._came.values() for each in pair):
+            os.close(each)
+        self._came.clear()
         self._files.clear()  # an error that is kept may refer to this object
 
-    def file(self, number: int) -> npt.NDArray[np.uint8]:
-        """Returns the bytes of a file. Raises NotShared if the relay has not handed it over, or it is not sealed."""
+    def file(self, number: int, size: int) -> npt.NDArray[np.uint8]:
+        """Returns the bytes of a file.
+
+        Raises NotShared if the relay has not handed it over, or if it is not sealed or has not `size` bytes.
+        """
+        if number >= MOST_FILES:
+            raise NotShared(f"a relay hands over {MOST_FILES} files at most, and names number {number}")
+        if number not in self._files:
+            self._wait_for(number)
+            descriptor, lease = self._came.pop(number)
+            try:
+                check_file(descriptor, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE, "the edition", size)
+                self._files[number] = mapped(descriptor, size, lease)
+            except NotShared:
+                os.close(lease)
+                raise
+            except OSError as error:
+                os.close(lease)
+                raise NotShared(f"file {number} of the relay cannot be mapped ({error.strerror})") from None
+            finally:
+                os.close(descriptor)
+        return self._files[number]
+
+    def _wait_for(self, number: int) -> None:
+        """Raises NotShared if the relay does not hand over a file."""
         deadline = time.monotonic() + HANDOVER_SECONDS
-        while number not in self._files:
-            if number >= MOST_FILES:
-                raise NotShared(f"a relay hands over {MOST_FILES} files at most, and names number {number}")
+        while number not in self._came:
             self._listener.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 connection, _ = self._listener.accept()
@@ -103,7 +128,6 @@ class HandedOver:
                     self._receive(connection)
             except OSError as error:
                 raise NotShared(f"the relay did not hand over file {number} ({error.strerror or error})") from None
-        return self._files[number]
 
     def _receive(self, connection: socket.socket) -> None:
         """Takes the file that a connection brings; nothing from a process that does not know the nonce."""
@@ -116,11 +140,9 @@ class HandedOver:
                 return
             if len(content) != NONCE_BYTES + 1 or len(descriptors) != 1 or flags & socket.MSG_CTRUNC:
                 raise NotShared(f"expected a byte and a descriptor, got {len(content)} bytes, {len(descriptors)}")
-            [descriptor], number = descriptors, content[-1]
-            size = check_file(descriptor, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE, "the edition")
+            number = content[-1]
+            if number >= MOST_FILES or number in self._came or number in self._files:
+                raise NotShared(f"file {number} was handed over twice, or is none of {MOST_FILES}")
             lease = os.dup(connection.fileno())
-            try:
-                self._files[number] = mapped(descriptor, size, lease)
-            except OSError:
-                os.close(lease)
-                raise
+            self._came[number] = descriptors[0], lease
+            closing.pop_all()  # the descriptor stays open

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import mmap
 import os
 import signal
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,10 @@ import torch
 import ps_torch as ps
 from ps_feed.edition import Arriving, Contents, Damaged
 from ps_feed.mapping import HandedOver, Handover
-from ps_protocol.errors import Forbidden, NotShared
+from ps_protocol.errors import Forbidden, NotShared, TryLater
 from ps_protocol.handover import SOCKET_PREFIX, MappingOffer
 from ps_protocol.messages.editions import BucketPlace, EditionBucket
+from ps_runtime import memory_files
 from ps_runtime.local_sockets import listen, reach
 from ps_runtime.memory_files import MemoryFile
 from ps_server.config import ServerConfig
@@ -284,7 +287,11 @@ def test_a_relay_connects_to_nothing_but_the_socket_of_its_own_users_reader(tmp_
         assert relays.hand_over(good, edition, ["float32"]) is None
         (tmp_path / good.location).chmod(0o600)
         assert relays.hand_over(good, edition, ["float32"]) == {"float32": 0}
-        assert waiting.file(0)[:3].tolist() == [7, 7, 7]
+        with pytest.raises(NotShared, match=f"{2 * mmap.PAGESIZE} bytes where {mmap.PAGESIZE} are needed"):
+            waiting.file(0, mmap.PAGESIZE)
+        assert not waiting._files, "what has another size is not even mapped"
+        assert relays.hand_over(good, edition, ["float32"]) == {"float32": 0}
+        assert waiting.file(0, 2 * mmap.PAGESIZE)[:3].tolist() == [7, 7, 7]
 
 
 def hand(waiting: HandedOver, directory: Path, descriptor: int, nonce: bytes | None = None) -> None:
@@ -307,13 +314,13 @@ def test_a_reader_takes_nothing_but_sealed_memory_of_the_relay_that_it_has_calle
         ):
             hand(waiting, tmp_path, other)
             with pytest.raises(NotShared, match=why):
-                waiting.file(0)
+                waiting.file(0, mmap.PAGESIZE)
         with pytest.raises(NotShared, match="did not hand over file 1"):
-            waiting.file(1)
+            waiting.file(1, mmap.PAGESIZE)
         with pytest.raises(NotShared, match="64 files at most"):
-            waiting.file(64)
+            waiting.file(64, mmap.PAGESIZE)
         assert relays.hand_over(waiting.offer, edition, ["float32"]) == {"float32": 0}
-        assert waiting.file(0)[-1] == 7
+        assert waiting.file(0, 2 * mmap.PAGESIZE)[-1] == 7
     os.close(shrinks)
 
 
@@ -349,3 +356,49 @@ def test_memory_that_is_still_used_where_it_was_filled_is_not_handed_over() -> N
     kept[0] = 3
     del kept
     assert file.seal()[0] == 3
+
+
+class CountedMmap(mmap.mmap):
+    """Notes how much of it is populated at a time."""
+
+    advised: list[tuple[int, int]] = []  # noqa: RUF012
+
+    def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+        self.advised.append((start, length or len(self)))
+        super().madvise(option, start, length or len(self))
+
+
+def test_a_reader_that_maps_an_edition_stops_its_other_threads_for_a_few_megabytes_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = 9 * 2**20
+    file = MemoryFile(size)
+    monkeypatch.setattr(mmap, "mmap", CountedMmap)
+    monkeypatch.setattr(CountedMmap, "advised", [])
+    file.seal()
+    assert CountedMmap.advised == [], "the relay has filled these pages"
+    memory_files.mapped(file.descriptor, size)
+    assert CountedMmap.advised == [(0, 2**22), (2**22, 2**22), (2**23, 2**20)]
+
+
+def test_where_the_memory_of_an_edition_cannot_be_mapped_again_it_is_fetched_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contents = Contents(vector_job("job", "sync", 64, 1), None, "float32")
+
+    def arrived() -> Arriving:
+        arriving = Arriving(contents, None, memory=MemoryFile)
+        for index, bucket in contents.buckets.items():
+            payload = bytes(contents.size(bucket))
+            arriving.take(EditionBucket(index, 1, "", zlib.crc32(payload), payload), 0, "an edition")
+        return arriving
+
+    def no_memory(*arguments: object, **more: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    arriving = arrived()
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", no_memory)
+        with pytest.raises(TryLater, match="cannot be mapped again"):
+            arriving.complete("run", 0)
+    assert arrived().complete("run", 0).version == 1
