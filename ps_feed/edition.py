@@ -8,6 +8,7 @@ view, and the tensor is joined of them when it is asked for.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import zlib
@@ -46,6 +47,19 @@ class Tensor(NamedTuple):
     values: npt.NDArray[np.generic]
     dtype: str
     element: str
+
+
+class Form(NamedTuple):
+    """What a tensor of an edition is, without its elements; see Tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    element: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * DATA_TYPES[self.dtype].itemsize
 
 
 class Damaged(Exception):
@@ -161,11 +175,10 @@ class EditionArrays:
     def tensor(self, name: str) -> Tensor:
         """Returns a tensor, without a copy if it is in one piece. Raises KeyError for a name that it has not."""
         first, *others = self.contents.tensors[name]
-        place = self.contents.spec.parameters[first].piece
-        if place is None or not others:
+        if not self.is_in_pieces(name):
             return self._piece(first)
-        values, dtype, element = self._piece(first)
-        whole = np.empty(place.whole_shape, values.dtype)
+        shape, dtype, element = self.form(name)
+        whole = np.empty(shape, _NUMPY_TYPES[dtype])
         for index in (first, *others):
             parameter = self.contents.spec.parameters[index]
             assert parameter.piece is not None
@@ -173,6 +186,18 @@ class EditionArrays:
             whole[tuple(slice(start, start + length) for start, length in ends)] = self._piece(index).values
         whole.flags.writeable = False
         return Tensor(whole, dtype, element)
+
+    def is_in_pieces(self, name: str) -> bool:
+        """Whether `tensor` has to join a tensor of several pieces. Raises KeyError for a name that it has not."""
+        first, *others = self.contents.tensors[name]
+        return bool(others) and self.contents.spec.parameters[first].piece is not None
+
+    def form(self, name: str) -> Form:
+        """Returns what a tensor is; nothing is joined. Raises KeyError for a name that it has not."""
+        parameter = self.contents.spec.parameters[self.contents.tensors[name][0]]
+        place = parameter.piece if self.is_in_pieces(name) else None
+        shape = parameter.shape if place is None else place.whole_shape
+        return Form(tuple(shape), self.contents.dtype(parameter), parameter.element)
 
     def _piece(self, index: int) -> Tensor:
         parameter = self.contents.spec.parameters[index]

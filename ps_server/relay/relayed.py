@@ -110,6 +110,11 @@ class Relayed:
         callers = [each for job in self.followed() if job.name == name for each in job.callers()]
         check_feeds(name, callers, caller, self._limit)
 
+    def check_joined(self, size: int) -> None:
+        """Raises LimitExceeded where there is no memory for a tensor that is joined while it is sent."""
+        if size:
+            self._room.check_joined(size)
+
     def stop(self) -> None:
         """Ends it, and what is followed."""
         self._stopping.set()

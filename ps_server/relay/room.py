@@ -67,6 +67,11 @@ class EditionRoom(ReceivingRoom):
             free = free_bytes()
             return free is None or size < free - self._promised()
 
+    def check_joined(self, size: int) -> None:
+        """Raises LimitExceeded where there is no room to join a tensor of so many bytes that is in pieces."""
+        if not self.has(size):
+            raise LimitExceeded(f"this relay has no room to join the pieces of a tensor of {size} bytes")
+
     def _promised(self) -> int:
         return sum(each.left for each in self._arriving)
 
