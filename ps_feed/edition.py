@@ -22,6 +22,7 @@ import numpy.typing as npt
 from ps_feed.mapping import HandedOver
 from ps_protocol.changes import apply_change
 from ps_protocol.errors import InvalidRequest, NotShared, TryLater
+from ps_protocol.handover import MOST_FILES
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout, ParameterSpec, bucket_layout, space_of
 from ps_protocol.messages.editions import EditionBucket
@@ -246,6 +247,7 @@ class Arriving:
         newer = {each.index for each in frozen if before is not None and before.is_older(each.index, told or {})}
         spaces = {each.space for each in frozen}
         renewed = {each.space for each in frozen if each.index in newer}
+        is_shared = len(itemsizes) <= MOST_FILES  # otherwise no relay could hand them over
         for space, itemsize in itemsizes.items():
             if before is not None and space in spaces - renewed:
                 self._spaces[space] = before.spaces[space]
@@ -254,7 +256,7 @@ class Arriving:
                 continue
             self._own.add(space)
             size = contents.layout.space_sizes[space] * itemsize
-            file = memory(size)
+            file = memory(size) if is_shared else None
             if file is not None:
                 self._files[space] = file
             self._spaces[space] = np.empty(size, np.uint8) if file is None else file.fill()

@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -21,13 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_protocol.errors import NotShared
-from ps_protocol.handover import HANDOVER_SECONDS, NONCE_BYTES, SOCKET_PREFIX, MappingOffer
+from ps_protocol.handover import HANDOVER_SECONDS, MOST_FILES, NONCE_BYTES, SOCKET_PREFIX, MappingOffer
 from ps_runtime.local_sockets import listen, peer_of, remove_leftovers
 from ps_runtime.memory_files import check_file, mapped
+from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_feed")
 
-MOST_FILES = 64  # of an edition
+RETRY_SECONDS = 60.0  # after which memory is handed over again where that has failed
 _BACKLOG = 2 * MOST_FILES
 
 
@@ -41,34 +43,41 @@ class Handover:
     def __init__(self, directory: Path | None, job: str) -> None:
         self._directory, self._job = directory, job
         self._is_clean = False
+        self._again = 0.0  # when it is tried again
+        self._troubles = Troubles(log, None)
 
     def offered(self, may: bool) -> contextlib.AbstractContextManager[HandedOver | None]:
         """Returns a block in which a relay may hand over memory; in it None: it may not. may: whether one is asked"""
-        if self._directory is not None and may:
+        if self._directory is not None and may and time.monotonic() >= self._again:
             try:
                 if not self._is_clean:  # once: it connects to each old socket there, also to those of live processes
                     self._is_clean = True
                     remove_leftovers(self._directory, SOCKET_PREFIX)
-                return HandedOver(self._directory)
+                return HandedOver(self._directory, self._worked)
             except NotShared as error:
                 self.failed(error)
         return contextlib.nullcontext()
 
     def failed(self, error: NotShared) -> None:
-        """Notes that memory could not be taken over: from now on all comes in messages."""
-        log.info("job %s: its weights come in messages, also from a relay on this host: %s", self._job, error)
-        self._directory = None
+        """Notes that memory could not be taken over: for RETRY_SECONDS all comes in messages."""
+        text = "job %s: its weights come in messages, also from a relay on this host: %s"
+        self._troubles.met(self._job, text, self._job, error)
+        self._again = time.monotonic() + RETRY_SECONDS
+
+    def _worked(self) -> None:
+        self._troubles.over(self._job)
 
 
 class HandedOver:
     """The files of one edition that a relay hands over. For one thread.
 
     directory: the shared directory
+    worked:    is called at the end where a file was taken over
 
     Raises NotShared where no socket can be made there.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, worked: Callable[[], None] = lambda: None) -> None:
         nonce, name = secrets.token_bytes(NONCE_BYTES), SOCKET_PREFIX + secrets.token_hex(16)
         try:
             self._listener, inode = listen(directory, name, _BACKLOG)
@@ -76,7 +85,7 @@ class HandedOver:
             reason = error.strerror or error
             raise NotShared(f"no socket can be made in the shared directory {directory} ({reason})") from None
         self.offer = MappingOffer(name, inode, nonce)
-        self._path = directory / name
+        self._path, self._worked = directory / name, worked
         self._came: dict[int, tuple[int, int]] = {}  # what is not mapped yet: the file, and the connection
         self._files: dict[int, npt.NDArray[np.uint8]] = {}
 
@@ -91,6 +100,8 @@ class HandedOver:
         for each in (each for pair in self._came.values() for each in pair):
             os.close(each)
         self._came.clear()
+        if self._files and kind is None:
+            self._worked()
         self._files.clear()  # an error that is kept may refer to this object
 
     def file(self, number: int, size: int) -> npt.NDArray[np.uint8]:

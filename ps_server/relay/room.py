@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from ps_feed.edition import Arriving, ReceivingRoom
+from ps_feed.mapping import RETRY_SECONDS
 from ps_protocol.errors import LimitExceeded, NotShared
 from ps_runtime.memory import free_bytes
 from ps_runtime.memory_files import MemoryFile
+from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_server")
 
@@ -27,20 +30,24 @@ class EditionRoom(ReceivingRoom):
     """
 
     def __init__(self, is_shared: bool = False) -> None:
-        self._is_shared = is_shared  # False, too, once that has failed
+        self._is_shared, self._again = is_shared, 0.0  # when it is tried again where that has failed
+        self._troubles = Troubles(log, None)
         self._arriving: set[Arriving] = set()
         self._lock = threading.Lock()
 
     def memory(self, size: int) -> MemoryFile | None:
         """See ReceivingRoom."""
-        if not self._is_shared:
+        if not self._is_shared or time.monotonic() < self._again:
             return None
         try:
-            return MemoryFile(size)
+            file = MemoryFile(size)
         except NotShared as error:
-            log.warning("readers of this host get editions in messages, and not as memory: %s", error)
-            self._is_shared = False
+            text = "readers of this host get editions in messages, and not as memory: %s"
+            self._troubles.met(None, text, error)
+            self._again = time.monotonic() + RETRY_SECONDS
             return None
+        self._troubles.over(None)
+        return file
 
     def check(self, arriving: Arriving) -> None:
         """See ReceivingRoom."""
