@@ -8,6 +8,7 @@ view, and the tensor is joined of them when it is asked for.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import zlib
@@ -20,7 +21,8 @@ import numpy.typing as npt
 
 from ps_feed.mapping import HandedOver
 from ps_protocol.changes import apply_change
-from ps_protocol.errors import InvalidRequest, NotShared
+from ps_protocol.errors import InvalidRequest, NotShared, TryLater
+from ps_protocol.handover import MOST_FILES
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout, ParameterSpec, bucket_layout, space_of
 from ps_protocol.messages.editions import EditionBucket
@@ -46,6 +48,19 @@ class Tensor(NamedTuple):
     values: npt.NDArray[np.generic]
     dtype: str
     element: str
+
+
+class Form(NamedTuple):
+    """What a tensor of an edition is, without its elements; see Tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    element: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * DATA_TYPES[self.dtype].itemsize
 
 
 class Damaged(Exception):
@@ -161,11 +176,10 @@ class EditionArrays:
     def tensor(self, name: str) -> Tensor:
         """Returns a tensor, without a copy if it is in one piece. Raises KeyError for a name that it has not."""
         first, *others = self.contents.tensors[name]
-        place = self.contents.spec.parameters[first].piece
-        if place is None or not others:
+        if not self.is_in_pieces(name):
             return self._piece(first)
-        values, dtype, element = self._piece(first)
-        whole = np.empty(place.whole_shape, values.dtype)
+        shape, dtype, element = self.form(name)
+        whole = np.empty(shape, _NUMPY_TYPES[dtype])
         for index in (first, *others):
             parameter = self.contents.spec.parameters[index]
             assert parameter.piece is not None
@@ -173,6 +187,18 @@ class EditionArrays:
             whole[tuple(slice(start, start + length) for start, length in ends)] = self._piece(index).values
         whole.flags.writeable = False
         return Tensor(whole, dtype, element)
+
+    def is_in_pieces(self, name: str) -> bool:
+        """Whether `tensor` has to join a tensor of several pieces. Raises KeyError for a name that it has not."""
+        first, *others = self.contents.tensors[name]
+        return bool(others) and self.contents.spec.parameters[first].piece is not None
+
+    def form(self, name: str) -> Form:
+        """Returns what a tensor is; nothing is joined. Raises KeyError for a name that it has not."""
+        parameter = self.contents.spec.parameters[self.contents.tensors[name][0]]
+        place = parameter.piece if self.is_in_pieces(name) else None
+        shape = parameter.shape if place is None else place.whole_shape
+        return Form(tuple(shape), self.contents.dtype(parameter), parameter.element)
 
     def _piece(self, index: int) -> Tensor:
         parameter = self.contents.spec.parameters[index]
@@ -221,6 +247,7 @@ class Arriving:
         newer = {each.index for each in frozen if before is not None and before.is_older(each.index, told or {})}
         spaces = {each.space for each in frozen}
         renewed = {each.space for each in frozen if each.index in newer}
+        is_shared = len(itemsizes) <= MOST_FILES  # otherwise no relay could hand them over
         for space, itemsize in itemsizes.items():
             if before is not None and space in spaces - renewed:
                 self._spaces[space] = before.spaces[space]
@@ -229,7 +256,7 @@ class Arriving:
                 continue
             self._own.add(space)
             size = contents.layout.space_sizes[space] * itemsize
-            file = memory(size)
+            file = memory(size) if is_shared else None
             if file is not None:
                 self._files[space] = file
             self._spaces[space] = np.empty(size, np.uint8) if file is None else file.fill()
@@ -289,6 +316,10 @@ class Arriving:
             raise Damaged(f"{what}: bucket {sent.bucket} lies in another file than others of its space")
         self._took(sent, timeline, size)
 
+    def file_size(self, sent: EditionBucket, what: str) -> int:
+        """Returns the bytes of the file in which a bucket has to lie. Raises Damaged if it was not asked for."""
+        return self._spaces[self._awaited(sent, what).space].nbytes
+
     def _awaited(self, sent: EditionBucket, what: str) -> BucketSpec:
         bucket = self._contents.buckets.get(sent.bucket)
         if bucket is None or sent.bucket in self._versions:
@@ -334,7 +365,7 @@ class Arriving:
             raise Damaged(f"{what}: bucket {sent.bucket}: {error}") from None
 
     def complete(self, run: str, timeline: int) -> EditionArrays:
-        """Returns the edition. Raises InvalidRequest if a bucket is missing."""
+        """Returns the edition. Raises InvalidRequest if a bucket is missing, TryLater if memory cannot be mapped."""
         if self.missing:
             raise InvalidRequest(f"{len(self.missing)} buckets are missing, such as {min(self.missing)}")
         for name in self._own & self._files.keys():
@@ -344,6 +375,8 @@ class Arriving:
             except NotShared as error:
                 log.warning("an edition is not handed over as memory: %s", error)
                 self._spaces[name] = self._files.pop(name).fill()
+            except OSError as error:
+                raise TryLater(f"the memory of an edition cannot be mapped again ({error.strerror})") from None
         for space in self._spaces.values():
             space.flags.writeable = False
         trained = [version for index, version in self._versions.items() if not self._contents.buckets[index].frozen]
@@ -396,7 +429,8 @@ class Incoming:
     def take(self, files: HandedOver | None, bucket: EditionBucket, timeline: int) -> None:
         """Takes a bucket, which may lie in memory that a relay has handed over."""
         if files is not None and bucket.lies is not None:
-            self._arriving.map(bucket, timeline, files.file(bucket.lies.file), self._what)
+            size = self._arriving.file_size(bucket, self._what)
+            self._arriving.map(bucket, timeline, files.file(bucket.lies.file, size), self._what)
             return
         self._room.begin(self._arriving)
         self.parts.append((time.monotonic(), len(bucket.payload)))

@@ -61,6 +61,10 @@ def receive(
     return left == 0 and not joined.is_waiting
 
 
+class Unreadable(Damaged):
+    """A message has another form than any that this reader knows."""
+
+
 class JoinedParts:
     """Makes buckets of the messages of one stream.
 
@@ -110,11 +114,11 @@ class JoinedParts:
 
 
 def _part(data: bytes) -> EditionPart:
-    """Reads a message. Raises Damaged: a feed goes on after that, and would end with InvalidRequest."""
+    """Reads a message. Raises Unreadable: a feed goes on after that, and would end with InvalidRequest."""
     try:
         return read_edition_part(*split_message(data))
     except InvalidRequest as error:
-        raise Damaged(f"a message of an edition cannot be read: {error}") from None
+        raise Unreadable(f"a message of an edition cannot be read: {error}") from None
 
 
 class KnownShards(NamedTuple):

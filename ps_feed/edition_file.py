@@ -1,4 +1,5 @@
-"""An edition as a safetensors file, made of views of its memory: only its header is copied, and tensors in pieces.
+"""An edition as a safetensors file, made of views of its memory. Copied are its header, and tensors in pieces as they
+leave.
 
 The format: 8 bytes with the length of a JSON text, little-endian; the text, which says where each tensor lies; and the
 tensors, without gaps (https://github.com/huggingface/safetensors#format).
@@ -8,11 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from ps_feed.edition import EditionArrays
+from ps_protocol.layout import DATA_TYPES
+from ps_runtime.downloads import LaterPart, Part
+
+Bytes = npt.NDArray[np.uint8]
 
 _NAMES = {
     "float32": "F32",
@@ -30,52 +36,68 @@ _ALIGNMENT = 8
 class TensorFile:
     """An edition as a safetensors file, without tensors that a state_dict leaves out.
 
-    parts:  its header, then its tensors, in the order of the file
+    parts:  its header, then its tensors, in the order of the file. A tensor that the edition has in pieces is joined
+            whenever it is sent, so it takes memory only while it leaves
     nbytes: of all parts together
+    joined_bytes: of the largest tensor that has to be joined; 0: there is none
     """
 
     def __init__(self, edition: EditionArrays, job: str) -> None:
-        saved = {name: tensor for name, tensor in edition.items() if edition.contents.is_saved(name)}
+        saved = {name: edition.form(name) for name in edition.names() if edition.contents.is_saved(name)}
         # The largest elements first, so that each tensor is aligned as its elements need it.
-        names = sorted(saved, key=lambda name: -saved[name].values.itemsize)
+        names = sorted(saved, key=lambda name: -DATA_TYPES[saved[name].dtype].itemsize)
         about = {"format": "pt", "job": job, "run": edition.run, "version": str(edition.version)}
         elements = {name: saved[name].element for name in saved if saved[name].element}
         if elements:
             about["element_types"] = json.dumps(elements)
         head: dict[str, object] = {"__metadata__": about}
-        arrays: list[npt.NDArray[np.uint8]] = []
-        at = 0
+        parts: list[Bytes | LaterPart] = []
+        at = self.joined_bytes = 0
         for name in names:
-            values, dtype, _ = saved[name]
-            arrays.append(values.reshape(-1).view(np.uint8))
-            offsets = [at, at + values.nbytes]
-            head[name] = {"dtype": _NAMES[dtype], "shape": list(values.shape), "data_offsets": offsets}
-            at += values.nbytes
+            form = saved[name]
+            if edition.is_in_pieces(name):
+                parts.append(LaterPart(form.nbytes, partial(_elements, edition, name)))
+                self.joined_bytes = max(self.joined_bytes, form.nbytes)
+            else:
+                parts.append(edition.tensor(name).values.reshape(-1).view(np.uint8))
+            head[name] = {
+                "dtype": _NAMES[form.dtype],
+                "shape": list(form.shape),
+                "data_offsets": [at, at + form.nbytes],
+            }
+            at += form.nbytes
         text = json.dumps(head).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
-        self.parts: Sequence[memoryview] = [
+        self.parts: Sequence[Part] = [
             memoryview(len(text).to_bytes(8, "little") + text),
-            *(array.data for array in _joined(arrays)),
+            *(part if isinstance(part, LaterPart) else part.data for part in _joined(parts)),
         ]
         self.nbytes = sum(part.nbytes for part in self.parts)
 
 
-def _joined(arrays: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[np.uint8]]:
+def _elements(edition: EditionArrays, name: str) -> memoryview:
+    return edition.tensor(name).values.reshape(-1).view(np.uint8).data
+
+
+def _joined(parts: Sequence[Bytes | LaterPart]) -> list[Bytes | LaterPart]:
     """Returns the same bytes in fewer pieces: arrays that follow each other in the memory of one are one."""
-    joined: list[npt.NDArray[np.uint8]] = []
-    for array in arrays:
+    joined: list[Bytes | LaterPart] = []
+    for part in parts:
         last = joined[-1] if joined else None
-        if not array.nbytes:
+        if not part.nbytes:
             continue
-        base = array.base
-        is_next = last is not None and last.base is base and _end(last) == array.ctypes.data
-        if last is not None and is_next and base is not None and base.dtype == np.uint8 and base.ndim == 1:
+        if isinstance(part, LaterPart) or last is None or isinstance(last, LaterPart):
+            joined.append(part)
+            continue
+        base = part.base
+        is_next = last.base is base and _end(last) == part.ctypes.data
+        if is_next and base is not None and base.dtype == np.uint8 and base.ndim == 1:
             start = last.ctypes.data - base.ctypes.data
-            joined[-1] = base[start : start + last.nbytes + array.nbytes]
+            joined[-1] = base[start : start + last.nbytes + part.nbytes]
         else:
-            joined.append(array)
+            joined.append(part)
     return joined
 
 
-def _end(array: npt.NDArray[np.uint8]) -> int:
+def _end(array: Bytes) -> int:
     return int(array.ctypes.data) + array.nbytes

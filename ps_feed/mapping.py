@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -21,13 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_protocol.errors import NotShared
-from ps_protocol.handover import HANDOVER_SECONDS, NONCE_BYTES, SOCKET_PREFIX, MappingOffer
+from ps_protocol.handover import HANDOVER_SECONDS, MOST_FILES, NONCE_BYTES, SOCKET_PREFIX, MappingOffer
 from ps_runtime.local_sockets import listen, peer_of, remove_leftovers
 from ps_runtime.memory_files import check_file, mapped
+from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_feed")
 
-MOST_FILES = 64  # of an edition
+RETRY_SECONDS = 60.0  # after which memory is handed over again where that has failed
 _BACKLOG = 2 * MOST_FILES
 
 
@@ -41,34 +43,41 @@ class Handover:
     def __init__(self, directory: Path | None, job: str) -> None:
         self._directory, self._job = directory, job
         self._is_clean = False
+        self._again = 0.0  # when it is tried again
+        self._troubles = Troubles(log, None)
 
     def offered(self, may: bool) -> contextlib.AbstractContextManager[HandedOver | None]:
         """Returns a block in which a relay may hand over memory; in it None: it may not. may: whether one is asked"""
-        if self._directory is not None and may:
+        if self._directory is not None and may and time.monotonic() >= self._again:
             try:
                 if not self._is_clean:  # once: it connects to each old socket there, also to those of live processes
                     self._is_clean = True
                     remove_leftovers(self._directory, SOCKET_PREFIX)
-                return HandedOver(self._directory)
+                return HandedOver(self._directory, self._worked)
             except NotShared as error:
                 self.failed(error)
         return contextlib.nullcontext()
 
     def failed(self, error: NotShared) -> None:
-        """Notes that memory could not be taken over: from now on all comes in messages."""
-        log.info("job %s: its weights come in messages, also from a relay on this host: %s", self._job, error)
-        self._directory = None
+        """Notes that memory could not be taken over: for RETRY_SECONDS all comes in messages."""
+        text = "job %s: its weights come in messages, also from a relay on this host: %s"
+        self._troubles.met(self._job, text, self._job, error)
+        self._again = time.monotonic() + RETRY_SECONDS
+
+    def _worked(self) -> None:
+        self._troubles.over(self._job)
 
 
 class HandedOver:
     """The files of one edition that a relay hands over. For one thread.
 
     directory: the shared directory
+    worked:    is called at the end where a file was taken over
 
     Raises NotShared where no socket can be made there.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, worked: Callable[[], None] = lambda: None) -> None:
         nonce, name = secrets.token_bytes(NONCE_BYTES), SOCKET_PREFIX + secrets.token_hex(16)
         try:
             self._listener, inode = listen(directory, name, _BACKLOG)
@@ -76,7 +85,8 @@ class HandedOver:
             reason = error.strerror or error
             raise NotShared(f"no socket can be made in the shared directory {directory} ({reason})") from None
         self.offer = MappingOffer(name, inode, nonce)
-        self._path = directory / name
+        self._path, self._worked = directory / name, worked
+        self._came: dict[int, tuple[int, int]] = {}  # what is not mapped yet: the file, and the connection
         self._files: dict[int, npt.NDArray[np.uint8]] = {}
 
     def __enter__(self) -> HandedOver:
@@ -87,14 +97,40 @@ class HandedOver:
     ) -> None:
         self._path.unlink(missing_ok=True)
         self._listener.close()
+        for each in (each for pair in self._came.values() for each in pair):
+            os.close(each)
+        self._came.clear()
+        if self._files and kind is None:
+            self._worked()
         self._files.clear()  # an error that is kept may refer to this object
 
-    def file(self, number: int) -> npt.NDArray[np.uint8]:
-        """Returns the bytes of a file. Raises NotShared if the relay has not handed it over, or it is not sealed."""
+    def file(self, number: int, size: int) -> npt.NDArray[np.uint8]:
+        """Returns the bytes of a file.
+
+        Raises NotShared if the relay has not handed it over, or if it is not sealed or has not `size` bytes.
+        """
+        if number >= MOST_FILES:
+            raise NotShared(f"a relay hands over {MOST_FILES} files at most, and names number {number}")
+        if number not in self._files:
+            self._wait_for(number)
+            descriptor, lease = self._came.pop(number)
+            try:
+                check_file(descriptor, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE, "the edition", size)
+                self._files[number] = mapped(descriptor, size, lease)
+            except NotShared:
+                os.close(lease)
+                raise
+            except OSError as error:
+                os.close(lease)
+                raise NotShared(f"file {number} of the relay cannot be mapped ({error.strerror})") from None
+            finally:
+                os.close(descriptor)
+        return self._files[number]
+
+    def _wait_for(self, number: int) -> None:
+        """Raises NotShared if the relay does not hand over a file."""
         deadline = time.monotonic() + HANDOVER_SECONDS
-        while number not in self._files:
-            if number >= MOST_FILES:
-                raise NotShared(f"a relay hands over {MOST_FILES} files at most, and names number {number}")
+        while number not in self._came:
             self._listener.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 connection, _ = self._listener.accept()
@@ -103,7 +139,6 @@ class HandedOver:
                     self._receive(connection)
             except OSError as error:
                 raise NotShared(f"the relay did not hand over file {number} ({error.strerror or error})") from None
-        return self._files[number]
 
     def _receive(self, connection: socket.socket) -> None:
         """Takes the file that a connection brings; nothing from a process that does not know the nonce."""
@@ -116,11 +151,9 @@ class HandedOver:
                 return
             if len(content) != NONCE_BYTES + 1 or len(descriptors) != 1 or flags & socket.MSG_CTRUNC:
                 raise NotShared(f"expected a byte and a descriptor, got {len(content)} bytes, {len(descriptors)}")
-            [descriptor], number = descriptors, content[-1]
-            size = check_file(descriptor, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE, "the edition")
+            number = content[-1]
+            if number >= MOST_FILES or number in self._came or number in self._files:
+                raise NotShared(f"file {number} was handed over twice, or is none of {MOST_FILES}")
             lease = os.dup(connection.fileno())
-            try:
-                self._files[number] = mapped(descriptor, size, lease)
-            except OSError:
-                os.close(lease)
-                raise
+            self._came[number] = descriptors[0], lease
+            closing.pop_all()  # the descriptor stays open

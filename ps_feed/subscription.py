@@ -33,7 +33,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays, Incoming, ReceivingRoom
-from ps_feed.edition_client import EachShard, ShardReader, cluster
+from ps_feed.edition_client import EachShard, ShardReader, Unreadable, cluster
 from ps_feed.mapping import Handover
 from ps_feed.pace import NetworkSpeed, UpdatesAhead
 from ps_protocol.errors import (
@@ -62,6 +62,7 @@ IDLE_SECONDS = 1.0  # without an update, after which a job is asked for what it 
 PASSED_SECONDS = 0.005  # after which a version further ahead is asked for
 POLL_SECONDS = 0.05  # between two looks at how far a job is, in modes in which shards copy their weights as they are
 LOOK_SECONDS = 1.0  # between two looks where no edition is due yet: so shards know that somebody follows the job
+MOST_UNREADABLE = 3  # editions in a row of which a message cannot be read: another one would not be read either
 EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter exits
 # Of a payload in one message. With messages of 2 MiB a reader of 100 MB took 150 MB beside its two editions, with these
 # 30 (measured): gRPC has a message three times while it hands it over, and malloc keeps what large ones leave.
@@ -81,12 +82,14 @@ class Received:
     editions: that were whole
     nbytes:   that came of buckets; elements: of the buckets in these editions: both are equal where all came whole
     damaged:  editions that were dropped because a bucket was not what was sent
+    unreadable: of these the last ones in a row, which had a message that could not be read
     """
 
     editions: int = 0
     nbytes: int = 0
     elements: int = 0
     damaged: int = 0
+    unreadable: int = 0
 
 
 _open: weakref.WeakSet[Subscription] = weakref.WeakSet()  # those that are not closed
@@ -331,6 +334,9 @@ class Subscription:
                 except Damaged as error:
                     self._is_damaged = True
                     self.received.damaged += 1
+                    self.received.unreadable = self.received.unreadable + 1 if isinstance(error, Unreadable) else 0
+                    if self.received.unreadable >= MOST_UNREADABLE:
+                        raise InvalidRequest(f"{self.received.unreadable} times in a row {error}") from None
                     raise TryLater(str(error)) from None
                 if self._ended:
                     return
@@ -546,7 +552,7 @@ class Subscription:
         """
         if is_measured:
             self._network.note(came)
-        self._is_damaged = False
+        self._is_damaged, self.received.unreadable = False, 0
         self.received.editions += 1
         self.received.nbytes += arriving.nbytes
         self.received.elements += arriving.elements

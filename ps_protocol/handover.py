@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 NONCE_BYTES = 32
 SOCKET_PREFIX = "ps-torch-"  # of a socket's name, before 32 hexadecimal digits
 HANDED_OVER = b"\0"  # the data byte that carries the descriptor: SCM_RIGHTS needs at least one
+MOST_FILES = 64  # of an edition that a relay hands over
 HANDOVER_SECONDS = 10.0  # how long worker and shard wait for each other at the socket
 
 

@@ -1,7 +1,8 @@
 """Serves bytes in memory over HTTP/1.1: whole, a range of them, or the answer that they have not changed (304).
 
 Each connection has a thread, and may send many requests; it lasts as long as its client asks and reads. Nothing is
-copied: views are sent. Only GET and HEAD are allowed, without a body; a request has at most a few KiB.
+copied: views are sent, and what has to be made is made as it leaves. Only GET and HEAD are allowed, without a body; a
+request has at most a few KiB.
 """
 
 from __future__ import annotations
@@ -55,6 +56,31 @@ def nothing_to_do() -> None:
     """Does nothing."""
 
 
+@dataclass(frozen=True)
+class LaterPart:
+    """Bytes that are made when they are sent, and not kept.
+
+    make:  makes all of them
+    start: the first byte that is sent
+    """
+
+    nbytes: int
+    make: Callable[[], memoryview]
+    start: int = 0
+
+    def __getitem__(self, which: slice) -> LaterPart:
+        """Returns some of these bytes, as a memoryview does."""
+        start, end, _ = which.indices(self.nbytes)
+        return LaterPart(max(0, end - start), self.make, self.start + start)
+
+    def bytes(self) -> memoryview:
+        """Makes them."""
+        return self.make()[self.start : self.start + self.nbytes]
+
+
+Part = memoryview | LaterPart
+
+
 @dataclass
 class Reply:
     """An answer.
@@ -69,7 +95,7 @@ class Reply:
 
     status: str = "200 OK"
     headers: Sequence[tuple[str, str]] = ()
-    body: Sequence[memoryview] = ()
+    body: Sequence[Part] = ()
     etag: str = ""
     lost: Callable[[], bool] = bool
     sent: Callable[[int], object] = int
@@ -208,10 +234,11 @@ class _WebConnection(socketserver.BaseRequestHandler):
             self.request.sendall(head)
             return
         if reply.size <= CHUNK_BYTES // 16:  # in one packet
-            self.request.sendall(head + b"".join(reply.body))
+            self.request.sendall(head + b"".join(map(_bytes_of, reply.body)))
             return
         self.request.sendall(head)
-        for part in reply.body:
+        for later in reply.body:
+            part = _bytes_of(later)
             for start in range(0, part.nbytes, CHUNK_BYTES):
                 if reply.lost():
                     raise ConnectionAbortedError
@@ -219,6 +246,7 @@ class _WebConnection(socketserver.BaseRequestHandler):
                 chunk = part[start : start + CHUNK_BYTES]
                 self.request.sendall(chunk)
                 reply.sent(chunk.nbytes)
+            part = chunk = memoryview(b"")  # the next one is made only when nothing refers to this one
 
 
 def _as_asked(asked: WebRequest, reply: Reply) -> Reply:
@@ -251,9 +279,13 @@ def _etags(text: str) -> set[str]:
     return {each.strip().removeprefix("W/") for each in text.split(",")}
 
 
-def _piece(parts: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
+def _bytes_of(part: Part) -> memoryview:
+    return part.bytes() if isinstance(part, LaterPart) else part
+
+
+def _piece(parts: Sequence[Part], start: int, end: int) -> list[Part]:
     """Returns the views of bytes start to end."""
-    found, at = [], 0
+    found, at = list[Part](), 0
     for part in parts:
         low, high = max(start - at, 0), min(end - at, part.nbytes)
         if low < high:

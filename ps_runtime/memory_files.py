@@ -23,6 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 _numbers = itertools.count()
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has the name from 3.13 on
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
+_POPULATED_BYTES = 2**22  # at a time: meanwhile no other thread of this process runs Python
 
 
 class MemoryFile:
@@ -53,25 +54,26 @@ class MemoryFile:
         """Seals it against all changes, and returns its bytes.
 
         Raises NotShared, and leaves it as it is, if a reference to what `fill` returned is left, or if the kernel does
-        not seal it.
+        not seal it. Raises OSError if it cannot be mapped again: its bytes are of no use to this process then.
         """
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         try:
             self._memory.close()  # the kernel seals nothing that is mapped for writing
-            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
-            return mapped(self.descriptor, self.size)
         except BufferError:
             raise NotShared("a memory file is still in use where it was filled") from None
+        try:
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._memory = mmap.mmap(self.descriptor, self.size)
+            self._memory = mmap.mmap(self.descriptor, self.size)
             raise NotShared(f"a memory file cannot be sealed ({error.strerror})") from None
+        return mapped(self.descriptor, self.size, populate=False)
 
 
-def mapped(descriptor: int, size: int, lease: int | None = None) -> Bytes:
+def mapped(descriptor: int, size: int, lease: int | None = None, populate: bool = True) -> Bytes:
     """Returns the bytes of a sealed memory file, without a copy. The descriptor may be closed afterwards.
 
-    lease: another descriptor, which is closed when nothing refers to these bytes any more
+    lease:    another descriptor, which is closed when nothing refers to these bytes any more
+    populate: whether whoever reads it first need not wait for each page
 
     Raises OSError.
     """
@@ -81,8 +83,9 @@ def mapped(descriptor: int, size: int, lease: int | None = None) -> Bytes:
     memory = mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     if lease is not None:
         weakref.finalize(memory, os.close, lease)
-    with contextlib.suppress(OSError):  # otherwise whoever reads it first waits for each page
-        memory.madvise(_MADV_POPULATE_READ)
+    with contextlib.suppress(OSError):  # kernels before 5.14
+        for start in range(0, size if populate else 0, _POPULATED_BYTES):
+            memory.madvise(_MADV_POPULATE_READ, start, min(_POPULATED_BYTES, size - start))
     found = np.frombuffer(memory, np.uint8)
     found.flags.writeable = False
     return found

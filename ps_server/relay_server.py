@@ -13,6 +13,7 @@ from collections.abc import Callable
 import grpc
 
 from ps_protocol.convert import Origin
+from ps_protocol.handover import MOST_FILES
 from ps_runtime import downloads, web
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.channel import server_options
@@ -24,6 +25,7 @@ from ps_server.core.thread_shares import POOLS_OF_EACH
 from ps_server.ops.health_port import HealthPort
 from ps_server.ops.relay_gauges import relay_gauges
 from ps_server.ops.security_gauges import security_gauges
+from ps_server.relay.mapped import MOST_READERS
 from ps_server.relay.relayed import Relayed
 from ps_server.relay.upstream import Upstream
 from ps_server.relay_config import RelayConfig
@@ -39,6 +41,7 @@ from ps_server.rpc.relay_site import RelaySite
 log = logging.getLogger("ps_server")
 
 POOLS_OF_A_RELAY = 2
+EDITIONS_OF_A_JOB = 4  # two that are read, one that waits, one that is being received
 
 
 class RelayServer:
@@ -50,7 +53,7 @@ class RelayServer:
     def __init__(self, config: RelayConfig) -> None:
         self._config, server = config, config.server
         exposed = config.check_exposure()
-        allow_many_files(server.limits.connections)
+        allow_many_files(server.limits.connections + _shared_files(config))
         authenticator = Authenticator(server.tokens)
         token = authenticator.cluster_token if authenticator.is_required else None
         sites = 1 + (server.health_port is not None)
@@ -127,3 +130,9 @@ class RelayServer:
         port = HealthPort(server.host, server.health_port, self.is_ready, self.ports.trouble, why)
         self._stops.append(port.stop)
         return port
+
+
+def _shared_files(config: RelayConfig) -> int:
+    """Returns how many files a relay may have open for readers of its host, while they read one job, or those it names:
+    the files of editions, and the connections of readers that have them mapped."""
+    return max(1, len(config.jobs)) * (MOST_READERS + EDITIONS_OF_A_JOB * MOST_FILES)

@@ -270,7 +270,7 @@ class FabricParameterServerStrategy(_OnSession, FabricStrategy):
         if not self.is_global_zero or not any(own is each for each in self._trained):
             state: dict[str, Any] = own.state_dict()
             return state
-        return self.session.global_weights(own)
+        return self.session.global_weights(own, copy=False)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Loads into the user's own module."""

@@ -435,7 +435,7 @@ class Session:
         with self._strategy.no_sync():
             yield
 
-    def global_weights(self, model: nn.Module | None = None) -> dict[str, Any]:
+    def global_weights(self, model: nn.Module | None = None, *, copy: bool = True) -> dict[str, Any]:
         """Returns a copy of a model's state_dict with the weights of the job, to evaluate or to save, in every mode.
 
         * ssp, async, quorum: The weights are fetched, and the model has them afterwards. They contain every update, of
@@ -451,6 +451,8 @@ class Session:
 
         Args:
             model: One of the prepared models. It may be left out if there is only one.
+            copy: False: in modes other than local the model's own tensors, which the next step changes, in place of a
+                copy. That takes no memory.
 
         Raises:
             InvalidRequest: `model` is left out and there are several, or it was not prepared by this session.
@@ -467,7 +469,11 @@ class Session:
             raise InvalidRequest("session.global_weights(model) takes a model that was handed to prepare")
         _check_process(self._pid)
         self._strategy.refresh()
-        return with_values(own, self._strategy.global_values())
+        values = self._strategy.global_values()
+        if copy or values:
+            return with_values(own, values)
+        state: dict[str, Any] = own.state_dict()
+        return state
 
     @staticmethod
     def unwrap(model: nn.Module) -> nn.Module:

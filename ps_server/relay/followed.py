@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 
 from ps_feed.edition import EditionArrays
 from ps_feed.subscription import Subscription
@@ -37,7 +36,7 @@ class FollowedJob:
 
     subscribe: begins to follow it, given what to call when there is something new
     room:      the relay's memory
-    directory: where readers of this host wait for memory; None: none is handed over
+    mapped:    what readers of this host have mapped of it; None: none is handed over
     """
 
     def __init__(
@@ -46,10 +45,10 @@ class FollowedJob:
         wire: str,
         subscribe: Callable[[Callable[[], None]], Subscription],
         room: EditionRoom,
-        directory: Path | None = None,
+        mapped: MappedFiles | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name, self.wire, self.mapped = name, wire, MappedFiles(directory)
+        self.name, self.wire, self.mapped = name, wire, mapped or MappedFiles(None)
         self.asked = clock()  # when somebody asked for it last
         self.sent_bytes = self.sent_elements = 0  # of changes, what they stand for
         self._changes_of: tuple[str, int] | None = None  # the run and the timeline of:
@@ -256,7 +255,6 @@ class FollowedJob:
             self._kept, self._pending, self._waiting = [], None, set()
             self._has_news.notify_all()
         _end(dict.fromkeys(readers, error))
-        self.mapped.close()
 
     def _not_followed(self) -> TryLater:
         return TryLater(f"job {self.name!r} is not followed here any more")

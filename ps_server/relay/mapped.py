@@ -7,6 +7,7 @@ no longer keeps it. So slow readers could take all of it, and past MOST_HELD edi
 
 from __future__ import annotations
 
+import logging
 import re
 import select
 import socket
@@ -17,13 +18,15 @@ from typing import NamedTuple
 
 from ps_feed.edition import EditionArrays
 from ps_protocol.errors import NotShared
-from ps_protocol.handover import HANDOVER_SECONDS, NONCE_BYTES, SOCKET_PREFIX, MappingOffer
+from ps_protocol.handover import HANDOVER_SECONDS, MOST_FILES, NONCE_BYTES, SOCKET_PREFIX, MappingOffer
 from ps_runtime.local_sockets import reach
 from ps_runtime.memory_files import MemoryFile
+from ps_runtime.troubles import Troubles
+
+log = logging.getLogger("ps_server")
 
 MOST_HELD = 3  # editions that readers have mapped, beside the one that is handed over
 MOST_READERS = 1024  # files that are mapped, counted for each reader
-MOST_FILES = 64  # of an edition
 _NAME = re.compile(re.escape(SOCKET_PREFIX) + r"[0-9a-f]{32}")
 
 
@@ -46,6 +49,7 @@ class MappedFiles:
         self._leases: dict[int, _Lease] = {}  # by the descriptor of the connection
         self._ends = select.poll()
         self._lock = threading.Lock()
+        self._troubles = Troubles(log, None)
 
     def hand_over(self, offer: MappingOffer, edition: EditionArrays, spaces: Collection[str]) -> dict[str, int] | None:
         """Hands over the memory of an edition's spaces. Returns the number of each; None: payloads are to be sent."""
@@ -58,10 +62,13 @@ class MappedFiles:
         try:
             for number, (_, file) in enumerate(files):
                 made.append(_handed_over(directory, offer, file, number))
-        except (NotShared, OSError):  # the reader is elsewhere, or gone
+        except (NotShared, OSError) as error:
             for lease in made:
                 lease.connection.close()
+            if isinstance(error, NotShared) or not _is_away(directory, error):
+                self._troubles.met(None, "readers of this host get editions in messages, and not as memory: %s", error)
             return None
+        self._troubles.over(None)
         with self._lock:
             for lease in made:
                 self._leases[lease.connection.fileno()] = lease
@@ -96,6 +103,12 @@ class MappedFiles:
     def _forget(self, descriptor: int) -> None:
         self._ends.unregister(descriptor)
         self._leases.pop(descriptor).connection.close()
+
+
+def _is_away(directory: Path, error: OSError) -> bool:
+    """Whether an error says that the reader is on another host, or gone."""
+    is_unseen = isinstance(error, FileNotFoundError) and directory.is_dir()
+    return is_unseen or isinstance(error, ConnectionError)
 
 
 def _handed_over(directory: Path, offer: MappingOffer, file: MemoryFile, number: int) -> _Lease:

@@ -16,6 +16,7 @@ from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_server.core.limits import check_feeds
 from ps_server.relay.followed import FollowedJob
+from ps_server.relay.mapped import MappedFiles
 from ps_server.relay.room import EditionRoom
 from ps_server.relay.upstream import Upstream
 from ps_server.shard.outbox import Outbox
@@ -47,6 +48,8 @@ class Relayed:
         self._named, self._every, self._period, self._limit = frozenset(named), every, period, limit
         self._room = EditionRoom(is_shared=shared_directory is not None)
         self._followed: dict[tuple[str, str], FollowedJob] = {}
+        # What readers have mapped stays in memory, and counts, also while its job is not followed.
+        self._mapped: dict[tuple[str, str], MappedFiles] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         for each in sorted(self._named):
@@ -110,12 +113,19 @@ class Relayed:
         callers = [each for job in self.followed() if job.name == name for each in job.callers()]
         check_feeds(name, callers, caller, self._limit)
 
+    def check_joined(self, size: int) -> None:
+        """Raises LimitExceeded where there is no memory for a tensor that is joined while it is sent."""
+        if size:
+            self._room.check_joined(size)
+
     def stop(self) -> None:
         """Ends it, and what is followed."""
         self._stopping.set()
         self._thread.join()
         for each in self.followed():
             each.close()
+        for mapped in self._mapped.values():
+            mapped.close()
         self.upstream.stop()
 
     def _follow(self, name: str, wire: str) -> FollowedJob:
@@ -130,7 +140,8 @@ class Relayed:
                 room=self._room,
             )
 
-        return FollowedJob(name, wire, subscribe, self._room, self._directory)
+        mapped = self._mapped.setdefault((name, wire), MappedFiles(self._directory))
+        return FollowedJob(name, wire, subscribe, self._room, mapped)
 
     def _look_for(self, name: str, before: FollowedJob | None) -> None:
         """Raises NotFound where there is no such job. before: what has ended under that name, and may be read still"""
@@ -164,3 +175,12 @@ class Relayed:
                 with self._lock:
                     self._followed.pop(key, None)
                 job.close()
+        self._forget_mapped()
+
+    def _forget_mapped(self) -> None:
+        """Forgets what readers had mapped of jobs that are not followed any more, once they have given it back."""
+        with self._lock:
+            for key in self._mapped.keys() - self._followed.keys():
+                self._mapped[key].look()
+                if not self._mapped[key].held_bytes():
+                    self._mapped.pop(key).close()

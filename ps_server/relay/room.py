@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from ps_feed.edition import Arriving, ReceivingRoom
+from ps_feed.mapping import RETRY_SECONDS
 from ps_protocol.errors import LimitExceeded, NotShared
 from ps_runtime.memory import free_bytes
 from ps_runtime.memory_files import MemoryFile
+from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_server")
 
@@ -27,20 +30,24 @@ class EditionRoom(ReceivingRoom):
     """
 
     def __init__(self, is_shared: bool = False) -> None:
-        self._is_shared = is_shared  # False, too, once that has failed
+        self._is_shared, self._again = is_shared, 0.0  # when it is tried again where that has failed
+        self._troubles = Troubles(log, None)
         self._arriving: set[Arriving] = set()
         self._lock = threading.Lock()
 
     def memory(self, size: int) -> MemoryFile | None:
         """See ReceivingRoom."""
-        if not self._is_shared:
+        if not self._is_shared or time.monotonic() < self._again:
             return None
         try:
-            return MemoryFile(size)
+            file = MemoryFile(size)
         except NotShared as error:
-            log.warning("readers of this host get editions in messages, and not as memory: %s", error)
-            self._is_shared = False
+            text = "readers of this host get editions in messages, and not as memory: %s"
+            self._troubles.met(None, text, error)
+            self._again = time.monotonic() + RETRY_SECONDS
             return None
+        self._troubles.over(None)
+        return file
 
     def check(self, arriving: Arriving) -> None:
         """See ReceivingRoom."""
@@ -66,6 +73,11 @@ class EditionRoom(ReceivingRoom):
         with self._lock:
             free = free_bytes()
             return free is None or size < free - self._promised()
+
+    def check_joined(self, size: int) -> None:
+        """Raises LimitExceeded where there is no room to join a tensor of so many bytes that is in pieces."""
+        if not self.has(size):
+            raise LimitExceeded(f"this relay has no room to join the pieces of a tensor of {size} bytes")
 
     def _promised(self) -> int:
         return sum(each.left for each in self._arriving)

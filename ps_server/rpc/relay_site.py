@@ -142,6 +142,8 @@ class RelaySite:
         if kept is None:
             versions = ", ".join(str(each.arrays.version) for each in job.kept())
             raise NotFound(f"job {job.name!r} has no edition {which} here: there are {versions}")
+        if asked.method == "GET":
+            self._relayed.check_joined(kept.file.joined_bytes)
         reply = _reply(job, kept, which)
         reply.lost = lambda: reader.error is not None
         reply.sent = lambda size: job.sent(size, size)

@@ -14,13 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ps_protocol.changes import Change, apply_change, encode_change
+from ps_protocol.changes import Bytes, Change, apply_change, encode_change
 from ps_protocol.framing import Buffer
 from ps_protocol.layout import DATA_TYPES
 
 SKIPPED = 8  # versions for which no change is computed after one that did not pay
 MOST_KEPT = 16  # changes of a bucket
-WORKING_COPIES = 4  # of a bucket, that it takes to compute a change
+WORKING_COPIES = 4  # of a bucket, that it takes at most to compute a change
 
 
 class BucketCopy(Protocol):
@@ -91,6 +91,8 @@ class BucketChanges:
             version, change = max(steps, key=lambda step: step[0])
             way.append(change)
         elements: Buffer = there[version].payload
+        own: Bytes | None = None  # one more copy, however long the way is
         for change in reversed(way):
-            elements = apply_change(change.payload, elements, self._itemsize, sparse=change.is_sparse).data
+            own = apply_change(change.payload, elements, self._itemsize, own, change.is_sparse)
+            elements = own.data
         return elements

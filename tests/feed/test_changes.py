@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from ps_protocol.changes import Change, apply_change, encode_change
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.layout import DATA_TYPES
 from ps_server.shard import shared_changes
-from ps_server.shard.shared_changes import MOST_KEPT, SKIPPED, BucketChanges
+from ps_server.shard.shared_changes import MOST_KEPT, SKIPPED, WORKING_COPIES, BucketChanges
 
 NUMEL = 4096
 
@@ -194,6 +196,28 @@ def test_changes_take_no_more_memory_than_the_bucket() -> None:
         sizes.append(store.nbytes)
     assert 2 * NUMEL / 2 < max(sizes) <= 2 * NUMEL
     assert len(store._kept) <= MOST_KEPT
+
+
+@pytest.mark.parametrize("is_way", [False, True], ids=["from a copy", "from a version that changes lead to"])
+@pytest.mark.parametrize("part", [50, 4, 3, 1])
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64"])
+def test_to_compute_a_change_takes_no_more_memory_than_there_has_to_be(dtype: str, part: int, is_way: bool) -> None:
+    itemsize, size, draw = DATA_TYPES[dtype].itemsize, 2**21, np.random.default_rng(1)
+    elements = np.frombuffer(draw.bytes(size), f"<u{itemsize}").copy()
+    made = [Copy(0, elements.tobytes())]
+    for version in range(1, 4):
+        where = draw.permutation(len(elements))[: len(elements) // (part if version == 3 else 4)]
+        elements[where] ^= draw.integers(1, 2 if part == 1 else 8, len(where)).astype(elements.dtype)
+        made.append(Copy(version, elements.tobytes()))
+    store = BucketChanges(dtype, lambda size: True)
+    for new in (1, 2) if is_way else ():
+        assert store.between(new - 1, made[new], made[new - 1 : new + 1], True) is not None
+    tracemalloc.start()
+    try:
+        store.between(0 if is_way else 2, made[3], made[2:], True)
+        assert tracemalloc.get_traced_memory()[1] < WORKING_COPIES * size
+    finally:
+        tracemalloc.stop()
 
 
 def test_without_memory_no_change_is_computed(encoded: list[object]) -> None:

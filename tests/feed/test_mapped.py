@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import mmap
 import os
 import signal
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +23,17 @@ import torch
 import ps_torch as ps
 from ps_feed.edition import Arriving, Contents, Damaged
 from ps_feed.mapping import HandedOver, Handover
-from ps_protocol.errors import Forbidden, NotShared
-from ps_protocol.handover import SOCKET_PREFIX, MappingOffer
+from ps_protocol.errors import Forbidden, NotShared, TryLater
+from ps_protocol.handover import MOST_FILES, SOCKET_PREFIX, MappingOffer
+from ps_protocol.layout import ParameterSpec, PiecePlace
 from ps_protocol.messages.editions import BucketPlace, EditionBucket
+from ps_runtime import memory_files
 from ps_runtime.local_sockets import listen, reach
 from ps_runtime.memory_files import MemoryFile
 from ps_server.config import ServerConfig
-from ps_server.relay import mapped
+from ps_server.relay import mapped, relayed
 from ps_server.relay.mapped import MappedFiles
+from ps_server.relay.room import EditionRoom
 from tests.tools.cluster import Cluster, until
 from tests.tools.followed_trainer import FollowedModel, FollowedTrainer, relay
 from tests.tools.launching import Commands
@@ -284,7 +290,93 @@ def test_a_relay_connects_to_nothing_but_the_socket_of_its_own_users_reader(tmp_
         assert relays.hand_over(good, edition, ["float32"]) is None
         (tmp_path / good.location).chmod(0o600)
         assert relays.hand_over(good, edition, ["float32"]) == {"float32": 0}
-        assert waiting.file(0)[:3].tolist() == [7, 7, 7]
+        with pytest.raises(NotShared, match=f"{2 * mmap.PAGESIZE} bytes where {mmap.PAGESIZE} are needed"):
+            waiting.file(0, mmap.PAGESIZE)
+        assert not waiting._files, "what has another size is not even mapped"
+        assert relays.hand_over(good, edition, ["float32"]) == {"float32": 0}
+        assert waiting.file(0, 2 * mmap.PAGESIZE)[:3].tolist() == [7, 7, 7]
+
+
+def test_a_relay_says_once_why_it_hands_nothing_over_and_nothing_of_readers_elsewhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with offered(tmp_path) as (waiting, relays, edition), caplog.at_level("INFO"):
+        good = waiting.offer
+        elsewhere = MappingOffer("ps-torch-" + "0" * 32, good.socket_inode, good.nonce)
+        assert relays.hand_over(elsewhere, edition, ["float32"]) is None
+        assert not caplog.records
+        (tmp_path / good.location).chmod(0o666)
+        for _ in range(3):
+            assert relays.hand_over(good, edition, ["float32"]) is None
+        [said] = caplog.records
+        assert said.levelname == "WARNING"
+        assert "must be a unix socket of this process' user alone" in said.message
+        (tmp_path / good.location).chmod(0o600)
+        assert relays.hand_over(good, edition, ["float32"]) == {"float32": 0}
+        assert "over, after 3 times" in caplog.text
+
+
+def test_a_reader_that_could_not_take_memory_over_says_so_once_and_tries_again(
+    here: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handover, file = Handover(here, "job"), sealed(mmap.PAGESIZE, 1)
+    with caplog.at_level("INFO"):
+        handover.failed(NotShared("the relay did not hand over file 0 (timed out)"))
+        with handover.offered(True) as waiting:
+            assert waiting is None
+        monkeypatch.setattr("ps_feed.mapping.RETRY_SECONDS", 0.0)
+        handover.failed(NotShared("the relay did not hand over file 0 (timed out)"))
+        assert [each.levelname for each in caplog.records] == ["WARNING"]
+        with handover.offered(True) as waiting:
+            assert waiting is not None
+            hand(waiting, here, file.descriptor)
+            assert waiting.file(0, mmap.PAGESIZE)[0] == 1
+        assert "over, after 2 times" in caplog.text
+
+
+def test_a_relay_that_could_make_no_memory_file_says_so_once_and_tries_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = EditionRoom(is_shared=True)
+    monkeypatch.setattr("ps_server.relay.room.RETRY_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        patch.delattr(os, "memfd_create")
+        assert [room.memory(1), room.memory(1)] == [None, None]
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+    assert room.memory(1) is not None
+
+
+@pytest.mark.parametrize("members", [MOST_FILES, MOST_FILES + 1])
+def test_an_edition_of_more_spaces_than_a_relay_hands_over_lies_in_no_files(members: int) -> None:
+    pieces = [
+        ParameterSpec("w", (1, 16), "float32", 0, member=member, piece=PiecePlace((members, 16), (member, 0)))
+        for member in range(members)
+    ]
+    spec = replace(vector_job("job", "sync", 64, 1), parameters=tuple(pieces), group_size=members)
+    made: list[int] = []
+    Arriving(Contents(spec, None, "float32"), None, memory=lambda size: made.append(size))
+    assert len(made) == (members if members <= MOST_FILES else 0)
+
+
+def test_what_readers_have_mapped_counts_also_while_nobody_reads_the_job(
+    shared: Cluster, job: str, trainer: FollowedTrainer, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with relay(shared.address, maps=here) as near:
+        with ps.subscribe(near.address, job) as feed:
+            edition = feed.wait_for()
+        held = near.relayed.get(job, "float32").mapped.held_bytes()
+        assert held > 0
+        with monkeypatch.context() as patch:
+            patch.setattr(relayed, "IDLE_SECONDS", 0.2)
+            until(lambda: not near.relayed.followed(), "that it is followed no more")
+        followed = near.relayed.get(job, "float32")
+        assert followed.mapped.held_bytes() == held
+        del edition, feed
+        gc.collect()
+        until(lambda: followed.mapped.held_bytes() == 0, "the relay to notice")
+        with monkeypatch.context() as patch:
+            patch.setattr(relayed, "IDLE_SECONDS", 0.2)
+            until(lambda: not near.relayed._mapped, "that nothing is left of it")
 
 
 def hand(waiting: HandedOver, directory: Path, descriptor: int, nonce: bytes | None = None) -> None:
@@ -307,13 +399,13 @@ def test_a_reader_takes_nothing_but_sealed_memory_of_the_relay_that_it_has_calle
         ):
             hand(waiting, tmp_path, other)
             with pytest.raises(NotShared, match=why):
-                waiting.file(0)
+                waiting.file(0, mmap.PAGESIZE)
         with pytest.raises(NotShared, match="did not hand over file 1"):
-            waiting.file(1)
+            waiting.file(1, mmap.PAGESIZE)
         with pytest.raises(NotShared, match="64 files at most"):
-            waiting.file(64)
+            waiting.file(64, mmap.PAGESIZE)
         assert relays.hand_over(waiting.offer, edition, ["float32"]) == {"float32": 0}
-        assert waiting.file(0)[-1] == 7
+        assert waiting.file(0, 2 * mmap.PAGESIZE)[-1] == 7
     os.close(shrinks)
 
 
@@ -349,3 +441,49 @@ def test_memory_that_is_still_used_where_it_was_filled_is_not_handed_over() -> N
     kept[0] = 3
     del kept
     assert file.seal()[0] == 3
+
+
+class CountedMmap(mmap.mmap):
+    """Notes how much of it is populated at a time."""
+
+    advised: list[tuple[int, int]] = []  # noqa: RUF012
+
+    def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+        self.advised.append((start, length or len(self)))
+        super().madvise(option, start, length or len(self))
+
+
+def test_a_reader_that_maps_an_edition_stops_its_other_threads_for_a_few_megabytes_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = 9 * 2**20
+    file = MemoryFile(size)
+    monkeypatch.setattr(mmap, "mmap", CountedMmap)
+    monkeypatch.setattr(CountedMmap, "advised", [])
+    file.seal()
+    assert CountedMmap.advised == [], "the relay has filled these pages"
+    memory_files.mapped(file.descriptor, size)
+    assert CountedMmap.advised == [(0, 2**22), (2**22, 2**22), (2**23, 2**20)]
+
+
+def test_where_the_memory_of_an_edition_cannot_be_mapped_again_it_is_fetched_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contents = Contents(vector_job("job", "sync", 64, 1), None, "float32")
+
+    def arrived() -> Arriving:
+        arriving = Arriving(contents, None, memory=MemoryFile)
+        for index, bucket in contents.buckets.items():
+            payload = bytes(contents.size(bucket))
+            arriving.take(EditionBucket(index, 1, "", zlib.crc32(payload), payload), 0, "an edition")
+        return arriving
+
+    def no_memory(*arguments: object, **more: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    arriving = arrived()
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", no_memory)
+        with pytest.raises(TryLater, match="cannot be mapped again"):
+            arriving.complete("run", 0)
+    assert arrived().complete("run", 0).version == 1

@@ -12,18 +12,22 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import grpc
+import numpy as np
 import pytest
 from safetensors.torch import load
 
 import ps_torch as ps
-from ps_feed.edition import Arriving, Contents
+from ps_feed.edition import Arriving, Contents, EditionArrays, Tensor
+from ps_feed.edition_file import TensorFile
 from ps_protocol.errors import LimitExceeded
+from ps_protocol.layout import ParameterSpec, PiecePlace
 from ps_protocol.messages.editions import EditionBucket
 from ps_protocol.v1 import feed_pb2
 from ps_runtime import downloads
+from ps_runtime.arrivals import HostLimits
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import tls
 from ps_server.config import ServerConfig
@@ -35,6 +39,7 @@ from tests.tools.cluster import Cluster, until
 from tests.tools.followed_trainer import FollowedTrainer, relay
 from tests.tools.fuzz import _damage
 from tests.tools.fuzz_requests import SEEDS
+from tests.tools.raw_worker import vector_job
 
 Answer = tuple[int, dict[str, str], bytes]
 SECRET = "0123456789abcdef" * 2
@@ -269,6 +274,75 @@ def test_without_memory_for_an_edition_none_is_received(
     assert trainer.has(load(held[2]), int(held[1]["x-model-version"]))
     monkeypatch.setattr(free, lambda: None)  # unknown
     newest(near, job, trainer.step())
+
+
+class JoinedEdition(EditionArrays):
+    """Of a job of groups of four members, which have a quarter each of one tensor. Notes when it is joined."""
+
+    joined: ClassVar[list[str]] = []
+
+    def tensor(self, name: str) -> Tensor:
+        self.joined.append(name)
+        return super().tensor(name)
+
+
+def joined_edition() -> JoinedEdition:
+    pieces = [
+        ParameterSpec("w", (64, 128), "float32", 0, member=member, piece=PiecePlace((128, 256), at))
+        for member, at in enumerate((row, column) for row in (0, 64) for column in (0, 128))
+    ]
+    spec = replace(vector_job("job", "sync", 64, 1), parameters=tuple(pieces), group_size=4)
+    contents = Contents(spec, None, "float32")
+    values = np.random.default_rng(1)
+    spaces = {
+        bucket.space: values.random(contents.layout.space_sizes[bucket.space], np.float32).view(np.uint8)
+        for bucket in contents.buckets.values()
+    }
+    return JoinedEdition(contents, "run", 1, {}, 0, spaces, {})
+
+
+def test_tensors_in_pieces_are_joined_as_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JoinedEdition, "joined", [])
+    edition = joined_edition()
+    file = TensorFile(edition, "job")
+    expected = EditionArrays.tensor(edition, "w").values
+
+    def app(asked: downloads.WebRequest) -> downloads.Reply:
+        return downloads.Reply(body=file.parts, etag='"one"', size=file.nbytes)
+
+    port, stop = downloads.serve_downloads("127.0.0.1", 0, app, "--port", None, HostLimits(64, 64), 30.0)
+
+    def get(method: str = "GET", **headers: str) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        with contextlib.closing(connection):
+            connection.request(method, "/", headers={name.replace("_", "-"): value for name, value in headers.items()})
+            return connection.getresponse().read()
+
+    try:
+        assert get("HEAD") + get(if_none_match='"one"') == b""
+        assert (JoinedEdition.joined, file.joined_bytes) == ([], expected.nbytes), "sizes follow from the job"
+        whole = get()
+        assert load(whole)["w"].numpy().tolist() == expected.tolist()
+        assert get(range="bytes=70000-99999") == whole[70000:100000]
+        assert get(range=f"bytes={file.nbytes - 9}-") == whole[-9:]
+        assert JoinedEdition.joined == ["w"] * 3, "it is not kept"
+    finally:
+        stop()
+
+
+def test_without_memory_for_a_tensor_that_is_joined_a_download_is_refused(
+    near: RelayServer, job: str, trainer: FollowedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = newest(near, job, 0)[2]
+    path = f"/jobs/{job}/latest.safetensors"
+    monkeypatch.setattr("ps_server.relay.room.free_bytes", lambda: 999)
+    assert ask(near, path)[2] == body, "nothing is joined"
+    kept = near.relayed.followed()[0].newest
+    assert kept is not None
+    kept.file.joined_bytes = 999
+    status, _, text = ask(near, path)
+    assert (status, b"no room to join the pieces of a tensor of 999 bytes" in text) == (429, True)
+    assert ask(near, path, "HEAD")[0] == 200
 
 
 def test_editions_that_arrive_at_the_same_time_do_not_count_on_the_same_memory(

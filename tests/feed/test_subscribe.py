@@ -26,7 +26,7 @@ import ps_torch as ps
 from ps_feed.edition_client import EachShard, KnownShards, ShardReader
 from ps_protocol.changes import Change, encode_change
 from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable, Unsupported
-from ps_protocol.messages.editions import WeightsAsked
+from ps_protocol.messages.editions import EditionPart, WeightsAsked, read_edition_part
 from ps_runtime.credentials import PLAINTEXT
 from ps_server.shard.shard import Shard
 from ps_server.shard.weight_feeds import SIGN_SECONDS
@@ -250,6 +250,32 @@ def test_a_damaged_edition_is_dropped_and_asked_for_whole(
     assert received.damaged == 1
     assert received.nbytes == received.elements
     assert "was damaged on the way: its checksum is another one" in caplog.text
+
+
+def test_messages_that_can_never_be_read_end_the_wait_with_what_is_wrong(
+    shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came: list[Any] = []
+
+    def newer(*message: Any) -> EditionPart:
+        came.append(message)
+        if len(came) < 3:
+            raise InvalidRequest("unknown wire format 'float4'")
+        return read_edition_part(*message)
+
+    monkeypatch.setattr("ps_feed.edition_client.read_edition_part", newer)
+    with ps.subscribe(shared.address, job) as feed:
+        assert feed.wait_for().version == 0, "it was asked for again"
+
+    def unknown(*message: Any) -> EditionPart:
+        raise InvalidRequest("unknown wire format 'float4'")
+
+    monkeypatch.setattr("ps_feed.edition_client.read_edition_part", unknown)
+    with (
+        ps.subscribe(shared.address, job) as feed,
+        pytest.raises(InvalidRequest, match=r"3 times in a row a message .* unknown wire format 'float4'"),
+    ):
+        feed.wait_for(timeout=60)
 
 
 def test_after_a_trouble_no_edition_stays_in_memory_once_a_newer_one_is_there(

@@ -128,6 +128,10 @@ def test_what_fabric_saves_is_the_jobs_and_not_rank_0s_own(
     assert found == {"the job's": True, "not its own": True, "another's": True}
 
 
+def test_fabric_saves_without_a_copy_where_rank_0_has_the_jobs_weights(shared: Cluster, job: str) -> None:
+    assert run_workers("lightning_jobs", "fabric_saves_its_own", cluster=shared, job=job) == [True, True]
+
+
 def test_fabric_says_what_it_wants_first_and_takes_what_a_session_prepared(shared: Cluster, job: str) -> None:
     for loader_first, once_more, (trained, before) in run_workers(
         "lightning_jobs", "fabric_refusals", cluster=shared, job=job

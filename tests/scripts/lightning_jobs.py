@@ -331,6 +331,17 @@ def fabric_save_apart(root: Path) -> dict[str, bool]:
     return found
 
 
+def fabric_saves_its_own() -> bool:
+    """Whether what is saved in sync is the model's own memory, and no second model on its device."""
+    strategy = FabricParameterServerStrategy()
+    made = Fabric(strategy=strategy, accelerator="cpu")
+    made.launch()
+    net = network()
+    model, _ = made.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    saved = strategy.get_module_state_dict(model.module)
+    return all(saved[name].data_ptr() == value.data_ptr() for name, value in net.state_dict().items())
+
+
 def fabric_refusals() -> tuple[str, str, Any]:
     """A loader before the model; a second model; and two models that the session prepared before."""
     strategy = FabricParameterServerStrategy()

@@ -65,6 +65,16 @@ def size_of(thing: object) -> int:
     return len(file.getvalue())
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_the_jobs_weights_take_no_memory_where_the_model_has_them_and_no_copy_is_wanted(session: Session) -> None:
+    model, _ = prepared(session)
+    own, found = session.unwrap(model).state_dict(), session.global_weights(copy=False)
+    assert same(found.values(), session.global_weights().values())
+    is_own = {name: found[name].data_ptr() == own[name].data_ptr() for name in own}
+    assert all(is_own.values()) or session.mode.startswith("local"), is_own
+    assert not any(session.global_weights()[name].data_ptr() == own[name].data_ptr() for name in own)
+
+
 # -- where parameters lie --------------------------------------------------------------------------------------------
 
 
