@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ps_frames.client import ClientConnection
-from ps_runtime.signals import HEARD_SECONDS, interruptible, undisturbed
+from ps_runtime.signals import HEARD_SECONDS, interruptible, is_held_back, undisturbed
 
 
 class _Bell:
@@ -71,6 +71,7 @@ class Attending:
     def __init__(self) -> None:
         self._bell = _Bell()
         self._attended: Sequence[ClientConnection] = ()
+        self._taken: set[ClientConnection] = set()  # over, and some that are about to be
 
     def begin(self, connections: Sequence[ClientConnection]) -> None:
         """Says that this thread is about to `wait` on connections: no other one need be woken for answers there."""
@@ -80,31 +81,41 @@ class Attending:
 
     def end(self) -> None:
         """Takes back what `begin` said: other threads are woken for answers that are still to come."""
+        self._give_back()  # what an interrupted `wait` has left
         connections, self._attended = self._attended, ()
         for each in connections:
             each.attend(False)
 
     def wait(self, futures: Collection[Future[Any]], connections: Sequence[ClientConnection]) -> None:
         """Waits until all futures are done or one has failed, whoever completes them; receives meanwhile, and calls
-        `end`. Signals are handled meanwhile, but none in the middle of an answer."""
-        held: dict[int, ClientConnection] = {}
+        `end`. Signals are handled meanwhile, but in the middle of an answer only if its rest does not come: then the
+        connection ends."""
         with undisturbed():
             try:
+                self._give_back()  # what an interrupt has left, and another wait needs
                 awaited = _Awaited(futures, self._bell)
                 while not awaited.is_over():
                     for each in connections:
-                        descriptor = None if each in held.values() else each.take_over()
-                        if descriptor is not None:
-                            held[descriptor] = each
-                    self._receive(held, awaited)
+                        self._take_over(each)
+                    self._receive(awaited)
             finally:
-                for each in held.values():
-                    each.give_back(goes_on=True)
                 self.end()
 
-    def _receive(self, held: dict[int, ClientConnection], awaited: _Awaited) -> None:
-        """Receives until it is over, a connection has ended, or other threads have completed something."""
-        poll = select.poll()
+    def _take_over(self, connection: ClientConnection) -> None:
+        self._taken.add(connection)  # first: an interrupt must not leave one that nobody gives back
+        if not connection.take_over():
+            self._taken.discard(connection)
+
+    def _give_back(self, but: ClientConnection | None = None) -> None:
+        """Gives back all connections, but the one in the middle of whose answer this thread is."""
+        for each in self._taken - {but}:
+            each.give_back(goes_on=True)
+            self._taken.discard(each)
+
+    def _receive(self, awaited: _Awaited) -> None:
+        """Receives until it is over, a connection is no longer this thread's, or other threads have completed
+        something."""
+        poll, held = select.poll(), {each.descriptor: each for each in self._taken}
         for number in (self._bell.fileno(), *held):
             poll.register(number, select.POLLIN)
         while not awaited.is_over():
@@ -113,15 +124,25 @@ class Attending:
             for number, _ in ready:
                 if number not in held:
                     self._bell.silence()
-                elif self._goes_on(number, held, awaited):
+                elif self._goes_on(held[number], awaited):
                     continue
                 return
+            if len(self._taken) < len(held):
+                return
 
-    def _goes_on(self, number: int, held: dict[int, ClientConnection], awaited: _Awaited) -> bool:
+    def _goes_on(self, connection: ClientConnection, awaited: _Awaited) -> bool:
+        """Reads from a connection. Returns whether it is still this thread's."""
+        if not connection.is_taken:  # a signal handler has closed it, or a read of another one took long
+            self._taken.discard(connection)
+            return False
         goes_on = False
         try:
-            goes_on = held[number].read(awaited.is_over)
+            goes_on = connection.read(
+                lambda: awaited.is_over() or is_held_back(),
+                lambda: self._give_back(but=connection),  # others' answers must not wait for this one's rest
+            )
         finally:
             if not goes_on:
-                held.pop(number).give_back(goes_on=False)
+                connection.give_back(goes_on=False)
+                self._taken.discard(connection)
         return goes_on

@@ -43,6 +43,7 @@ from ps_runtime.background import start
 from ps_runtime.credentials import Access
 from ps_runtime.grpc_status import FAILURES, CallFailed, failure_in
 from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
+from ps_runtime.signals import is_held_back
 from ps_runtime.tls_contexts import client_context
 from ps_runtime.troubles import Troubles
 
@@ -57,6 +58,7 @@ AGAIN_AT_MOST_SECONDS = 80.0
 MOST_READERS = 4
 
 _LOOK_SECONDS = 1.0
+_AT_ONCE = 16  # answers of one connection, before others that wait for the same thread have their turn
 _SMALL_BYTES = 4096  # that surely fit where there is room
 _OF_SHARDS = (Kind.ANSWER, Kind.LAST, Kind.END, Kind.ERROR)
 
@@ -146,7 +148,9 @@ class ClientConnection:
         self._scratch = bytearray()
         self._reading = reading
         self._is_attended = False
-        frames.watch(_LOOK_SECONDS, self._look)
+        self._is_reading = False  # `read` runs
+        self._lingers = nothing  # of `read`
+        frames.watch(_LOOK_SECONDS, self._silent)
         try:
             self._watched = reading.add(frames.fileno(), self.read, self._end_calls, self._look_beside)
         except TryLater:
@@ -204,6 +208,9 @@ class ClientConnection:
     def close(self) -> None:
         """Ends the connection, and fails its calls. Once they have failed, no answer is written to memory any more."""
         self._frames.abort()
+        # An interrupt may have left it to this thread, which does not come back: others notice the end.
+        if not self._is_reading:
+            self.give_back(goes_on=True)
 
     def _begin(self, answers: Answers, seconds: float) -> tuple[int, ClientCall]:
         call = ClientCall(answers, seconds)
@@ -228,13 +235,23 @@ class ClientConnection:
         elif is_attended and not self._calls:
             self._reading.rest(self._watched)
 
-    def take_over(self) -> int | None:
-        """Has this thread receive, by `read`, until `give_back`. Returns the descriptor to wait for; None: another
-        thread receives now, or the connection has ended."""
-        return self._watched.descriptor if self._reading.take_over(self._watched) else None
+    @property
+    def descriptor(self) -> int:
+        """The descriptor on which a thread that has taken it over waits."""
+        return self._watched.descriptor
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether this thread has taken it over."""
+        return self._watched.reader == threading.get_ident()
+
+    def take_over(self) -> bool:
+        """Has this thread receive, by `read`, until `give_back`. Returns False if a thread receives now, or if the
+        connection has ended."""
+        return not self._is_reading and self._reading.take_over(self._watched)
 
     def give_back(self, goes_on: bool) -> None:
-        """Has other threads receive again. goes_on: what `read` has returned last"""
+        """Has other threads receive again what this thread has taken over. goes_on: what `read` has returned last"""
         self._reading.give_back(self._watched, goes_on, lambda: bool(self._calls))
 
     def _look_beside(self) -> None:
@@ -246,8 +263,15 @@ class ClientConnection:
 
     # -- the thread that receives ------------------------------------------------------------------------------------
 
-    def read(self, is_enough: Callable[[], bool] = lambda: False) -> bool:
-        """Takes the answers that have come, or as many as are enough. Returns whether the connection goes on."""
+    def read(self, is_enough: Callable[[], bool] = lambda: False, lingers: Callable[[], None] = nothing) -> bool:
+        """Takes the answers that have come, or as many as are enough; of a stream that does not run dry some of them,
+        as other connections wait. Returns whether the connection goes on.
+
+        lingers: called about once a second in the middle of an answer that takes longer
+        """
+        if self._error is not None:  # it may be in the middle of a frame
+            return False
+        self._is_reading, self._lingers, taken = True, lingers, 0
         try:
             while True:
                 count = self._frames.receive_now(self._header[self._received :])
@@ -257,7 +281,8 @@ class ClientConnection:
                 if self._received == HEADER_BYTES:
                     self._received = 0
                     self._take(read_header(self._header, MAX_MESSAGE_BYTES))
-                    if is_enough() and not self._frames.has_bytes():
+                    taken += 1
+                    if (taken >= _AT_ONCE or is_enough()) and not self._frames.has_bytes():
                         return True
         except TimeoutError:
             self._note(_late())
@@ -266,6 +291,8 @@ class ClientConnection:
         except BaseException:  # in the middle of a frame: nothing behind it can be read
             self._note(CallFailed(code_pb2.UNAVAILABLE, "the data connection ended: its reader was interrupted"))
             raise
+        finally:
+            self._is_reading, self._lingers = False, nothing
         return False
 
     def _end_calls(self) -> None:
@@ -291,6 +318,13 @@ class ClientConnection:
         """Notes the error with which calls end, unless an earlier one has broken the connection."""
         with self._lock:
             self._error = self._error or error
+
+    def _silent(self) -> None:
+        """Is called in the middle of a frame after each second without bytes."""
+        if is_held_back():
+            raise InterruptedError("a signal came while its reader waited for the rest of an answer")
+        self._lingers()
+        self._look()
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -352,7 +386,14 @@ class ClientConnection:
         call: that it is for
         """
         began = time.monotonic()
-        self._frames.receive_into(target, nothing if call is None else call.progressed)
+
+        def moved() -> None:
+            if call is not None:
+                call.progressed()
+            if time.monotonic() > began + _LOOK_SECONDS:
+                self._lingers()
+
+        self._frames.receive_into(target, moved)
         took = time.monotonic() - began
         if took > _LOOK_SECONDS:
             with self._lock:

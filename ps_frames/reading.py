@@ -36,8 +36,9 @@ _END = select.EPOLLRDHUP | select.EPOLLONESHOT  # only if the other end closes t
 class Watched:
     """A connection whose bytes are waited for.
 
-    events:  for which a thread is woken; 0: for none, since it was woken last
-    is_read: a thread reads, one of the shared threads or one that has taken the reading over
+    events: for which a thread is woken; 0: for none, since it was woken last
+    reader: the identifier of the thread that reads, one of the shared threads or one that has taken the reading over;
+            0: none does
     """
 
     descriptor: int
@@ -45,7 +46,7 @@ class Watched:
     ended: Callable[[], None]
     look: Callable[[], None]
     events: int = _FIRST
-    is_read: bool = False
+    reader: int = 0
 
 
 class ReadingThreads:
@@ -119,40 +120,45 @@ class ReadingThreads:
 
     def take_over(self, watched: Watched) -> bool:
         """Has no other thread read from a connection until `give_back`. Returns False if one does now, or if it has
-        ended."""
+        ended. A thread that has it already may take it over again."""
+        me = threading.get_ident()
         with self._lock:
-            if watched.is_read or not self._has(watched):
+            if watched.reader not in (0, me) or not self._has(watched):
                 return False
-            watched.is_read = True
+            watched.reader = me
             return True
 
     def give_back(self, watched: Watched, goes_on: bool, is_wanted: Callable[[], bool]) -> None:
-        """Gives back what was taken over.
+        """Gives back what this thread has taken over; otherwise does nothing.
 
         goes_on:   False: the connection has ended; its `ended` is called here
         is_wanted: returns whether bytes are expected. Otherwise no thread is woken for them until `want`
         """
         if not goes_on:
             with self._lock:
+                if watched.reader != threading.get_ident() or not self._has(watched):
+                    return
                 self._remove(watched)
             guarded(self._name, watched.ended)
             with self._changed:
                 self._end_threads()
             return
         with self._lock:
-            watched.is_read = False  # first: a `want` that has come before was left to this thread
+            if watched.reader != threading.get_ident() or not self._has(watched):
+                return
+            watched.reader = 0  # first: a `want` that has come before was left to this thread
             self._watch(watched, _ONCE if is_wanted() else _END)
 
     def want(self, watched: Watched) -> None:
         """Has a thread read what comes on a connection, if none does. It is so from `add` on."""
         with self._lock:
-            if not watched.is_read and self._has(watched):
+            if not watched.reader and self._has(watched):
                 self._watch(watched, _ONCE)
 
     def rest(self, watched: Watched) -> None:
         """Has no thread woken for what comes on a connection, except its end, until `want` or `give_back`."""
         with self._lock:
-            if not watched.is_read and self._has(watched):
+            if not watched.reader and self._has(watched):
                 self._watch(watched, _END)
 
     def _has(self, watched: Watched) -> bool:
@@ -237,24 +243,24 @@ class ReadingThreads:
                 self._leaving.add(threading.current_thread())
                 self._close_if_last()
                 return False
-            reader = self._readers.get(events[0][0]) if events else None
-            if reader is None:  # nothing has come, or the connection has ended meanwhile
+            watched = self._readers.get(events[0][0]) if events else None
+            if watched is None:  # nothing has come, or the connection has ended meanwhile
                 return True
-            reader.events = 0
-            if reader.is_read:  # the thread that has taken it over sees the bytes itself
+            watched.events = 0
+            if watched.reader:  # the thread that has taken it over sees the bytes itself
                 return True
-            reader.is_read = True
+            watched.reader = threading.get_ident()
             self._waiting -= 1
             lacks_thread = self._lacks_thread()
         if lacks_thread:
             self._start_another()
-        if self._goes_on(reader):
+        if self._goes_on(watched):
             with self._lock:
                 self._waiting += 1
-                reader.is_read = False
-                self._watch(reader, _ONCE)
+                watched.reader = 0
+                self._watch(watched, _ONCE)
         else:
-            self._end(reader)
+            self._end(watched)
         return True
 
     def _look_at_all(self) -> None:

@@ -91,7 +91,7 @@ def whole_of(parts: torch.Tensor, element: str) -> torch.Tensor:
 def tensor_from(payload: Buffer, dtype: str) -> torch.Tensor:
     """Returns a flat tensor over the payload's memory. Never write to it: the memory may be immutable."""
     if len(payload) == 0:
-        return torch.empty(0, dtype=TORCH_DTYPES[dtype])
+        return torch.empty(0, dtype=TORCH_DTYPES[dtype], device="cpu")
     return torch.frombuffer(payload, dtype=TORCH_DTYPES[dtype])
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -60,12 +60,20 @@ class Ending:
     def __init__(self) -> None:
         self._signal: int | None = None
         self._held = False
-        self._interrupts = ExitStack()  # holds them while `_held`
+        self._interrupt: tuple[int, FrameType | None] | None = None  # that came while `_held`
+        # The handler of SIGINT, in whose place `_note` is while `_held`.
+        self._handler: Callable[[int, FrameType | None], object] | None = None
 
     @property
     def is_told(self) -> bool:
         """Whether a signal has come."""
         return self._signal is not None
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether a signal has come that acts only at the end of a `hold` of this thread."""
+        has_come = self._signal is not None or self._interrupt is not None
+        return has_come and self._held and threading.current_thread() is threading.main_thread()
 
     def tell(self, number: int) -> None:
         """Ends this process with SystemExit, at once or at the end of `hold`. Called by signal handlers."""
@@ -76,12 +84,12 @@ class Ending:
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Delays a signal that ends this process, and Ctrl-C, until the end of the block, in the main thread. A block
-        within another one changes nothing."""
+        within another one changes nothing. A second Ctrl-C acts at once, as the block may take longer than expected."""
         if self._held or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._begin()
         try:
+            self._begin()
             yield
         finally:
             self._end()
@@ -92,54 +100,46 @@ class Ending:
         if not self._held or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._end()
         try:
+            self._end()
             yield
         finally:
             self._begin()
 
     def _begin(self) -> None:
         self._held = True
-        self._interrupts.enter_context(_interrupts_held())
+        # Of `_signal`: the functions of `signal` look for each handler in an enum, which took a tenth of a small step.
+        handler = _signal.getsignal(signal.SIGINT)
+        if handler == self._note:  # an `_end` was interrupted
+            return
+        self._handler = handler if callable(handler) else None  # None: ignored, or it ends the process at once
+        if self._handler is not None:
+            _signal.signal(signal.SIGINT, self._note)
 
     def _end(self) -> None:
+        self._held = False  # first: from here on signals act, also if one of them interrupts this
+        came, self._interrupt = self._interrupt, None
         try:
-            self._interrupts.close()
+            if _signal.getsignal(signal.SIGINT) == self._note:
+                _signal.signal(signal.SIGINT, self._handler)
+            if came is not None and self._handler is not None:
+                self._handler(*came)
         finally:
-            self._held = False
             if self._signal is not None:
                 self._exit()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Handles SIGINT in place of `_handler`."""
+        assert self._handler is not None
+        if self._held and self._interrupt is None:
+            self._interrupt = number, frame
+        else:
+            self._interrupt = None
+            self._handler(number, frame)
 
     def _exit(self) -> None:
         assert self._signal is not None
         sys.exit(128 + self._signal)
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Delays SIGINT until the end of the block. A second SIGINT is handled at once, as the block may take longer than
-    expected. For the main thread."""
-    # Of `_signal`: the functions of `signal` look for each handler in an enum, which took a tenth of a small step.
-    handler = _signal.getsignal(signal.SIGINT)
-    came: list[tuple[int, FrameType | None]] = []
-    if not callable(handler):  # ignored, or it ends the process at once
-        yield
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if came:
-            came.clear()
-            handler(number, frame)
-        else:
-            came.append((number, frame))
-
-    _signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        _signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
 
 
 _ending = Ending()
@@ -160,6 +160,11 @@ def interruptible() -> AbstractContextManager[None]:
     """Returns a context for a wait within an `undisturbed` block, in which signals act. What the block has done so far
     must be of use without the rest of it."""
     return _ending.let_through()
+
+
+def is_held_back() -> bool:
+    """Whether a signal has come that acts only at the end of an `undisturbed` block of this thread."""
+    return _ending.is_held_back
 
 
 def is_cut_short() -> bool:

@@ -179,7 +179,7 @@ class FlatModel:
         """Returns a bucket's current value in the model, in the bucket's own type."""
         if not bucket.frozen:
             return self.assigned(bucket)
-        flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])
+        flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype], device="cpu")
         for part in bucket.slices:
             whole = flat_parts(self._tensors[part.parameter])
             flat[part.offset : part.offset + part.length] = whole[part.start : part.start + part.length].cpu()

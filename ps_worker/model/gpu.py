@@ -53,7 +53,7 @@ class GpuStaging:
             self._down.wait_event(after)
             made = make()
             if target is None:
-                target = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
+                target = torch.empty(made.shape, dtype=made.dtype, device="cpu", pin_memory=True)
             target.copy_(made, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._down)
@@ -75,7 +75,7 @@ class GpuStaging:
             if landed is not None:
                 landed.synchronize()  # of an earlier step: long over
             if staged is None or staged.dtype != values.dtype:
-                staged = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+                staged = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             values = staged.copy_(values)
         with torch.cuda.stream(self._up):
             if add:

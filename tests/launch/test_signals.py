@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import signal
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import pytest
 
-from ps_runtime.signals import await_all
+from ps_runtime import signals
+from ps_runtime.signals import Ending, await_all
 from tests.tools.launching import END_SECONDS, Commands
 
 # The system gives the signal to another thread, so nothing wakes the main thread: as with a signal that comes just
@@ -22,7 +28,8 @@ def end(*_):
 signal.signal(signal.SIGTERM, end)
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-print("waits", flush=True)
+sys.stdout.write("waits\\n")  # at once with its end, as the signal may follow
+sys.stdout.flush()
 """
 
 
@@ -43,3 +50,95 @@ def test_futures_are_awaited_until_all_are_done_or_one_has_failed() -> None:
     futures[2].set_result(3)
     assert await_all(futures) == set(futures)
     assert await_all([]) == set()
+
+
+# -- blocks that no signal disturbs ------------------------------------------------------------------------------------
+
+
+def end_at_once(ending: Ending) -> None:
+    """Checks that nothing holds signals."""
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        ending.tell(signal.SIGTERM)
+
+
+@contextmanager
+def interrupted_before_line(wanted: int) -> Iterator[Callable[[], bool]]:
+    """Sends Ctrl-C before the `wanted`th line that runs in signals.py. Yields what tells whether it has."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != signals.__file__:
+            return None
+        if event == "line" and lines < wanted:
+            lines += 1
+            if lines == wanted:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lambda: lines == wanted
+    finally:
+        sys.settrace(before)
+
+
+def test_ctrl_c_at_any_line_is_heard_once_and_leaves_nothing_held() -> None:
+    wanted, interrupts = 1, 0
+    while True:
+        ending = Ending()
+        try:
+            with interrupted_before_line(wanted) as has_come, ending.hold(), ending.let_through():
+                pass
+        except KeyboardInterrupt:
+            interrupts += 1
+        if not has_come():
+            break
+        assert interrupts == wanted, "each is heard"
+        end_at_once(ending)
+        wanted += 1
+    assert wanted > 20
+
+
+def test_what_is_held_back_is_known_until_it_acts() -> None:
+    ending, seen = Ending(), []
+
+    def interrupted() -> None:
+        with ending.hold():
+            seen.append(ending.is_held_back)
+            signal.raise_signal(signal.SIGINT)
+            seen.append(ending.is_held_back)
+
+    def told() -> None:
+        with ending.hold():
+            ending.tell(signal.SIGTERM)
+            seen.append(ending.is_held_back)
+            with ending.let_through():
+                seen.append("not reached")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    seen.append(ending.is_held_back)
+    with pytest.raises(SystemExit):
+        told()
+    seen.append(ending.is_held_back)
+    assert seen == [False, True, False, True, False]
+
+
+def test_a_second_ctrl_c_acts_at_once() -> None:
+    ending, seen = Ending(), []
+
+    def interrupted_twice() -> None:
+        with ending.hold():
+            signal.raise_signal(signal.SIGINT)
+            seen.append("held")
+            signal.raise_signal(signal.SIGINT)
+            seen.append("not reached")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice()
+    assert seen == ["held"]
+    end_at_once(ending)

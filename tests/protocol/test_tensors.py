@@ -120,3 +120,13 @@ def test_infinities_that_cancel_are_found_and_a_sum_that_overflows_is_none(name:
 def test_whole_numbers_and_no_numbers_are_finite() -> None:
     assert is_finite(torch.full((10,), torch.iinfo(torch.int64).max))
     assert is_finite(tensor_from(b"", "float32"))
+
+
+@pytest.mark.parametrize("payload", [b"", bytes(8)])
+def test_a_payload_lies_on_the_host_whatever_the_default_device_is(payload: bytes) -> None:
+    torch.set_default_device("meta")
+    try:
+        found = tensor_from(bytearray(payload), "float32")
+    finally:
+        torch.set_default_device(None)
+    assert found.device == torch.device("cpu")

@@ -7,15 +7,20 @@ import random
 import select
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ps_frames import attending as attending_module
 from ps_frames import client
 from ps_frames.attending import Attending
 from ps_frames.client import ClientConnection, EachAnswer, OneAnswer, reading_threads
@@ -38,6 +43,19 @@ class Read(OneAnswer):
     def take(self, payload: memoryview | None) -> bool:
         self.by = threading.current_thread().name
         return super().take(payload)
+
+
+class Coming(EachAnswer):
+    """Answers with payloads, and whether one is coming."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.found: list[tuple[bytes, bytes]] = []
+        super().__init__(lambda head, payload: self.found.append((head, bytes(payload or b""))))
+
+    def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
+        self.event.set()
+        return super().place(head, payload_bytes)
 
 
 class Shard:
@@ -64,7 +82,7 @@ class Shard:
 
     def is_read(self) -> bool:
         """Whether a thread receives, or has taken that over."""
-        return self.connection._watched.is_read
+        return self.connection._watched.reader != 0
 
     def is_looked_at(self) -> bool:
         """Whether a shared thread has been here, as it is once at the beginning, and waits for bytes."""
@@ -84,25 +102,36 @@ class Shard:
         return not self.is_read() and not self.connection._watched.events & select.EPOLLIN
 
 
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Shard]]:
-    """Makes connections of one worker. No thread comes by to look whether something is left unread."""
-    monkeypatch.setattr(client, "_LOOK_SECONDS", 60.0)
-    reading, made = reading_threads(), []
+def made(seconds: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Shard]]:
+    """Yields what makes connections of one worker. Threads look each so many seconds whether something is unread."""
+    monkeypatch.setattr(client, "_LOOK_SECONDS", seconds)
+    reading, shards = reading_threads(), []
 
     def shard() -> Shard:
-        made.append(Shard(reading))
-        until(lambda: made[-1].is_looked_at(), "the first look of a shared thread")
-        return made[-1]
+        shards.append(Shard(reading))
+        until(shards[-1].is_looked_at, "the first look of a shared thread")
+        return shards[-1]
 
     yield shard
     reading.close()
-    for each in made:
+    for each in shards:
         each.connection.close()
         each.end.close()
     for thread in reading.threads:
         thread.join(SECONDS)
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Shard]]:
+    """Makes connections of one worker. No thread comes by to look whether something is left unread."""
+    yield from made(60.0, monkeypatch)
+
+
+@pytest.fixture
+def make_looking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Shard]]:
+    """As `make`, but threads come by often."""
+    yield from made(0.05, monkeypatch)
 
 
 def wait(calls: list[client.ClientCall], *shards: Shard, attending: Attending | None = None) -> None:
@@ -113,6 +142,10 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work)
     thread.start()
     return thread
+
+
+def has_result(call: client.ClientCall, seconds: float) -> bool:
+    return bool(wait_for([call.done], seconds).done)
 
 
 ME = threading.main_thread().name
@@ -243,6 +276,60 @@ def test_a_second_thread_that_waits_has_its_answers_while_the_first_receives(mak
     assert answers[1].message == b"answer"
 
 
+class Several(OneAnswer):
+    """Answers of which each is noted."""
+
+    def __init__(self, note: Callable[[], object]) -> None:
+        super().__init__()
+        self._note = note
+
+    def take(self, payload: memoryview | None) -> bool:
+        self._note()
+        return False
+
+
+def test_a_shard_with_many_answers_leaves_the_others_their_turn(make: Callable[[], Shard]) -> None:
+    shards, seen, calls = [make(), make()], [], []
+    Attending().begin([shard.connection for shard in shards])
+    for name, shard in zip("ab", shards, strict=True):
+        calls.append(shard.ask(Several(lambda name=name: seen.append(name))))
+        number = shard.asked()
+        answers = [write_header(number, kind, 1) + b"x" for kind in [Kind.ANSWER] * 39 + [Kind.LAST]]
+        shard.end.sendall(b"".join(answers))
+    wait(calls, *shards)
+    assert len(seen) == 80
+    assert set(seen[:40]) == {"a", "b"}
+
+
+@pytest.mark.parametrize("how", ["stalls", "trickles"])
+def test_an_answer_that_takes_long_does_not_keep_other_shards_answers(
+    make_looking: Callable[[], Shard], how: str
+) -> None:
+    slow, quick = make_looking(), make_looking()
+    comes, answer, payload, others = Coming(), Read(), bytes(2**16), []
+    calls = [slow.ask(comes), quick.ask(answer)]
+    number = slow.asked()
+
+    def send() -> None:
+        until(lambda: slow.is_read() and quick.is_read(), "the thread that waits")
+        slow.end.sendall(write_header(number, Kind.LAST, 4, len(payload)) + b"head")
+        assert comes.event.wait(SECONDS)
+        quick.answer()
+        sent = 0
+        while how == "trickles" and sent < 500 and not has_result(calls[1], 0.01):
+            slow.end.sendall(payload[sent : sent + 1])
+            sent += 1
+        others.append(has_result(calls[1], 0 if sent else SECONDS / 4))
+        slow.end.sendall(payload[sent:])
+
+    other = in_thread(send)
+    wait(calls, slow, quick)
+    other.join(SECONDS)
+    assert others == [True]
+    assert answer.by == "receive"
+    assert comes.found == [(b"head", payload)]
+
+
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +369,71 @@ def test_a_shard_that_does_not_answer_is_given_up_while_a_thread_waits(monkeypat
     shard.end.close()
 
 
+@pytest.mark.parametrize("then", ["another wait", "the end of attending", "the end of the connection"])
+def test_what_an_interrupt_has_left_taken_over_is_read(make: Callable[[], Shard], then: str) -> None:
+    shard, attending = make(), Attending()
+    call = shard.ask()
+    attending._take_over(shard.connection)
+    assert shard.is_read()
+    if then == "another wait":
+        shard.answer()
+        wait([call], shard)
+    elif then == "the end of attending":
+        shard.answer()
+        attending.end()
+        call.done.result(SECONDS)
+    else:
+        shard.connection.close()
+        until(lambda: not shard.connection.is_open, "the end")
+
+
+class Interrupted(BaseException):
+    """As of a handler of a signal that `undisturbed` does not hold."""
+
+
+@contextmanager
+def interrupted_before_line(wanted: int) -> Iterator[Callable[[], bool]]:
+    """Raises Interrupted before the `wanted`th line that runs in attending.py. Yields what tells whether it has."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != attending_module.__file__:
+            return None
+        if event == "line" and lines < wanted:
+            lines += 1
+            if lines == wanted:
+                raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lambda: lines == wanted
+    finally:
+        sys.settrace(before)
+
+
+def test_an_interrupt_at_any_line_leaves_no_connection_that_nobody_reads(make: Callable[[], Shard]) -> None:
+    wanted = 0
+    while True:
+        wanted += 1
+        shard, attending = make(), Attending()
+        shard.rest()  # so that no other thread is woken for the answer
+        attending.begin([shard.connection])
+        call = shard.ask()
+        shard.answer()
+        with suppress(Interrupted), interrupted_before_line(wanted) as has_come:
+            wait([call], shard, attending=attending)
+        attending.end()
+        until(lambda shard=shard: not shard.is_read() or not shard.connection.is_open, "that it is given back")
+        shard.connection.close()
+        until(lambda shard=shard: not shard.connection.is_open, "the end")
+        if not has_come():
+            break
+    assert wanted > 50
+
+
 # -- interrupted -------------------------------------------------------------------------------------------------------
 
 
@@ -309,20 +461,14 @@ def test_ctrl_c_ends_a_wait_at_once_and_the_answer_is_received_all_the_same(make
 
 def test_ctrl_c_in_the_middle_of_an_answer_waits_for_its_end(make: Callable[[], Shard]) -> None:
     """Half an answer that was thrown away would make all that follows unreadable."""
-    shard, payload, seen, comes = make(), bytes(range(256)) * 4096, [], threading.Event()
-
-    class Coming(EachAnswer):
-        def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
-            comes.set()
-            return super().place(head, payload_bytes)
-
-    call = shard.ask(Coming(lambda *found: seen.append(found)))
+    shard, payload, comes = make(), bytes(range(256)) * 4096, Coming()
+    call = shard.ask(comes)
     number = shard.asked()
 
     def send() -> None:
         until(shard.is_read, "the thread that waits")
         shard.end.sendall(write_header(number, Kind.LAST, 4, len(payload)) + b"head" + payload[:1000])
-        assert comes.wait(SECONDS)
+        assert comes.event.wait(SECONDS)
         interrupt()
         shard.end.sendall(payload[1000:])
 
@@ -331,20 +477,62 @@ def test_ctrl_c_in_the_middle_of_an_answer_waits_for_its_end(make: Callable[[], 
         wait([call], shard)
     other.join(SECONDS)
     call.done.result(SECONDS)
-    [(head, found)] = seen
-    assert (head, bytes(found)) == (b"head", payload)
+    assert comes.found == [(b"head", payload)]
     after = shard.ask()
     shard.answer()
     wait([after], shard)
     after.done.result(0)
 
 
+def test_ctrl_c_in_the_middle_of_an_answer_whose_rest_does_not_come_is_heard(
+    make_looking: Callable[[], Shard],
+) -> None:
+    shard, comes = make_looking(), Coming()
+    call = shard.ask(comes)
+    number = shard.asked()
+
+    def send() -> None:
+        until(shard.is_read, "the thread that waits")
+        shard.end.sendall(write_header(number, Kind.LAST, 4, 100) + b"head" + bytes(50))
+        assert comes.event.wait(SECONDS)
+        interrupt()
+
+    other = in_thread(send)
+    with pytest.raises(KeyboardInterrupt):
+        wait([call], shard)
+    other.join(SECONDS)
+    with pytest.raises(CallFailed, match="a signal came"):
+        call.done.result(0)
+    assert not shard.connection.is_open
+
+
+def test_ctrl_c_between_answers_is_heard_although_more_have_come(make: Callable[[], Shard]) -> None:
+    shard, seen = make(), []
+
+    def note() -> None:
+        seen.append(threading.current_thread().name)
+        if len(seen) == 5:
+            interrupt()
+
+    call = shard.ask(Several(note))
+    number = shard.asked()
+
+    def send() -> None:
+        until(shard.is_read, "the thread that waits")
+        answers = [write_header(number, kind, 1) + b"x" for kind in [Kind.ANSWER] * 11 + [Kind.LAST]]
+        shard.end.sendall(b"".join(answers))
+
+    other = in_thread(send)
+    with pytest.raises(KeyboardInterrupt):
+        wait([call], shard)
+    other.join(SECONDS)
+    call.done.result(SECONDS)
+    assert seen == [ME] * 5 + ["receive"] * 7
+
+
 def test_an_exception_in_the_middle_of_an_answer_ends_the_connection(make: Callable[[], Shard]) -> None:
     """As of a handler of another signal: no call waits for what cannot be read any more."""
     shard = make()
-
-    class Interrupted(BaseException):
-        pass
 
     class Breaks(OneAnswer):
         def take(self, payload: memoryview | None) -> bool:
