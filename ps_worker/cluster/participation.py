@@ -324,7 +324,8 @@ class Participation:
 
     def _as_closed(self, error: BaseException) -> BaseException:
         """Returns the error of a call, or one that says that the end of this session has ended the call."""
-        has_ended = isinstance(error, Closed) or (isinstance(error, PSError) and error.retryable)
+        # Shards that hear of the worker's leave before its calls are cut answer that they do not know it.
+        has_ended = isinstance(error, Closed | UnknownWorker) or (isinstance(error, PSError) and error.retryable)
         return UnknownWorker(CLOSED) if has_ended and self.is_closed else error
 
     def ask_script(self) -> SavedState | None:

@@ -79,10 +79,11 @@ def _combined(told: Sequence[bytes]) -> JobSpec:
 
 def _check_alike(found: ParameterSpec, each: ParameterSpec) -> None:
     """Raises JobMismatch if members that hold the same of a parameter describe it in unlike ways."""
+    others = vars(each)
     unlike = [
-        f"{name} is {one!r} and {getattr(each, name)!r}"
+        f"{name} is {one!r} and {others[name]!r}"
         for name, one in vars(found).items()
-        if name != "member" and one != getattr(each, name)
+        if name != "member" and one != others[name]
     ]
     if unlike:
         raise JobMismatch(
