@@ -125,8 +125,10 @@ def test_the_view_is_json_that_brings_what_is_new(lively: Callable[..., Cluster]
         return found
 
     session = train(cluster, "j")
-    first = until(lambda: (seen := view())["jobs"] and seen["history"]["series"] and seen)
-    assert (first["jobs"][0]["job"], first["jobs"][0]["state"]) == ("j", "training")
+    # The job is there before its worker is.
+    first = until(lambda: (seen := view())["jobs"] and seen["jobs"][0]["state"] == "training" and seen)
+    assert first["jobs"][0]["job"] == "j"
+    first = until(lambda: (seen := view())["history"]["series"] and seen)
     series = {(each["name"], each["rank"]): each["values"] for each in first["history"]["series"]}
     assert len(series["steps_per_second", None]) == len(first["history"]["times"])
     count = first["history"]["first_sample"] + len(first["history"]["times"])

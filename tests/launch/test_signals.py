@@ -16,6 +16,15 @@ from ps_runtime import signals
 from ps_runtime.signals import Ending, await_all
 from tests.tools.launching import END_SECONDS, Commands
 
+
+@pytest.fixture(autouse=True)
+def _interrupts() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, whatever a process that runs many tests has set."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 # The system gives the signal to another thread, so nothing wakes the main thread: as with a signal that comes just
 # before the wait begins.
 WAITING = """

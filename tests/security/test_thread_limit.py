@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ps_frames.frames import Kind
-from ps_protocol.errors import TryLater
+from ps_protocol.errors import PSError
 from ps_runtime.credentials import PLAINTEXT, Access, Tls
 from ps_runtime.thread_limit import ThreadLimit, thread_limit
 from ps_server.core.admission import RequestKind, terms, waiting_threads
@@ -146,8 +146,10 @@ def taken(call: Callable[[], object]) -> bool:
     """Makes a call, as a worker does: it may be told to try again."""
     try:
         call()
-    except TryLater:
-        return False
+    except PSError as error:
+        if error.retryable:
+            return False
+        raise
     return True
 
 
