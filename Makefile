@@ -57,15 +57,15 @@ help: ## list the targets
 demo: .venv/examples.stamp ## train a small GPT on two shards and two workers, in about two minutes
 	@$(IN_VENV)/python examples/demo.py $(ARGS)
 
-# Four at a time on 2 cores, because tests of clusters wait more than they compute. Each takes the next tests of one part, so
-# that a file's tests share what it has started, and one that is done first takes over some of another's.
+# Two at a time: four on 2 cores end hardly sooner. Each takes the next tests of one half, so that a file's tests share what it
+# has started, and the one that is done first takes over some of the other's.
 test: .venv/dev.stamp .venv/library ## run the tests
 	@$(IN_VENV)/python -m pytest -q \
 	  -m 'not (docker or frameworks or ray or browser or kubernetes or release or remote or repeat or slurm or long)' \
-	  -n 4 --dist worksteal $(ARGS)
+	  -n 2 --dist worksteal $(ARGS)
 
 test-long: .venv/dev.stamp .venv/library ## run the tests that start many processes one after the other, or wait for leases
-	@$(IN_VENV)/python -m pytest -q -m 'long and not repeat' -n 4 --dist worksteal $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'long and not repeat' -n 2 --dist worksteal $(ARGS)
 
 test-repeats: .venv/dev.stamp ## run the further cases of claims that have one in test or test-long
 	@$(IN_VENV)/python -m pytest -q -m 'repeat and not (docker or kubernetes or remote)' -n 3 --dist worksteal $(ARGS)
