@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
 import pytest
 
 from ps_protocol.v1 import data_pb2
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
-from ps_runtime.channel import open_channel
 from ps_server.ops.status import fetch
 from tests.tools.cluster import until
 from tests.tools.launching import python, resident
@@ -27,7 +27,7 @@ def cancel(address: str, worker: RawWorker, calls: int) -> None:
     push = worker.message(0, 1, bytes(64))
     pull = data_pb2.PullRequest(worker=worker.identity(), clock=1, buckets=[0])
     for _ in range(calls // (2 * AT_ONCE)):
-        with open_channel(address) as channel:
+        with grpc.insecure_channel(address) as channel:
             stub = DataServiceStub(channel)
             made = [stub.Pull(pull, timeout=60) for _ in range(AT_ONCE)]
             until(lambda made=made: all_wait(address, made), "all pulls wait")
