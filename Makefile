@@ -64,8 +64,9 @@ test: .venv/dev.stamp .venv/library ## run the tests
 	  -m 'not (docker or frameworks or ray or browser or kubernetes or release or remote or repeat or slurm or long)' \
 	  -n 2 --dist worksteal $(ARGS)
 
+# These wait for processes and leases most of the time.
 test-long: .venv/dev.stamp .venv/library ## run the tests that start many processes one after the other, or wait for leases
-	@$(IN_VENV)/python -m pytest -q -m 'long and not repeat' -n 2 --dist worksteal $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'long and not repeat' -n 3 --dist worksteal $(ARGS)
 
 test-repeats: .venv/dev.stamp ## run the further cases of claims that have one in test or test-long
 	@$(IN_VENV)/python -m pytest -q -m 'repeat and not (docker or kubernetes or remote)' -n 3 --dist worksteal $(ARGS)
