@@ -43,12 +43,6 @@ SECRET = "0123456789abcdef" * 2
 
 
 @pytest.fixture
-def trainer(shared: Cluster, job: str) -> Iterator[FollowedTrainer]:
-    with shared.connect("sync", job=job) as session:
-        yield FollowedTrainer(session)
-
-
-@pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory that readers and relays of this host have in common."""
     monkeypatch.setenv("PS_SHARED_DIRECTORY", str(tmp_path))

@@ -46,12 +46,6 @@ SECRET = "0123456789abcdef" * 2
 
 
 @pytest.fixture
-def trainer(shared: Cluster, job: str) -> Iterator[FollowedTrainer]:
-    with shared.connect("sync", job=job) as session:
-        yield FollowedTrainer(session)
-
-
-@pytest.fixture
 def near(shared: Cluster) -> Iterator[RelayServer]:
     with relay(shared.address, http_port=0) as running:
         yield running

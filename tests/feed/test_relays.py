@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,6 @@ from tests.tools.remembering_trainer import in_background
 from tests.tools.rollbacks import QUICK
 
 SECRET = "0123456789abcdef" * 2
-
-
-@pytest.fixture
-def trainer(shared: Cluster, job: str) -> Iterator[FollowedTrainer]:
-    with shared.connect("sync", job=job) as session:
-        yield FollowedTrainer(session)
 
 
 def test_a_relay_that_stops_follows_nothing_new(shared: Cluster, job: str, trainer: FollowedTrainer) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import re
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -27,12 +26,6 @@ from tests.tools.followed_trainer import FollowedTrainer, relay
 
 SAME = {"ps_edition_version", "ps_edition_behind", "ps_edition_bytes", "ps_feed_readers"}
 SAME |= {"ps_feed_sent_bytes_total", "ps_feed_element_bytes_total"}
-
-
-@pytest.fixture
-def trainer(shared: Cluster, job: str) -> Iterator[FollowedTrainer]:
-    with shared.connect("sync", job=job) as session:
-        yield FollowedTrainer(session)
 
 
 def shown(cluster: Cluster, job: str) -> str:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
 import pytest
 
 from ps_runtime import signals
 from ps_runtime.signals import Ending, await_all
 from tests.tools.launching import END_SECONDS, Commands
+from tests.tools.lines import before_line
 
 
 @pytest.fixture(autouse=True)
@@ -72,27 +69,9 @@ def end_at_once(ending: Ending) -> None:
         ending.tell(signal.SIGTERM)
 
 
-@contextmanager
-def interrupted_before_line(wanted: int) -> Iterator[Callable[[], bool]]:
-    """Sends Ctrl-C before the `wanted`th line that runs in signals.py. Yields what tells whether it has."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal lines
-        if frame.f_code.co_filename != signals.__file__:
-            return None
-        if event == "line" and lines < wanted:
-            lines += 1
-            if lines == wanted:
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield lambda: lines == wanted
-    finally:
-        sys.settrace(before)
+def interrupt() -> None:
+    """Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)
 
 
 def test_ctrl_c_at_any_line_is_heard_once_and_leaves_nothing_held() -> None:
@@ -100,7 +79,7 @@ def test_ctrl_c_at_any_line_is_heard_once_and_leaves_nothing_held() -> None:
     while True:
         ending = Ending()
         try:
-            with interrupted_before_line(wanted) as has_come, ending.hold(), ending.let_through():
+            with before_line(signals, wanted, interrupt) as has_come, ending.hold(), ending.let_through():
                 pass
         except KeyboardInterrupt:
             interrupts += 1

@@ -42,6 +42,7 @@ cases.py                The cases of a claim: a few in every run, the others amo
 claims.py               How tests of claims over many examples run: with the same examples every time
 terminal.py             A terminal in place of standard error
 launching.py            Commands as processes, to their end or while they run; scripts as modules
+lines.py                An interrupt at a chosen line of a file
 learning_runs.py        What a run of examples/rl has left, compared with what it promises
 compose_files.py        The compose files as they stand, and who is who in them
 kubernetes.py           The files of deploy/kubernetes, as they stand and as kubectl renders them

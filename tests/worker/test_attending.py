@@ -7,13 +7,11 @@ import random
 import select
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager, suppress
-from types import FrameType
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -29,6 +27,7 @@ from ps_frames.reading import ReadingThreads
 from ps_protocol.framing import Parts
 from ps_runtime.grpc_status import CallFailed
 from tests.tools.cluster import Cluster, until
+from tests.tools.lines import before_line
 
 SECONDS = 20.0
 
@@ -391,27 +390,8 @@ class Interrupted(BaseException):
     """As of a handler of a signal that `undisturbed` does not hold."""
 
 
-@contextmanager
-def interrupted_before_line(wanted: int) -> Iterator[Callable[[], bool]]:
-    """Raises Interrupted before the `wanted`th line that runs in attending.py. Yields what tells whether it has."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal lines
-        if frame.f_code.co_filename != attending_module.__file__:
-            return None
-        if event == "line" and lines < wanted:
-            lines += 1
-            if lines == wanted:
-                raise Interrupted
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield lambda: lines == wanted
-    finally:
-        sys.settrace(before)
+def break_off() -> None:
+    raise Interrupted
 
 
 def test_an_interrupt_at_any_line_leaves_no_connection_that_nobody_reads(make: Callable[[], Shard]) -> None:
@@ -423,7 +403,7 @@ def test_an_interrupt_at_any_line_leaves_no_connection_that_nobody_reads(make: C
         attending.begin([shard.connection])
         call = shard.ask()
         shard.answer()
-        with suppress(Interrupted), interrupted_before_line(wanted) as has_come:
+        with suppress(Interrupted), before_line(attending_module, wanted, break_off) as has_come:
             wait([call], shard, attending=attending)
         attending.end()
         until(lambda shard=shard: not shard.is_read() or not shard.connection.is_open, "that it is given back")

@@ -1,0 +1,33 @@
+"""Interrupts at a chosen line of a file: for what must hold wherever a signal comes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, ModuleType
+from typing import Any
+
+
+@contextmanager
+def before_line(module: ModuleType, wanted: int, interrupt: Callable[[], object]) -> Iterator[Callable[[], bool]]:
+    """Calls `interrupt` before the `wanted`th line that runs in a module's file, from 1. Yields what tells whether it
+    has."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != module.__file__:
+            return None
+        if event == "line" and lines < wanted:
+            lines += 1
+            if lines == wanted:
+                interrupt()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lambda: lines == wanted
+    finally:
+        sys.settrace(before)
