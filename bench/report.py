@@ -21,6 +21,7 @@ COLUMNS = (
     ("principals", "principals", "{}"),
     ("ms", "ms", "{:.4g}"),
     ("alone_ms", "alone, ms", "{:.4g}"),
+    ("allowed_ms", "allowed, ms", "{:.4g}"),
     ("worst_ms", "worst, ms", "{:.4g}"),
     ("stalled_ms", "stalled, ms", "{:.3g}"),
     ("editions", "editions", "{}"),

@@ -229,8 +229,11 @@ const called = (job, worker) => `${job.group_size > 1 ? "group" : "worker"} ${wo
 // -- the race ---------------------------------------------------------------------------------------------------------
 
 function drawRace(job, views) {
-  const lane = 24, left = 64, right = 20, width = Math.max(320, Math.min(1060, $("race").clientWidth || 700));
   const { workers, between } = shownWorkers(job, views);
+  // The names have room beside the runners: a letter is about 6.5 wide.
+  const letters = Math.max(...workers.map((worker) => called(job, worker).length));
+  const lane = 24, left = Math.ceil(14 + 6.5 * letters), right = 20;
+  const width = Math.max(320, Math.min(1060, $("race").clientWidth || 700));
   const clocks = job.workers.map((worker) => worker.clock);
   // With a quorum each worker counts its own steps, and no number of them bounds how far one may be ahead.
   const bound = job.consistency.quorum === undefined || job.consistency.quorum === null ? job.consistency.max_staleness : null;

@@ -17,6 +17,7 @@ from torch import nn
 from bench import feed, feed_peer
 from bench.__main__ import NAMES, command_line, modules
 from bench.feed_beside import why_no_link, why_no_ray
+from bench.flood import ATTACKS, allowed_ms
 from bench.peer_part import Part, owned
 from bench.peer_work import Batches, Rounds, Work, check_weights, save_expected
 from bench.peers import reason
@@ -31,6 +32,7 @@ from tests.tools.cluster import until
 from tests.tools.launching import python
 from tests.tools.network import network_of
 
+ROOT = Path(__file__).parents[2]
 SMALLEST = {
     "round": "--mib 1 --rounds 1 --transport shm,tcp --wire float32 --no-peers --tls",
     "scale": "--mib 1 --workers 1 --shards 1 --rounds 1 --transport shm",
@@ -235,6 +237,16 @@ def test_the_page_says_what_was_not_measured_and_shows_what_was_predicted(tmp_pa
     assert "| 1.1 | DataParallel 2.0, ring 1.0, ours 2.0 |" in page
     for name in NAMES:
         assert page.count(f"## {name}\n") == 1
+
+
+def test_no_flood_delays_a_worker_more_than_the_docs_promise() -> None:
+    """Of what was measured last: see docs/benchmarks.md. The numbers of principals are those of the promise."""
+    lines = [json.loads(line) for line in (ROOT / "docs/benchmarks/flood.jsonl").read_text().splitlines()]
+    assert {line["principals"] for line in lines} == {1, 2, 8}
+    assert {line["transport"] for line in lines} == {"shm", "tcp", "grpc"}
+    assert {line["system"] for line in lines} > {f"{name}:{end}" for name in ATTACKS for end in ("half", "cancelled")}
+    assert [line for line in lines if line["ms"] > allowed_ms(line["alone_ms"])] == []
+    assert allowed_ms(10.0) == 40.0
 
 
 # -- several runs --------------------------------------------------------------------------------------------------
