@@ -82,6 +82,7 @@ log = logging.getLogger("ps_server")
 
 OTHERS_LOOK_SECONDS = 0.2
 _LEAST_STATE_BYTES = 64 * 2**20  # where next to nothing is free, or nothing is known
+_LEAST_FEED_BYTES = 256 * 2**20  # 64 readers of rows
 
 
 class Service(Protocol):
@@ -310,6 +311,7 @@ class Server:
             principal_limit=self._config.limits.caller_bytes,
             pulled_limit=self._config.limits.pulled_buckets,
             feed_limit=self._config.limits.feeds,
+            feed_bytes=_feed_bytes(self._config.limits),
             table_limit=self._config.limits.table_bytes,
             row_files=self._row_files(),
         )
@@ -360,6 +362,13 @@ def _shares_of_threads(config: ServerConfig) -> ThreadShares:
     sites = 1 + (config.health_port is not None)
     others = config.apply_threads + (config.shard_count or 0) + sites * MAX_CONNECTIONS
     return shares_of_threads(config.limits, pools, others)
+
+
+def _feed_bytes(limits: Limits) -> int:
+    """Returns how many bytes the messages of one principal's feeds may take: a part of the memory that is free now."""
+    if limits.feed_bytes is not None:
+        return limits.feed_bytes
+    return max(_LEAST_FEED_BYTES, (free_bytes() or 0) // 4)
 
 
 def _with_memory(limits: Limits, is_shard: bool) -> Limits:

@@ -8,7 +8,8 @@ except for ids that changed since.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -25,22 +26,33 @@ class Changes:
     full: whether it returns all rows; further rows of a copy were removed
     """
 
-    def __init__(self, rows: Entries, weights: Column, since: int, version: int, removed: Sequence[Ids] | None) -> None:
+    def __init__(self, rows: Entries, weights: Column, since: int, version: int, removed: Iterable[Ids] | None) -> None:
         """since: the version before; removed: None: it is not known what was removed since then"""
         self.version, self.full = version, removed is None
-        self._removed = removed or ()
+        self._removed = deque(removed or ())  # the arrays of the table: no walk has a copy
         self._rows, self._weights, self._since = rows, weights, since
         # Rows with later numbers are newer than the walk: the next one brings them.
         self._next, self._end = 0, rows.end if since < version else 0
 
-    @property
-    def removed(self) -> Ids:
-        """Ids of rows that were removed after the version before. Some may be rows again; then `take` returns them,
-        too.
+    def take_removed(self, most: int) -> Ids:
+        """Returns the next ids of rows that were removed after the version before, at most `most`. Some may be rows
+        again; then `take` returns them, too.
 
-        There may be many. The table may be trained while this property computes them.
+        The table may be trained meanwhile.
         """
-        return np.concatenate([np.empty(0, np.int64), *self._removed])
+        taken, room = [np.empty(0, np.int64)], most
+        while room and self._removed:
+            ids = self._removed.popleft()
+            if len(ids) > room:
+                self._removed.appendleft(ids[room:])
+            taken.append(ids[:room])
+            room -= len(taken[-1])
+        return np.concatenate(taken)
+
+    @property
+    def has_removed(self) -> bool:
+        """Whether `take_removed` has ids left."""
+        return bool(self._removed)
 
     @property
     def is_over(self) -> bool:

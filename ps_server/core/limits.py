@@ -94,6 +94,12 @@ class Limits:
     push_norm: float = _limit(math.inf, "L2 norm of the gradient in one push, which is one bucket's")
     views: int = _limit(64, "calls that watch the cluster (WatchStatus) at the same time; of one caller half as many")
     feeds: int = _limit(64, "feeds (WatchRows, PullEdition) of one job on one shard; of one caller half as many")
+    feed_bytes: int | None = _limit(
+        None,
+        "bytes that messages of the feeds of one caller may take on one shard, in all jobs (by default a fourth of "
+        "what is free at its start)",
+        _LARGEST_SIZE,
+    )
     # of calls
     calls: int = _limit(
         512, "calls in flight of one caller (a token or certificate) from one host; and four times as many that wait"

@@ -3,6 +3,7 @@
 bucket_messages.py A bucket of an edition on its way to one reader, in as many messages as that wants
 shared_changes.py What changed between copies of a bucket, for readers that have an older one
 editions.py   Editions: unchanging copies of a job's weights, for readers that follow training
+feed_bytes.py The memory that the feeds of one principal may take, over all jobs
 feed_tally.py What readers of a job's weights have had, for people who watch
 hosted.py     The jobs that a shard has: made, restored from checkpoints, and dropped
 hosted_job.py What a shard holds while it runs: the state of `core`, with locks, segments and waiting pulls beside it

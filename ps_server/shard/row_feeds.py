@@ -7,19 +7,17 @@ rounds, and takes the memory of one message. Updates wait for one step of a walk
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
 from ps_protocol.framing import Buffer
 from ps_protocol.messages.rows import FeedPart, RoundBegin, RowsWatch
-from ps_protocol.row_ids import ID_BYTES, Ids
+from ps_protocol.row_ids import ID_BYTES
 from ps_protocol.tensors import bytes_of, row_codec
+from ps_server.shard.feed_bytes import FeedBytes
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import HostedJob, HostedTable
 from ps_server.shard.outbox import Lent, Outbox
@@ -78,6 +76,7 @@ class ShardFeed:
     since:  the version up to which the reader has all changes; None: it has none, and gets all rows
     period: the least time from the beginning of a round to that of the next, in seconds
     caller: the principal that reads; empty: unknown
+    give_back: is called once the feed is over
     """
 
     def __init__(
@@ -88,13 +87,13 @@ class ShardFeed:
         period: float,
         outbox: Outbox,
         clock: Callable[[], float],
-        caller: str = "",
+        caller: str,
+        give_back: Callable[[], None],
     ) -> None:
-        self.outbox, self.caller = outbox, caller
+        self.outbox, self.caller, self._give_back = outbox, caller, give_back
         self._hosted: tuple[HostedJob, HostedTable] | None = (job, table)
         self._since, self._period, self._clock = since, period, clock
         self._walk: Changes | None = None  # of the round that is under way
-        self._removed: Ids = np.empty(0, np.int64)  # what is left of the round's
         self._told = 0  # the version of the last round
         self._waits = False  # for the time of the next round, or for changes
         self._due = self._sign_due = 0.0
@@ -128,6 +127,7 @@ class ShardFeed:
         if hosted is not None:
             with hosted[0].lock:
                 hosted[1].feeds.discard(self)
+        self._give_back()
 
     @contextlib.contextmanager
     def _next(self) -> Iterator[Lent]:
@@ -141,7 +141,7 @@ class ShardFeed:
         if walk is None:  # the feed was ended meanwhile
             return FeedPart()
         codec = row_codec(job.state.spec.weight_wire)
-        removed, self._removed = np.split(self._removed, [MESSAGE_BYTES // ID_BYTES])
+        removed = walk.take_removed(MESSAGE_BYTES // ID_BYTES)  # updates do not wait for it
         pieces: list[list[Buffer]] = [[], []]
         rows, room = 0, (MESSAGE_BYTES - removed.nbytes) // (ID_BYTES + codec.size(table.unit.weights.dim))
         if not len(removed):
@@ -154,7 +154,7 @@ class ShardFeed:
             pieces[1].append(bytes_of(codec.encode(values.view(-1))))
         payload = b"".join((removed.astype("<i8", copy=False).tobytes(), *pieces[0], *pieces[1]))
         cursor = b""
-        if walk.is_over and not len(self._removed):
+        if walk.is_over and not walk.has_removed:
             cursor = RowCursor(_number(job, table), table.history, walk.version).to_bytes()
             self._since, self._walk, self._waits = walk.version, None, True
         else:
@@ -168,7 +168,6 @@ class ShardFeed:
         with table.tensors:
             walk = table.unit.weights.changes(self._since)
             self._told = table.rule.version
-        self._removed = walk.removed  # what may take long to put together, updates do not wait for
         self._walk = walk
         spec, shards = table.unit.weights.spec, job.state.row_checker.place.shards
         return RoundBegin(walk.full, self._told, shards, spec.dim, spec.initializer)
@@ -179,19 +178,27 @@ class RowFeeds:
 
     wake:  is called when `needs_ticks` has become true
     limit: the largest number of feeds of one job; one principal may have half of it
+    taken: counts the memory of the feeds of each principal
     """
 
     def __init__(
-        self, hosted: HostedJobs, clock: Callable[[], float], wake: Callable[[], None], limit: float = math.inf
+        self,
+        hosted: HostedJobs,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+        limit: float,
+        taken: FeedBytes,
     ) -> None:
         self._hosted, self._clock, self._wake, self._limit = hosted, clock, wake, limit
+        self._taken = taken
         self._open: set[ShardFeed] = set()
         self._lock = threading.Lock()
 
     def watch(self, call: RowsWatch, outbox: Outbox, caller: str = "") -> None:
         """Begins a feed of a table's changes, which go to `outbox` until it is closed. Returns at once.
 
-        Raises NotFound, InvalidRequest for an invalid cursor or period, LimitExceeded if there are too many feeds.
+        Raises NotFound, InvalidRequest for an invalid cursor or period, LimitExceeded if there are too many feeds, or
+        the caller's take too much memory.
         """
         if not SHORTEST_PERIOD <= call.period <= LONGEST_PERIOD:
             raise InvalidRequest(
@@ -200,8 +207,14 @@ class RowFeeds:
         cursor = row_cursor(call.cursor) if call.cursor else None
         job = self._hosted.get(call.job, "")
         table = _table(job, call.table)
-        feed = ShardFeed(job, table, _since(job, table, cursor), call.period, outbox, self._clock, caller)
-        job.add_feed(table.feeds, feed, self._limit)
+        since = _since(job, table, cursor)
+        give_back = self._taken.take(caller, _message_bytes(job, table))
+        feed = ShardFeed(job, table, since, call.period, outbox, self._clock, caller, give_back)
+        try:
+            job.add_feed(table.feeds, feed, self._limit)
+        except PSError:
+            give_back()
+            raise
         with self._lock:
             self._open.add(feed)
         self._wake()
@@ -240,6 +253,11 @@ def _table(job: HostedJob, name: str) -> HostedTable:
         known = ", ".join(repr(each) for each in sorted(names)) or "none"
         raise NotFound(f"job {job.name!r} has no table {name!r}; its tables: {known}")
     return names[name]
+
+
+def _message_bytes(job: HostedJob, table: HostedTable) -> int:
+    """Returns the bytes of a feed's largest message: a row may be larger than MESSAGE_BYTES."""
+    return max(MESSAGE_BYTES, ID_BYTES + row_codec(job.state.spec.weight_wire).size(table.unit.weights.dim))
 
 
 def _number(job: HostedJob, table: HostedTable) -> int:

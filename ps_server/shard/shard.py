@@ -36,6 +36,7 @@ from ps_server.core.membership import Arrival, Counted
 from ps_server.core.server_figures import ShardFigures
 from ps_server.core.snapshot import Part, RestoreProgress, RestoreRequest, ShardSnapshot, Snapshot, SnapshotRequest
 from ps_server.core.statistics import ShardStatistics
+from ps_server.shard.feed_bytes import FeedBytes
 from ps_server.shard.hosted import HostedJobs, TablePlaces
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
@@ -68,6 +69,7 @@ class Shard:
     principal_limit: bytes that one principal may have staged, over all its workers
     pulled_limit: buckets that one principal may have asked for and not received, over all its workers
     feed_limit:  the largest number of feeds, of rows and of weights, of one job
+    feed_bytes:  bytes that messages of the feeds of one principal may take, over all jobs
     table_limit: bytes of memory for the tables of one job; None: half of the free memory
     row_files:   makes files for rows that do not fit into memory; None: there are none
     """
@@ -85,6 +87,7 @@ class Shard:
         principal_limit: float = math.inf,
         pulled_limit: float = math.inf,
         feed_limit: float = math.inf,
+        feed_bytes: float = math.inf,
         table_limit: int | None = None,
         row_files: RowFiles | None = None,
     ) -> None:
@@ -101,8 +104,9 @@ class Shard:
         limits = staged_limit, norm_limit
         tables = TablePlaces(index, table_limit, row_files)
         self._hosted = HostedJobs(index, limits, self.principals, self._threads, self._pulls, metrics, tables)
-        self.feeds = RowFeeds(self._hosted, clock, wake, feed_limit)
-        self.weight_feeds = WeightFeeds(self._hosted, clock, wake, feed_limit)
+        taken = FeedBytes(feed_bytes)
+        self.feeds = RowFeeds(self._hosted, clock, wake, feed_limit, taken)
+        self.weight_feeds = WeightFeeds(self._hosted, clock, wake, feed_limit, taken)
         self._notify_at = clock() + NOTICE_AFTER_SECONDS
         self._troubles = Troubles(log, "snapshot")
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)

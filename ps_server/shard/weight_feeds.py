@@ -7,7 +7,6 @@ it shares with others (editions.py).
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -25,10 +24,11 @@ from ps_protocol.messages.editions import (
     WeightsAsked,
     WeightsHere,
 )
-from ps_protocol.tensors import BLOCKS
+from ps_protocol.tensors import BLOCKS, PLAIN
 from ps_server.failpoints import failpoint
 from ps_server.shard.bucket_messages import BucketMessages
 from ps_server.shard.editions import CopiedBucket, Over, Piece, TakenEdition, WantedEdition, piece_of
+from ps_server.shard.feed_bytes import FeedBytes
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import Feed, HostedJob
 from ps_server.shard.outbox import Lent, Outbox
@@ -163,6 +163,7 @@ class EditionSender:
     bases:  by bucket, the version that the reader has: it gets the change since then
     most:   bytes of a payload in one message; 0: all of it
     sparse: changes may be sparse
+    give_back: is called once the stream is over, or is to count no more
     """
 
     def __init__(
@@ -173,10 +174,11 @@ class EditionSender:
         outbox: Outbox,
         caller: str,
         now: Callable[[], float],
-        most: int = 0,
-        sparse: bool = False,
+        most: int,
+        sparse: bool,
+        give_back: Callable[[], None],
     ) -> None:
-        self._most, self._sparse = most, sparse
+        self._most, self._sparse, self._give_back = most, sparse, give_back
         self._source, self._bases, self.outbox, self.caller = source, bases, outbox, caller
         self._wanted, self._now = wanted, now
         self._edition: TakenEdition | None = None
@@ -271,6 +273,7 @@ class EditionSender:
         """Gives the edition back, because the stream is over."""
         edition, self._edition = self._edition, None
         self._source.give_back(self, edition, self._now())
+        self._give_back()
 
 
 class WeightFeeds:
@@ -278,12 +281,19 @@ class WeightFeeds:
 
     wake:  is called when `needs_ticks` has become true
     limit: the largest number of feeds of one job, those of rows included; one principal may have half of it
+    taken: counts the memory of the feeds of each principal, those of rows included
     """
 
     def __init__(
-        self, hosted: HostedJobs, clock: Callable[[], float], wake: Callable[[], None], limit: float = math.inf
+        self,
+        hosted: HostedJobs,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+        limit: float,
+        taken: FeedBytes,
     ) -> None:
         self._hosted, self._clock, self._wake, self._limit = hosted, clock, wake, limit
+        self._taken = taken
 
     def describe(self, asked: WeightsAsked) -> WeightsHere:
         """Returns what this shard has of a job's weights. Raises NotFound, RunEnded, TryLater, or InvalidRequest."""
@@ -316,8 +326,14 @@ class WeightFeeds:
         source = self._source(call.job, call.run)
         wanted = _wanted(call, source)
         bases = {index: call.bases[index] for index in source.specs if index in call.bases}  # it may name any number
-        feed = EditionSender(source, wanted, bases, outbox, caller, self._clock, call.part_bytes, call.sparse)
-        source.add(feed, self._limit)
+        give_back = self._taken.take(caller, _message_bytes(wanted, source, call.part_bytes))
+        how = call.part_bytes, call.sparse, give_back
+        feed = EditionSender(source, wanted, bases, outbox, caller, self._clock, *how)
+        try:
+            source.add(feed, self._limit)
+        except PSError:
+            give_back()
+            raise
         self._wake()
         try:
             # The job may have ended its feeds meanwhile, without this one.
@@ -378,6 +394,12 @@ def _wanted(call: EditionCall, source: EditionSource) -> WantedEdition:
         raise OutOfOrder(f"job {call.job!r} is on timeline {source.timeline}, and not on {call.timeline}")
     pieces = _pieces(call.wire, call.buckets or source.specs, source)
     return WantedEdition(call.version if has_one_version else None, call.version, pieces, bool(call.bases))
+
+
+def _message_bytes(wanted: WantedEdition, source: EditionSource, most: int) -> int:
+    """Returns the bytes of the largest message with which an edition is sent. most: bytes of a payload; 0: any"""
+    largest = max((PLAIN[dtype].size(source.specs[index].numel) for index, dtype in wanted.pieces), default=0)
+    return min(largest, most) if most else largest
 
 
 def lowest(source: EditionSource) -> int:

@@ -96,9 +96,17 @@ class Reader:
 class Feeding:
     """A shard with a job of one vector, whose worker's steps count its cells up, and whose time a test moves."""
 
-    def __init__(self, mode: str = "sync", limit: float = math.inf, spec: JobSpec | None = None, run: str = "") -> None:
+    def __init__(
+        self,
+        mode: str = "sync",
+        limit: float = math.inf,
+        spec: JobSpec | None = None,
+        run: str = "",
+        feed_bytes: float = math.inf,
+    ) -> None:
         self.now, self.clock = 0.0, 0
-        self.shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), clock=lambda: self.now, feed_limit=limit)
+        limits = {"feed_limit": limit, "feed_bytes": feed_bytes}
+        self.shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), clock=lambda: self.now, **limits)
         self.spec = spec or vector_job("job", mode, CELLS, 1)
         self.shard.create_job(self.spec, range(BUCKETS), run)
         self.shard.add_worker("job", 0, 1, 0)
@@ -589,6 +597,28 @@ def test_frozen_buckets_are_there_at_any_version() -> None:
     feeding.clock = 1
     feeding.push(-1.0, buckets=range(3))
     assert reader.edition() == (1, [1.0] * 16 + [2.0] * 16 + [3.0] * 16 + [3.0] * 16)
+
+
+def test_a_principal_has_so_many_bytes_of_messages_until_they_are_sent() -> None:
+    """A bucket has 16 cells, of 4 bytes each, or of 2."""
+    feeding = Feeding(feed_bytes=128).begin()
+    for _ in range(2):
+        feeding.pull(0, "bfloat16", caller="one")
+    whole = feeding.pull(0, caller="one")
+    said = "one has feeds here whose messages take up to 128 bytes, and this one takes 64: max-feed-bytes is 128"
+    with pytest.raises(LimitExceeded, match=said):
+        feeding.pull(0, caller="one")
+    feeding.pull(0, caller="two")
+    for _ in range(1 + BUCKETS):
+        whole.take()
+    feeding.pull(0, caller="one")
+    whole.close()  # which comes later, and gives back no more
+    with pytest.raises(LimitExceeded, match=said):
+        feeding.pull(0, caller="one")
+    feeding.step()
+    feeding.step()
+    for _ in range(3):
+        assert isinstance(feeding.pull(1, caller="three").error, OutOfOrder), "refused, and not counted any more"
 
 
 def test_readers_are_counted_with_other_feeds() -> None:

@@ -264,7 +264,7 @@ def test_help_explains_every_flag_and_names_its_variable(
         for entry in flags
         if entry.startswith("--max-") and not entry.startswith(("--max-restarts", "--max-shard-restarts"))
     ]
-    assert len(limits) == (35 if command[2] == "--help-limits" else 0)
+    assert len(limits) == (36 if command[2] == "--help-limits" else 0)
 
 
 def test_help_is_there_at_once() -> None:

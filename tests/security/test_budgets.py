@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,8 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
 from ps_runtime.grpc_status import error_from
 from ps_server.core.limits import Limits, share
-from ps_server.server import _with_memory
+from ps_server.server import _feed_bytes, _with_memory
+from ps_server.shard.pulls import MESSAGE_BYTES
 from tests.tools.cluster import Cluster, until
 from tests.tools.raw_worker import RawWorker, vector_job
 from tests.tools.table_worker import table_job
@@ -29,8 +31,8 @@ ONE, TWO, READER, ADMIN = (letter * 32 for letter in "otra")
 LIMITS = Limits(jobs=6, views=4, feeds=4, state_bytes=100, all_state_bytes=400, round_bytes=400, all_round_bytes=400)
 
 
-@pytest.fixture
-def cluster(make_cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
+def with_tokens(make_cluster: Callable[..., Cluster], tmp_path: Path, limits: Limits) -> Cluster:
+    """A shard with a principal for each role, two of them workers."""
     tokens = tmp_path / "tokens"
     lines = (
         f"worker {ONE} name=one",
@@ -41,7 +43,12 @@ def cluster(make_cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
     )
     tokens.write_text("\n".join(lines))
     tokens.chmod(0o600)
-    return make_cluster(shards=1, tokens=tokens, limits=LIMITS, checkpoint_dir=tmp_path / "kept")
+    return make_cluster(shards=1, tokens=tokens, limits=limits, checkpoint_dir=tmp_path / "kept")
+
+
+@pytest.fixture
+def cluster(make_cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
+    return with_tokens(make_cluster, tmp_path, LIMITS)
 
 
 @pytest.fixture
@@ -112,6 +119,39 @@ def test_feeds(cluster: Cluster, stack: ExitStack) -> None:
         opens(watch(ONE))
     kept.append(watch(TWO))
     until(lambda: len(feeds._open) == 3, "another's feed")
+
+
+def test_the_memory_of_feeds(make_cluster: Callable[..., Cluster], tmp_path: Path, stack: ExitStack) -> None:
+    """Of all jobs that a principal follows: each feed counts as the largest message that may lie unread."""
+    cluster = with_tokens(make_cluster, tmp_path, replace(LIMITS, feeds=64, feed_bytes=3 * MESSAGE_BYTES))
+    feeds = cluster.shards[0].feeds
+    for token, name in ((ONE, "a"), (ONE, "b"), (TWO, "c")):
+        stack.enter_context(RawWorker(cluster.address, replace(table_job(), name=name), 0, shown(token)))
+
+    def watch(token: str, job: str) -> grpc.Call:
+        channel = stack.enter_context(open_channel(cluster.address, shown(token)))
+        method = channel.unary_stream(
+            "/ps_protocol.v1.FeedService/WatchRows", feed_pb2.WatchRowsRequest.SerializeToString
+        )
+        return method(feed_pb2.WatchRowsRequest(job=job, table=table_job().tables[0].rows.name), timeout=SECONDS)
+
+    kept = [watch(ONE, "a"), watch(ONE, "a"), watch(ONE, "b")]
+    until(lambda: len(feeds._open) == 3, "its feeds")
+    with pytest.raises(LimitExceeded, match=f"token:one has feeds .* max-feed-bytes is {3 * MESSAGE_BYTES}"):
+        opens(watch(ONE, "b"))
+    kept.append(watch(TWO, "c"))
+    until(lambda: len(feeds._open) == 4, "another's feed")
+    kept[0].cancel()
+    until(lambda: len(feeds._open) == 3, "the end of one")
+    kept.append(watch(ONE, "b"))
+    until(lambda: len(feeds._open) == 4, "another one in its place")
+
+
+def test_what_feeds_may_take_is_a_part_of_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _feed_bytes(replace(LIMITS, feed_bytes=1)) == 1
+    for free, most in ((None, 2**28), (2**28, 2**28), (2**34, 2**32)):
+        monkeypatch.setattr("ps_server.server.free_bytes", lambda free=free: free)
+        assert _feed_bytes(LIMITS) == most
 
 
 def test_states_of_workers(cluster: Cluster, stack: ExitStack) -> None:

@@ -79,8 +79,9 @@ def followed(table: Table, copy: dict[int, bytes], since: int | None) -> int:
     walk = table.changes(since)
     if walk.full:
         copy.clear()
-    for gone in walk.removed.tolist():
-        copy.pop(gone, None)
+    while walk.has_removed:
+        for gone in walk.take_removed(50).tolist():
+            copy.pop(gone, None)
     while not walk.is_over:
         ids, rows = walk.take(50)
         copy |= {each: row.tobytes() for each, row in zip(ids.tolist(), rows.numpy(), strict=True)}
