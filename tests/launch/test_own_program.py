@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ps_launch.one_server import OneServer
 from ps_runtime import own_program
 from tests.tools.launching import environment, python
+from tests.tools.planted import plant
 
+READY_SECONDS = 60.0
 TRAINS = """
 import torch
 import ps_worker
@@ -23,24 +25,12 @@ optimizer.step()
 session.barrier()
 """
 
-IMPORTED = ("ps_server.cli", "ps_server.server", "ps_worker.cli", "ps_launch.local_cluster", "torch")
-
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a module for each name that servers and launchers import: each says that it ran, and ends.
-
-    Names that the tests import are there, too: asking a process of its own would take seconds.
-    """
-    for name in IMPORTED:
-        importlib.import_module(name)
-    names = {name.partition(".")[0] for name in sys.modules} - {"__main__", "sitecustomize", "usercustomize"}
-    assert {"grpc", "torch", "google", "ps_server", "ps_worker", "numpy", "queue"} <= names
+    """A folder with a module for each name that servers and launchers import."""
     folder = tmp_path_factory.mktemp("planted")
-    (folder / "ran").mkdir()
-    for name in names:
-        text = f"open({str(folder / 'ran' / name)!r}, 'w').close()\nraise SystemExit('planted {name}')\n"
-        (folder / f"{name}.py").write_text(text)
+    plant(folder)
     return folder
 
 
@@ -60,6 +50,18 @@ def test_servers_and_workers_run_no_module_of_the_folder_they_are_started_in(pla
     done = python(*run, folder=planted)
     assert done.returncode == 0, done.stderr
     assert "planted" not in done.stderr
+    assert not list((planted / "ran").iterdir())
+
+
+def test_a_server_of_another_kind_of_parent_runs_none_either(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the actors of Ray start theirs."""
+    flags = ("--shards", "1", "--port", "0", "--metrics-port", "0")
+    monkeypatch.chdir(planted)
+    server = OneServer(("coordinator", *flags), environment(PYTHONSAFEPATH=""))
+    try:
+        assert server.await_ready(READY_SECONDS) is not None, server.last_words()
+    finally:
+        server.stop(READY_SECONDS)
     assert not list((planted / "ran").iterdir())
 
 

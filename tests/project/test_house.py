@@ -85,6 +85,58 @@ def test_frameworks_are_imported_by_who_uses_them_alone() -> None:
     assert set(offenders(PACKAGE_FILES, foreign)) == {*FRAMEWORKS}
 
 
+# -- what is started: no Python that runs a module of the current folder (ps_runtime/own_program.py) ------------------
+
+OWN_PROGRAM = "ps_runtime/own_program.py"
+# Where another command of Python begins, and why it runs nothing of the current folder.
+PYTHON = {
+    "ps_launch/children.py": "a Program's arguments: those of own_program, or of a user's script",
+    "ps_server/ops/glibc.py": "the arguments that this very process was started with",
+}
+USERS_MODULE = "ps_worker/cli.py"  # `ps-worker run -m MODULE`: the user's own, from the user's folder
+
+
+def words(path: Path) -> Iterator[str]:
+    """`-m` and `-c` in a list or tuple of words."""
+    for node in ast.walk(tree(path)):
+        for each in node.elts if isinstance(node, ast.List | ast.Tuple) else ():
+            if isinstance(each, ast.Constant) and each.value in ("-m", "-c"):
+                yield f"line {each.lineno}: {each.value}"
+
+
+def pythons(path: Path) -> Iterator[str]:
+    """Commands that begin with this Python, and go on with neither own_program nor -I, which leaves the folder out."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.List | ast.Tuple) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
+            rest = ast.unparse(node.elts[1]) if len(node.elts) > 1 else ""
+            if not rest.startswith("*own_program(") and rest != "'-I'":
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def shells(path: Path) -> Iterator[str]:
+    """Commands that a shell looks up."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in ("os.system", "os.popen") or any(each.arg == "shell" for each in node.keywords):
+                yield f"line {node.lineno}: {called}"
+
+
+def test_a_module_is_named_to_python_in_one_place() -> None:
+    files = [path for path in PACKAGE_FILES if name(path) not in (OWN_PROGRAM, USERS_MODULE)]
+    assert offenders(files, words) == {}
+    assert all(list(words(path)) for path in PACKAGE_FILES if name(path) in (OWN_PROGRAM, USERS_MODULE))
+
+
+def test_a_child_that_is_a_python_gets_its_program_from_there() -> None:
+    found = offenders(PACKAGE_FILES, pythons)
+    assert found.keys() == PYTHON.keys(), found
+
+
+def test_no_command_goes_through_a_shell() -> None:
+    assert offenders(PACKAGE_FILES, shells) == {}
+
+
 # -- files that can be read ------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from ps_protocol.errors import InvalidRequest, PSError
 from ps_server.ops.dev_certs import write
 from tests.scripts.train_on_ray import ENOUGH, in_ray_train, train
 from tests.tools.launching import ROOT, environment
+from tests.tools.planted import plant
 from tests.tools.rays import logs, needs_ray, node_of, steps, three_nodes, until, until_further
 
 pytestmark = needs_ray
@@ -241,6 +242,32 @@ def test_the_example_runs_on_a_ray_of_its_own(tmp_path: Path) -> None:
     assert float(last) == losses[-1] < 0.3
     assert float(accuracy) > 0.9, "the weights in Ray's checkpoint are those that were trained"
     assert len(list(tmp_path.glob("runs/*/checkpoint_*/model.safetensors"))) == 1
+
+
+def in_folder(kind: type[Any], folder: str) -> type[Any]:
+    """An actor's class whose process is in a folder."""
+
+    class InFolder(kind):  # type: ignore[misc]
+        def __init__(self, *given: Any) -> None:
+            os.chdir(folder)
+            super().__init__(*given)
+
+    return InFolder
+
+
+def test_the_servers_of_actors_run_no_module_of_the_folder_that_these_are_in(
+    nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the command that asks for their status."""
+    from ps_worker.ray import ParameterServer, server_actors
+
+    ran = plant(tmp_path)
+    for name in ("CoordinatorActor", "ShardActor"):
+        monkeypatch.setattr(server_actors, name, in_folder(getattr(server_actors, name), str(tmp_path)))
+    with ParameterServer(1, insecure=True) as servers:
+        [one] = servers.status()["shards"]
+        assert psutil.Process(one["pid"]).cwd() == str(tmp_path)
+    assert not list(ran.iterdir())
 
 
 def test_what_cannot_be_is_refused(nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

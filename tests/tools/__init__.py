@@ -41,6 +41,7 @@ crowd.py                The view of a job of many workers, without these
 cases.py                The cases of a claim: a few in every run, the others among the long tests
 claims.py               How tests of claims over many examples run: with the same examples every time
 terminal.py             A terminal in place of standard error
+planted.py              A folder with modules that no program of this project is to run
 launching.py            Commands as processes, to their end or while they run; scripts as modules
 lines.py                An interrupt at a chosen line of a file
 learning_runs.py        What a run of examples/rl has left, compared with what it promises
