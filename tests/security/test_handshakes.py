@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 
@@ -23,6 +24,7 @@ from ps_protocol.identity import Identity
 from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.credentials import Tls
 from ps_runtime.tls_contexts import client_context, server_context
+from ps_server.core.limits import Limits
 from ps_server.ops import dev_certs
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster, until
@@ -188,6 +190,26 @@ def test_a_host_has_so_many_connections_and_opens_so_many_a_second(make_door: Ca
         for good in (first, other):
             good.sendall(OPENING)
             assert slow.take() == TICKET
+
+
+@pytest.mark.parametrize(
+    "limits", [Limits(connections_of_a_host=2), Limits(new_connections=0.01)], ids=["at a time", "in a second"]
+)
+def test_what_a_host_may_have_is_what_the_limits_of_the_server_say(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
+    """On the data port and on that of metrics. Nothing else closes a silent one in the test's time."""
+    monkeypatch.setattr(data_listener, "SILENT_SECONDS", 10 * SECONDS)
+    for name in ("SILENT_SECONDS", "CONNECTION_SECONDS", "_Silent.timeout"):
+        monkeypatch.setattr(f"ps_runtime.web.{name}", 10 * SECONDS)
+    port = free_ports(1)
+    cluster = make_cluster(shards=1, data_port=port, limits=replace(limits, handshake_seconds=10 * SECONDS))
+    for number in (port, int(cluster.servers[0].metrics_address.rpartition(":")[2])):
+        with ExitStack() as stack:
+            *_, third = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", number), SECONDS)) for _ in range(3)
+            ]
+            assert is_closed(third)
 
 
 def test_handshakes_that_stop_close_everything(make_door: Callable[..., Door]) -> None:

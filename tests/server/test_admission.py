@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from queue import Queue
 from types import SimpleNamespace
@@ -24,7 +26,7 @@ from ps_server.core.admission import (
 )
 from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Authenticator
-from ps_server.rpc.call_limits import CallLimits
+from ps_server.rpc.call_limits import SMALL_BYTES, CallLimits
 from ps_server.rpc.permissions import Principal
 
 PLACES, WAITING = 3, 8
@@ -204,10 +206,20 @@ def test_a_call_that_is_refused_later_holds_no_thread_and_is_refused_then() -> N
         limits.stop()
 
 
-def pushing(request_bytes: int | None) -> Any:
-    """A call whose request is still to come. request_bytes: None for one by gRPC"""
+def pushing(request_bytes: int | None, waits: Callable[[], None] = lambda: None) -> Any:
+    """A call whose request is still to come.
+
+    request_bytes: None for one by gRPC
+    waits:         is called when it has to wait for a place
+    """
+
+    def add_callback(_: object) -> bool:
+        waits()
+        return True
+
+    peer = "ipv4:192.0.2.1:5"
     return SimpleNamespace(
-        request_bytes=request_bytes, peer=lambda: "ipv4:192.0.2.1:5", add_callback=lambda _: True, cancel=lambda: None
+        request_bytes=request_bytes, peer=lambda: peer, add_callback=add_callback, cancel=lambda: None
     )
 
 
@@ -223,6 +235,37 @@ def test_pushes_over_data_connections_wait_for_none_that_come_by_grpc() -> None:
                 pass
     finally:
         limits.stop()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", [RequestKind.FRAMED, RequestKind.EXCHANGE])
+def test_a_small_request_on_a_data_connection_needs_no_place(kind: RequestKind) -> None:
+    """All places are taken, by requests on data connections, or by exchanges over gRPC: most exchanges are as small."""
+    limits, method = CallLimits(Authenticator(), Limits()), "/ps_protocol.v1.DataService/Exchange"
+    request_bytes = 2**20 if kind is RequestKind.FRAMED else None
+    try:
+        with ExitStack() as stack:
+            for number in range(terms(Limits(), is_shard=True)[kind].places):
+                attacker = Principal(f"attacker {number}", frozenset())
+                stack.enter_context(limits.receiving(method, attacker, pushing(request_bytes)))
+            taken = limits.statistics()["waits"]
+            with limits.receiving(method, Principal("worker", frozenset()), pushing(SMALL_BYTES)):
+                assert limits.statistics()["waits"] == taken + 1, "it is to arrive in time, all the same"
+            waits = threading.Event()
+            larger = pushing(SMALL_BYTES + 1, waits.set)
+            entering = threading.Thread(target=enters, args=(limits, method, larger), daemon=True)
+            entering.start()
+            if kind is RequestKind.FRAMED:
+                waits.wait()
+        entering.join()
+        assert limits.statistics()["waits"] == 0
+    finally:
+        limits.stop()
+
+
+def enters(limits: CallLimits, method: str, call: Any) -> None:
+    with limits.receiving(method, Principal("worker", frozenset()), call):
+        pass
 
 
 @pytest.mark.parametrize("kind", [kind for kind in RequestKind if kind is not RequestKind.QUICK])
