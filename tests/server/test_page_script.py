@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shutil
 import subprocess
 from typing import Any
@@ -47,7 +49,8 @@ def page(*views: cluster_pb2.WatchStatusResponse, address: str = "") -> dict[str
     answers = "[" + ",".join(view_json(each).decode() for each in views) + "]"
     assert NODE is not None
     words = [NODE, str(ROOT / "tests" / "tools" / "page_stub.mjs"), str(FILES / "page.js"), address]
-    done = subprocess.run(words, input=answers, capture_output=True, text=True, timeout=120, check=False)
+    american = os.environ | {"TZ": "UTC", "LC_ALL": "en_US.UTF-8"}
+    done = subprocess.run(words, input=answers, capture_output=True, text=True, timeout=120, check=False, env=american)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert not [each["trouble"] for each in found["shown"] if each["trouble"]]
@@ -117,6 +120,45 @@ def test_the_loss_is_a_row_of_its_own_with_the_workers_spread_around_the_mean() 
         True,
     )
     assert (other["lines"], other["bands"], other["row"]) == (["accuracy"], 0, False)
+
+
+def test_the_second_of_two_lines_that_may_lie_on_each_other_is_dashed() -> None:
+    both = view(4, samples=3)
+    for name in ("received_bytes_per_second", "sent_bytes_per_second"):
+        both.history.series.append(cluster_pb2.Series(job="demo", name=name, values=[1.0, 2.0, 3.0]))
+    charts = page(both)["shown"][0]["charts"]
+    first, second = charts["bytes a second"]["dashes"]
+    assert (first, bool(second)) == (None, True)
+    assert charts["loss"]["dashes"] == [None]
+
+
+def test_times_have_24_hours_whatever_the_browser_speaks() -> None:
+    """On axes, in events and at the foot: here it is an American one."""
+    evening = view(4, samples=3)
+    evening.view_time.FromSeconds(NOW + 12 * 3600)  # 20:00
+    evening.events.add(number=1, first_number=1, kind="join", job="demo", text="worker 0").event_time.FromSeconds(
+        NOW + 12 * 3600
+    )
+    [shown] = page(evening)["shown"]
+    assert shown["charts"]["loss"]["hours"] == ["20:05:00"]
+    assert [row[0] for row in shown["events"]] == ["20:00:00"]
+    assert shown["footer"].endswith("as of 20:00:00")
+
+
+def test_the_bar_of_a_steps_phases_is_as_wide_as_its_column() -> None:
+    """The drawing is stretched: its parts fill it from end to end, and it has no width of its own."""
+    made = view(4)
+    for worker in made.jobs[0].workers[:2]:
+        worker.phase_fractions.extend([0.1, 0.2, 0.3, 0.0, 0.15, 0.25])
+    bars = page(made)["shown"][0]["phases"]
+    assert len(bars) == 2
+    for bar in bars:
+        width = float(bar["viewBox"].split()[2])
+        assert (bar["class"], bar["preserveAspectRatio"], "width" in bar) == ("split", "none", False)
+        ends = [at + length for _, at, length in bar["parts"]]
+        assert [at for _, at, _ in bar["parts"]] == pytest.approx([0.0, *ends[:-1]])
+        assert ends[-1] == pytest.approx(width)
+    assert re.search(r"\.split \{[^}]*width: 100%", (FILES / "page.css").read_text())
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ const places = new Map();
 const place = (id) => places.get(id) ?? places.set(id, new Element("div")).get(id);
 const drawnCurves = {};
 const drawnOptions = {};
+const EVENING = [Date.UTC(2027, 0, 15, 20, 5) / 1000];
 
 globalThis.Node = Element;
 globalThis.document = {
@@ -43,7 +44,7 @@ globalThis.ResizeObserver = class { observe() {} };
 globalThis.uPlot = class {
   constructor(options, data, at) {
     [this.title, this.at] = [at.children[0].textContent, at];
-    drawnOptions[this.title] = { log: options.scales.y.distr === 3, bands: options.bands.length, lines: options.series.slice(1).map((each) => each.label), place: at };
+    drawnOptions[this.title] = { log: options.scales.y.distr === 3, bands: options.bands.length, lines: options.series.slice(1).map((each) => each.label), dashes: options.series.slice(1).map((each) => each.dash ?? null), hours: options.axes[0].values(null, EVENING), place: at };
     this.setData(data);
   }
   setData(data) { drawnCurves[this.title] = data; }
@@ -83,6 +84,9 @@ for (let count = 0; count < wanted; count++) {
     raceHeight: Number(place("race").children[0]?.attributes.height ?? 0),
     raceTexts: place("race").all("text").map((each) => each.textContent),
     workers: (place("workers").children[1]?.children ?? []).map((row) => row.children.map((cell) => cell.textContent)),
+    phases: place("workers").all("svg").map((bar) => ({ ...bar.attributes, parts: bar.children.map((part) => [part.attributes.class, Number(part.attributes.x), Number(part.attributes.width)]) })),
+    events: (place("events").children[1]?.children ?? []).map((row) => row.children.map((cell) => cell.textContent)),
+    footer: place("footer").textContent,
     button: place("all").hidden ? "" : place("all").textContent,
     jobs: place("jobs").children.map((each) => each.textContent),
     hidden: [...places].filter(([, each]) => each.hidden).map(([id]) => id),
