@@ -26,6 +26,8 @@ def test_two_workers_with_all_that_a_trainer_does(shared: Cluster, job: str, tmp
     assert first["steps"] == second["steps"] == (9, 9)
     assert first["total"] == second["total"] == 9, "those who watch know how much is left"
     assert first["rates"] == second["rates"] == [0.02 / 8]
+    assert [*first["monitored"]] == ["lr-AdamW"], "as without parameter servers"
+    assert sorted({*first["monitored"]["lr-AdamW"]}) == [0.02 / 4, 0.02 / 2, 0.02]
     for found in (first, second):
         assert found["metrics"]["rank"] == 0.5, "metrics with sync_dist are means over workers"
         assert found["metrics"]["sum"] == 4, "or sums: two batches of validation data on each worker"
@@ -60,6 +62,15 @@ def test_two_workers_in_async_share_the_data_and_learn(shared: Cluster, job: str
     first, second = run_workers("lightning_jobs", "fit", tmp_path, cluster=shared, job=job, mode="async")
     assert first["batches"] == second["batches"] == 18
     assert first["metrics"]["val"] == second["metrics"]["val"] < 2.5
+
+
+@pytest.mark.parametrize("mode", ["async", "local:4"])
+def test_what_a_trainer_saves_is_the_jobs_and_not_rank_0s_own(
+    shared: Cluster, job: str, tmp_path: Path, mode: str
+) -> None:
+    """In async with the other worker's last steps, in local:H as the round began."""
+    found, _ = run_workers("lightning_jobs", "save_apart", tmp_path, cluster=shared, job=job, mode=mode)
+    assert found == {"the job's": True, "not its own": True, "the optimizer's": True}
 
 
 def test_resuming_from_a_checkpoint_equals_the_uninterrupted_run(shared: Cluster, job: str, tmp_path: Path) -> None:

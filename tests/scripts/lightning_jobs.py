@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -87,8 +87,9 @@ def fit(root: Path, batch: int = 4) -> dict[str, Any]:
     """Validation, a scheduler, clipping, accumulation, checkpoints, loggers; every rank has a directory of its own."""
     own = root / f"rank-{ps_worker.connect(mode='single').rank}"
     checkpoint, logger = ModelCheckpoint(monitor="val", save_top_k=1), CSVLogger(str(own))
+    watched = LearningRateMonitor("step")
     clipping = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
-    made = trainer(own, "ps", callbacks=[checkpoint], logger=logger, log_every_n_steps=1, **clipping)
+    made = trainer(own, "ps", callbacks=[checkpoint, watched], logger=logger, log_every_n_steps=1, **clipping)
     net, (train, validate) = Net(), loaders(batch)
     made.fit(net, train, validate)
     session = made.strategy.session
@@ -100,6 +101,7 @@ def fit(root: Path, batch: int = 4) -> dict[str, Any]:
         "validated": tested[0],
         "whole": validation_loss(net),
         "rates": [group["lr"] for optimizer in made.optimizers for group in optimizer.param_groups],
+        "monitored": watched.lrs,
         "place": (made.global_rank, made.world_size, made.is_global_zero, rank_zero_only.rank, session.rank),
         "steps": (made.global_step, session.clock),
         "total": scrape(session.metrics_address)["ps_worker_total_steps"],
@@ -162,6 +164,48 @@ def stop_early(root: Path) -> int:
     net, (train, validate) = Net(), loaders(4)
     made.fit(net, train, validate)
     return made.current_epoch
+
+
+class Apart(pl.Callback):
+    """Has rank 1 make its last steps once rank 0 has made all of its own, if it may, and then lets both save.
+
+    own: this worker's weights when it is about to save
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session, self.own = session, dict[str, torch.Tensor]()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index == 2:
+            self._session.mean(1.0)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.num_training_batches == 2:
+            self._session.mean(1.0)
+        self._session.mean(1.0)
+        self.own = {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def save_apart(root: Path) -> dict[str, bool]:
+    """What ModelCheckpoint saves on rank 0 after two steps, when rank 1 has made four if it may."""
+    session = ps_worker.connect()
+    is_local = session.mode.startswith("local")
+    strategy = ParameterServerStrategy(session, **({"outer": {"warm_up": 0}} if is_local else {}))
+    keep, apart = ModelCheckpoint(dirpath=root, filename="saved"), Apart(session)
+    steps = 2 if session.rank == 0 or is_local else 4
+    made = trainer(root, strategy, max_epochs=1, limit_train_batches=steps, logger=False, callbacks=[apart, keep])
+    net = Net()
+    made.fit(net, loaders(4)[0])
+    found = {}
+    if session.is_main:
+        saved = torch.load(root / "saved.ckpt", weights_only=False)
+        weights = session.global_weights(net)
+        found["the job's"] = all(torch.equal(saved["state_dict"][name], weights[name]) for name in weights)
+        found["not its own"] = not all(torch.equal(saved["state_dict"][name], apart.own[name]) for name in weights)
+        [state] = saved["optimizer_states"]
+        found["the optimizer's"] = len(state["state"]) == len(weights)
+    session.mean(1.0)
+    return found
 
 
 class Gan(pl.LightningModule):
