@@ -22,6 +22,7 @@ from tests.tools.forkserver import Forked, Nursery
 LEASE = 4.0  # one that beats has to start within it, on a busy machine, too
 SHORT_LEASE = 1.0  # of one that is to lose its place
 END_SECONDS = 60.0
+MOST_BYTES = 8 * 2**20  # of its own: 5 MiB, and 14 MiB if it imported gRPC
 
 # Makes a step, then does what it is told, and a second step when the test has written into the pipe. Arguments: how.
 SCRIPT = """
@@ -134,6 +135,9 @@ def test_a_worker_that_keeps_the_gil_for_longer_than_its_lease_keeps_its_place(
 ) -> None:
     worker = start(cluster, "busy")
     worker.outlives_its_lease()
+    [beside] = worker.beside()
+    own = beside.memory_full_info().uss
+    assert own < MOST_BYTES, f"the process beside it has {own / 2**20:.1f} MiB of its own"
     worker.goes_on()
     assert "lost its place" not in worker.out
 

@@ -261,6 +261,36 @@ def test_what_is_a_workers_own_is_not_brought_to_another(shared: Cluster, job: s
     late.close()
 
 
+def test_a_scaler_of_gradients_continues_in_a_worker_that_joins_late(shared: Cluster, job: str) -> None:
+    """With the job's scale, and the number of steps since that has changed."""
+
+    def begun(scale: float) -> tuple[Any, Callable[[], None], torch.amp.GradScaler]:
+        model, scaler = nn.Linear(1, 1), torch.amp.GradScaler("cpu", init_scale=scale)
+        session = ps_worker.connect(shared.address, "async", job=job, elastic=True)
+        _, optimizer, *_ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), scaler)
+
+        def step() -> None:
+            scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        return session, step, scaler
+
+    first, step, _ = begun(4.0)
+    for _ in range(3):
+        step()
+    late, first_step, scaler = begun(65536.0)
+    asks = threading.Thread(target=first_step)
+    asks.start()
+    while asks.is_alive():
+        step()
+    assert scaler.get_scale() == 4.0
+    assert scaler.state_dict()["_growth_tracker"] > 3
+    first.close()
+    late.close()
+
+
 def test_only_what_is_handed_over_can_be_a_workers_own(shared: Cluster, job: str) -> None:
     model = nn.Linear(1, 1)
     with ps_worker.connect(shared.address, "async", job=job, elastic=True) as session:

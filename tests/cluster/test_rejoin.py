@@ -10,14 +10,16 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import ps_worker
-from ps_protocol.errors import Fenced, NotFound
+from ps_protocol.errors import Fenced, FinishedWithout, NotFound
 from ps_server.ops import status
 from ps_worker import Session
 from tests.tools.cable import LEASE, Cable, live, lose, session_at
@@ -213,6 +215,32 @@ def test_a_worker_that_waits_for_the_others_to_start_may_lose_its_place(cluster:
     assert in_parallel(2, work) == [[0.5] * 3] * 2
 
 
+@pytest.mark.parametrize(("mode", "absence"), [("sync", 300.0), ("async", 300.0), ("sync", 0.0)])
+def test_a_worker_that_was_cut_off_until_the_others_had_ended_comes_to_its_own_end(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, mode: str, absence: float
+) -> None:
+    """With all that the others have trained, so that rank 0 saves it; or with an error, where the job did not wait."""
+    cluster = make_cluster(lease=LEASE, absence_seconds=absence)
+    cable = Cable(cluster.address, monkeypatch)
+    sessions = [session_at(cable.address if rank == 0 else cluster.address, mode, rank) for rank in range(2)]
+    with closing(cable), closing(sessions[0]) as session:
+        away, other = in_parallel(2, lambda rank: Worker(sessions[rank]))
+        in_parallel(2, lambda rank: (away, other)[rank].step())
+        lose(cluster, cable)
+        other.step()
+        other.session.close()
+        assert live(cluster) == {}
+        cable.heal()
+        if not absence:
+            with pytest.raises(FinishedWithout, match="while this worker was away"):
+                away.step()
+            return
+        away.step()
+        saved = session.global_weights()["cells"]
+        mean = 0.5 if mode == "sync" else 1.0  # of both in the first step; alone each has made the second
+        assert saved[:, :2].tolist() == [[mean, 1.0]] * 2
+
+
 def test_in_an_elastic_job_a_worker_asks_for_the_rank_it_had(cluster: Cluster, cable: Cable) -> None:
     with (
         ps_worker.connect(cluster.address, "async", elastic=True) as first,
@@ -332,15 +360,24 @@ def test_a_process_that_was_stopped_goes_on_when_it_is_continued(
     assert cluster.coordinator.jobs() == {}
 
 
-def test_an_elastic_worker_whose_lease_ran_out_while_another_joins_comes_back_to_its_rank(cluster: Cluster) -> None:
+@pytest.mark.parametrize("mode", ["async", "local:2"])
+def test_an_elastic_worker_whose_lease_ran_out_while_another_joins_comes_back_to_its_rank(
+    cluster: Cluster, mode: str
+) -> None:
     """The newcomer gets another one: otherwise the first would be told that a process has replaced it, and end."""
-    first, newcomer = (ps_worker.connect(cluster.address, "async", elastic=True) for _ in range(2))
-    with first, newcomer:
-        worker = Worker(first)
-        worker.step()
-        cluster.end_lease(first.rank)
-        Worker(newcomer).step()
-        worker.step()
-        worker.step()
-        assert (first.rank, newcomer.rank) == (0, 1)
-        assert worker.mine()[-1] == 1.0
+    outer: dict[str, Any] = {"outer": {"warm_up": 0}} if mode != "async" else {}
+    sessions = [ps_worker.connect(cluster.address, mode, elastic=True) for _ in range(2)]
+    workers = [Worker(sessions[0], **outer)]
+    workers[0].step()  # in local:2 it is in the middle of a round then
+    cluster.end_lease(0)
+    workers.append(Worker(sessions[1], **outer))
+
+    def trained(index: int) -> tuple[int, list[float]]:
+        with sessions[index] as session:
+            for _ in range(3):
+                workers[index].step()
+            return session.rank, workers[index].mine()
+
+    (first, marks), (newcomer, _) = in_parallel(2, trained)
+    assert (first, newcomer) == (0, 1)
+    assert marks == [1.0] * 4 or mode != "async"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +151,26 @@ def test_a_step_whose_place_is_lost_before_it_is_pushed_counts_once(
         for number in range(1, STEPS + 1):
             step(before=(lambda: cluster.lose_place(0)) if number == CUT else None)
         check_all_count(session, net, mode, 1)
+
+
+@pytest.mark.parametrize("mode", cases(["sync", "async"], ["ssp:1"]))
+def test_no_step_is_lost_when_all_servers_are_ended_and_started_again(
+    make_cluster: MakeCluster, tmp_path: Path, mode: str
+) -> None:
+    """As for an upgrade, while a worker steps as fast as it can, without a loader."""
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=60.0)
+    with cluster.connect(mode, transport="tcp") as session, ThreadPoolExecutor(1) as pool:
+        net, step = prepared(session, mode)
+        step()
+        restarting = pool.submit(cluster.start_all_again)
+        made = 1
+        while not restarting.done():
+            step()
+            made += 1
+        for _ in range(STEPS):
+            step()
+        restarting.result()
+        assert net.values() == [-float(made + STEPS)] * len(net.values())
 
 
 def test_two_workers_in_sync_lose_no_gradient_of_either(

@@ -20,6 +20,7 @@ from torch import nn
 
 import ps_server.cli
 import ps_worker.cli
+from ps_runtime.launch_id import FINISHED_WITHOUT_CODE
 from ps_runtime.quantities import counted, size_text
 from ps_server.ops import status
 from ps_server.rpc.health_client import is_serving
@@ -357,6 +358,15 @@ def test_a_worker_that_fails_too_often_is_not_started_again(tmp_path: Path) -> N
     done = run("--server", "h:1", "--workers", "2", script(tmp_path, FAILS), PS_MAX_RESTARTS="1")
     assert done.returncode == 128 + signal.SIGKILL
     assert sorted(done.stdout.splitlines()) == ["[0] worker 0 start 0", "[1] worker 1 start 0", "[1] worker 1 start 1"]
+
+
+def test_a_worker_whose_job_has_finished_without_it_is_not_started_again(tmp_path: Path) -> None:
+    """Another process would be told that there is nothing to do, and end with 0."""
+    ends = f"say('begun'); sys.exit({FINISHED_WITHOUT_CODE})"
+    done = run("--server", "h:1", "--max-restarts", "2", script(tmp_path, ends))
+    assert done.returncode == FINISHED_WITHOUT_CODE
+    assert done.stdout == "begun\n"
+    assert f"worker 0 failed with code {FINISHED_WITHOUT_CODE}; it is not started again" in done.stderr
 
 
 def test_a_signal_ends_workers_that_wait_to_be_started_again(start: Start, tmp_path: Path) -> None:

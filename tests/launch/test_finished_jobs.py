@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ps_runtime.launch_id import FINISHED_WITHOUT_CODE
+from ps_protocol.errors import FinishedWithout, JobFinished, PSError
+from ps_runtime.launch_id import FINISHED_WITHOUT_CODE, LAUNCHED
+from ps_worker.launched import report_errors_in_one_line
 from tests.tools.launching import Command, Commands, python
 
 END_SECONDS = 120.0
@@ -97,6 +100,21 @@ def run(commands: Commands, address: str, tmp_path: Path) -> Run:
 def ended(command: Command) -> tuple[int, int]:
     """The exit code of a command, and how many of its workers trained."""
     return command.process.wait(END_SECONDS), command.out.count("trained to clock ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(JobFinished("it has finished"), 0), (FinishedWithout("it has"), FINISHED_WITHOUT_CODE)]
+)
+def test_the_exit_code_says_whether_there_was_nothing_to_do_or_something_was_not_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: PSError, code: int
+) -> None:
+    monkeypatch.setenv(LAUNCHED, "1")
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    report_errors_in_one_line()
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(type(error), error, None)
+    assert ended.value.code == code
+    assert capsys.readouterr().err.endswith(f": {error}\n")
 
 
 @pytest.mark.long

@@ -58,8 +58,21 @@ class Cluster:
 
     def start_again(self, index: int) -> None:
         """Ends a server as its death would, without a last checkpoint, and starts another at its ports."""
+        self.servers[index].stop()
+        self._start(index)
+        assert self.servers[index].wait_ready(START_SECONDS)
+
+    def start_all_again(self) -> None:
+        """Ends all servers as SIGTERM does, with last checkpoints, and starts others at their ports, with --resume."""
+        self.servers[0].drain(TEST_SECONDS)  # has the coordinator, which asks all shards
+        self.stop()
+        for index in range(len(self.servers)):
+            self._start(index)
+        for server in self.servers:
+            assert server.wait_ready(START_SECONDS)
+
+    def _start(self, index: int) -> None:
         before = self.servers[index]
-        before.stop()
         first = replace(self._first, resume=self._first.checkpoint_dir is not None)
         config = replace(self._rest, index=index) if index else first
         ports = {
@@ -67,7 +80,6 @@ class Cluster:
             for name, address in (("port", before.address), ("metrics_port", before.metrics_address))
         }
         self.servers[index] = Server(replace(config, **ports))
-        assert self.servers[index].wait_ready(START_SECONDS)
 
     def connect(self, mode: str, rank: int = 0, world_size: int = 1, **more: object) -> Session:
         """A worker's session; `more` as for ps_worker.connect."""
