@@ -237,6 +237,8 @@ class Subscription:
     def wait(self, version: int = 0, timeout: float = 60.0) -> EditionArrays:
         """Waits for an edition that has at least so many updates, and returns it.
 
+        version: 0: any will do; otherwise one that the job has left does not, however many updates it has
+
         Raises:
             NotFound: The job has ended before.
             Unreachable: The time is over, or the subscription is closed; the message has the reason.
@@ -246,7 +248,7 @@ class Subscription:
             raise Unsupported("a process that was forked has no thread that follows the job: subscribe in it")
         deadline = time.monotonic() + timeout
         with self._changed:
-            while self._edition is None or self._edition.version < version:
+            while self._edition is None or self._edition.version < version or (version and self.is_left):
                 trouble, left = self._trouble, deadline - time.monotonic()
                 if isinstance(trouble, _FINAL):
                     raise type(trouble)(str(trouble))
@@ -254,7 +256,8 @@ class Subscription:
                     raise NotFound(f"job {self._job!r} has ended at version {self.version}")
                 if left <= 0 or self._closing.is_set():
                     closed = "the subscription is closed" if self._closing.is_set() else None
-                    why = closed or trouble or f"it is at {self.version}"
+                    at = f"it has left version {self.version}, for a checkpoint or another run"
+                    why = closed or trouble or (at if self.is_left else f"it is at {self.version}")
                     raise Unreachable(f"job {self._job!r} did not come to version {version}: {why}")
                 self._changed.wait(left)
             return self._edition

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -115,7 +115,8 @@ class WeightFeed:
         """Waits for an edition that contains at least `version` updates, and returns it.
 
         Args:
-            version: The lowest version to wait for.
+            version: The lowest version to wait for. From 1 on, weights that the job has left, for a checkpoint or
+                another run, will not do, whatever their version. 0: the newest that there are.
             timeout: Seconds to wait.
 
         Raises:
@@ -335,17 +336,12 @@ class WeightFeed:
         wanted = {name for slot in slots for name in slot.source.names}
         missing = [name for slot in slots for name in slot.source.names if name not in known]
         more = [name for name in edition.state_dict() if name not in wanted]
-        unlike = [] if missing else [why for slot in slots if (why := _differs(slot, edition))]
-        for problem, names in (
-            ("the job has no", missing),
-            ("the model has no", more),
-            ("the shapes differ of", unlike),
-        ):
-            if names:
-                others = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                raise InvalidRequest(
-                    f"the model does not fit job {self._job!r}: {problem} {', '.join(names[:3])}{others}"
-                )
+        there = [slot for slot in slots if known.issuperset(slot.source.names)]
+        unlike = [why for slot in there if (why := _differs(slot, edition))]
+        problems = ("the job has no", missing), ("the model has no", more), ("the shapes differ of", unlike)
+        said = [f"{problem} {_first_three(names)}" for problem, names in problems if names]
+        if said:
+            raise InvalidRequest(f"the model does not fit job {self._job!r}: {'; '.join(said)}")
         return slots
 
     def _source(self, name: str) -> MadeOf:
@@ -361,6 +357,11 @@ def _leave(loaded: _Loaded, entering: asyncio.Future[Edition]) -> None:
     """Leaves a block of which the coroutine is gone that entered it."""
     if not entering.cancelled() and entering.exception() is None:
         loaded.leave()
+
+
+def _first_three(names: Sequence[str]) -> str:
+    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + others
 
 
 def _differs(slot: _Slot, edition: Edition) -> str:

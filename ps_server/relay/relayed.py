@@ -156,8 +156,10 @@ class Relayed:
         return self.upstream.has_since(job.name, job.ended_at or 0.0)
 
     def _ended(self) -> set[str]:
-        with self._lock:
-            return {each.name for each in self._followed.values() if each.ended}
+        """Returns the jobs that have ended and have no other run at the upstream. One that has is told of, although
+        nobody follows it here yet: another relay asks for what this one lists.
+        """
+        return {each.name for each in self.followed() if each.ended and not self._is_there_again(each)}
 
     def _run(self) -> None:
         while not self._stopping.wait(TICK_SECONDS):

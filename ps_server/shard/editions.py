@@ -196,6 +196,8 @@ class TakenEdition:
         The caller keeps the bucket from being stepped.
         """
         index, version = bucket.index, bucket.rule.version
+        if not bucket.is_trained:
+            self._renew(bucket)
         dtypes = tuple(self._missing.get(index, ()))
         if not dtypes or self.error is not None:
             return
@@ -226,6 +228,21 @@ class TakenEdition:
                 self.completed = min(trained, default=None), now
         for over in calls:
             guarded("edition", partial(over, None))
+
+    def _renew(self, bucket: Bucket) -> None:
+        """Copies a bucket that no optimizer steps again, where rank 0 has told something newer since it was copied for
+        another reader: the one that asks now may have had newer values already.
+        """
+        version, _ = bucket.shown()
+        with self._lock:
+            old = [piece for piece, each in self._copied.items() if piece[0] == bucket.index and each.version < version]
+        try:
+            copied = {piece: CopiedBucket(bucket, piece[1]) for piece in old}
+        except Exception:  # as in `look`: what there is stays, and is older than it could be
+            note_error("edition")
+            return
+        with self._lock:
+            self._copied |= {piece: each for piece, each in copied.items() if piece in self._copied}
 
     def share(self, other: TakenEdition, bucket: Bucket) -> None:
         """Takes what another edition has of a bucket, if that is of the bucket's version."""

@@ -21,8 +21,11 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
 from ps_protocol.layout import BucketSpec, PiecePlace, bucket_layout
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
+from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import AddWorker
 from ps_server.core.partition import JobPartition
+from ps_server.shard.editions import TakenEdition, WantedEdition, piece_of
+from ps_server.shard.weight_feeds import JobSource
 from ps_worker.cluster import told_buffers
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
@@ -189,6 +192,34 @@ def test_of_a_bucket_that_is_trained_or_of_an_earlier_step_nothing_is_told() -> 
                 Identity("sums", 1, 2), 9, (PushedBucket(FROZEN, PushKind.INITIAL_VALUE),), payload(torch.full((8,), 1))
             ),
         )
+
+
+def test_a_reader_that_shares_an_edition_gets_what_was_told_since_it_was_copied_for_another() -> None:
+    """It may have had newer buffers than those of the copy: they never fall."""
+    sharding = lone_shard(workers=1)
+    job = sharding.jobs()["sums"]
+    piece = piece_of(job.buckets[FROZEN].unit.spec, "float32")
+
+    def tell(clock: int) -> None:
+        pushed = (PushedBucket(FROZEN, PushKind.INITIAL_VALUE),)
+        sharding.push(PushCall(Identity("sums", 0, 1), clock, pushed, payload(torch.full((8,), clock))))
+
+    def asked(reader: Any) -> TakenEdition:
+        wanted = WantedEdition(9, 0, frozenset({piece}))
+        return JobSource(job).take(reader, wanted, lambda error: None, lambda: 0.0)
+
+    tell(3)
+    edition = asked("one")
+    before = edition.copy(piece)
+    tell(7)
+    assert asked("another") is edition
+    after = edition.copy(piece)
+    assert (before.version, after.version) == (3, 7)
+    assert (bytes(before.payload), bytes(after.payload)) == tuple(
+        bytes_of(torch.full((8,), clock)).tobytes() for clock in (3, 7)
+    )
+    assert asked("a third") is edition
+    assert edition.copy(piece) is after, "it is copied once"
 
 
 class Told:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -178,8 +179,17 @@ def test_a_relay_serves_its_last_edition_with_its_age_while_the_servers_are_away
         running.stop()
 
 
-def test_a_job_that_ends_and_its_next_run_are_told_through_a_relay(shared: Cluster, job: str) -> None:
-    with relay(shared.address) as near, ps.subscribe(near.address, job) as feed:
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_job_that_ends_and_its_next_run_are_told_through_relays(
+    shared: Cluster, job: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as relays have the run that has ended, too."""
+    monkeypatch.setattr(relayed, "IDLE_SECONDS", 3600.0)
+    with contextlib.ExitStack() as stack:
+        near = stack.enter_context(relay(shared.address))
+        for _ in range(1, count):
+            near = stack.enter_context(relay(near.address))
+        feed = stack.enter_context(ps.subscribe(near.address, job))
         with shared.connect("sync", job=job) as session:
             trainer = FollowedTrainer(session)
             last = trainer.steps(2)

@@ -437,14 +437,24 @@ def test_a_tensor_of_the_model_may_be_made_of_others(shared: Cluster, job: str, 
             feed.load(Fused())
 
 
+def differ_in_all(model: nn.Module) -> None:
+    model.more, model.first = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(20, 7)
+    del model.frozen
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda model: setattr(model, "more", nn.Linear(1, 1)), "the job has no more.weight, more.bias"),
         (lambda model: delattr(model, "frozen"), "the model has no frozen.weight, frozen.bias"),
         (lambda model: setattr(model, "first", nn.Linear(20, 7)), r"differ of first.weight \[7, 20\] for \[40, 20\]"),
+        (
+            differ_in_all,
+            r"job '\S+': the job has no more.0.weight, more.0.bias, more.1.weight and 1 more; the model has no "
+            r"frozen.weight, frozen.bias; the shapes differ of first.weight \[7, 20\] for \[40, 20\], first.bias",
+        ),
     ],
-    ids=["more", "less", "shape"],
+    ids=["more", "less", "shape", "all of it"],
 )
 def test_a_model_that_does_not_fit_is_left_as_it_is(
     shared: Cluster, job: str, trainer: Trainer, change: Callable[[nn.Module], None], message: str
@@ -591,6 +601,20 @@ def test_a_rollback_is_told_and_only_then_a_version_falls(tmp_path: Path) -> Non
                 assert torch.equal(model.first.weight, trainer.past[last]["first.weight"])
     finally:
         running.stop()
+
+
+def test_weights_that_the_job_has_left_are_of_no_version_that_somebody_waits_for(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    """An engine that asks for so many updates of the new run must not get more of the old one."""
+    trainer.steps(3)
+    with ps.subscribe(shared.address, job, every=1000) as feed:
+        arrays = feed.wait_for(3).arrays
+        until(lambda: feed._subscription._asked_for == 1000, "its wish for the next")
+        feed._subscription._series = arrays.run, arrays.timeline + 1  # as it hears before the first new edition
+        with pytest.raises(Unreachable, match="it has left version 3, for a checkpoint or another run"):
+            feed.wait_for(2, timeout=0.1)
+        assert feed.wait_for().version == 3, "they stay readable"
 
 
 def test_a_reader_that_waits_for_a_version_far_away_holds_up_no_other(
