@@ -11,6 +11,10 @@ load the same weights into the same model. A peer's time divided by ours is `÷ 
 carry the same bytes into a buffer, `÷ sockets`. The folder is on the local disk, in the page cache, and not on a
 network. Peers make their bfloat16 copy after the step, and ours is made in it.
 
+**a relay's host**: the same for a reader of a relay on this host, which maps the relay's memory, and for one that gets
+messages of this relay, in turns. Its own memory, after the last edition and less that before it subscribed, is divided
+by two copies of the weights; pages that it has mapped are the relay's.
+
 **training**: steps a second with readers, divided by those without, in pairs of turns; a turn's first step does not
 count. One reader follows a GPT that computes on one of the cores, for which trainer, shards and reader compete where
 there are few. The readers behind relays follow a model of --relayed-mb. They are threads of one process, without torch
@@ -47,12 +51,14 @@ from pathlib import Path
 from bench import options
 from bench.feed_beside import same_host, slow_link
 from bench.feed_costs import changes, memory, requests, unchanged
+from bench.feed_mapped import mapped
 from bench.feed_training import many_readers, one_reader
 from bench.pictures import Bar, bars
 from bench.results import Result
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Result]]] = {
     "host": same_host,
+    "mapped": mapped,
     "training": one_reader,
     "relays": many_readers,
     "changes": changes,

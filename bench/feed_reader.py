@@ -35,6 +35,7 @@ class Followed:
     model:    elements of the model that the weights are put into, in vectors of `vector`; 0: none
     readers:  in this process, without a model
     changes:  as ps_torch.subscribe takes it
+    shared_directory: where a relay may hand over its memory; empty: all comes in messages
     """
 
     servers: list[str]
@@ -43,6 +44,7 @@ class Followed:
     vector: int = 2**20
     readers: int = 1
     changes: bool | None = None
+    shared_directory: str = ""
 
 
 class Twin(nn.Module):
@@ -66,7 +68,13 @@ class Reader:
         """Begins to follow; returns the version that came first."""
         followed = self._followed
         # As ps_torch.subscribe does; it does not say what was received.
-        self._subscription = Subscription(followed.servers[0], followed.job, wire="bfloat16", changes=followed.changes)
+        self._subscription = Subscription(
+            followed.servers[0],
+            followed.job,
+            wire="bfloat16",
+            changes=followed.changes,
+            shared_directory=Path(followed.shared_directory) if followed.shared_directory else None,
+        )
         self._feed = WeightFeed(self._subscription, followed.job, None)
         self._feed.wait_for(timeout=WAIT_SECONDS)
         if followed.model:
@@ -152,7 +160,7 @@ class ManyReaders:
 def main() -> None:
     """Follows orders until there are no more."""
     say = own_output()
-    imports = 0
+    imports = private = 0
     followed = Followed(**json.loads(sys.stdin.readline()))
     reader: Any = Reader(followed) if followed.servers else ManyReaders(followed)
     say({"ready": True})
@@ -160,10 +168,10 @@ def main() -> None:
         [(order, value)] = json.loads(line).items()
         if order == "open":
             Path("/proc/self/clear_refs").write_text("5")  # the kernel begins anew with this process' peak
-            imports = memory()["peak"]
+            imports, private = memory()["peak"], memory()["private"]
         given = () if value is True else (value,)
         answer = getattr(reader, order)(*given)
-        say({**answer, "memory": {"imports": imports, **memory()}})
+        say({**answer, "memory": {"imports": imports, "private_before": private, **memory()}})
 
 
 if __name__ == "__main__":

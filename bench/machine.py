@@ -32,9 +32,11 @@ def memory(pid: int | str = "self") -> dict[str, int]:
 
     peak:   the most there has been
     shared: of what there is, pages of segments, which other processes may map as well
+    private: of what there is, pages of no file or segment, which are this process' alone
     """
     status = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
-    return {"peak": int(status["VmHWM"]) * 1024, "shared": int(status["RssShmem"]) * 1024}
+    names = {"peak": "VmHWM", "shared": "RssShmem", "private": "RssAnon"}
+    return {name: int(status[field]) * 1024 for name, field in names.items()}
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:

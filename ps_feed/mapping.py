@@ -43,6 +43,7 @@ class Handover:
     def __init__(self, directory: Path | None, job: str) -> None:
         self._directory, self._job = directory, job
         self._is_clean = False
+        self._reader = 0 if directory is None else secrets.randbits(64)
         self._again = 0.0  # when it is tried again
         self._troubles = Troubles(log, None)
 
@@ -53,7 +54,7 @@ class Handover:
                 if not self._is_clean:  # once: it connects to each old socket there, also to those of live processes
                     self._is_clean = True
                     remove_leftovers(self._directory, SOCKET_PREFIX)
-                return HandedOver(self._directory, self._worked)
+                return HandedOver(self._directory, self._worked, self._reader)
             except NotShared as error:
                 self.failed(error)
         return contextlib.nullcontext()
@@ -73,18 +74,19 @@ class HandedOver:
 
     directory: the shared directory
     worked:    is called at the end where a file was taken over
+    reader:    see MappingOffer
 
     Raises NotShared where no socket can be made there.
     """
 
-    def __init__(self, directory: Path, worked: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, directory: Path, worked: Callable[[], None] = lambda: None, reader: int = 0) -> None:
         nonce, name = secrets.token_bytes(NONCE_BYTES), SOCKET_PREFIX + secrets.token_hex(16)
         try:
             self._listener, inode = listen(directory, name, _BACKLOG)
         except OSError as error:
             reason = error.strerror or error
             raise NotShared(f"no socket can be made in the shared directory {directory} ({reason})") from None
-        self.offer = MappingOffer(name, inode, nonce)
+        self.offer = MappingOffer(name, inode, nonce, reader)
         self._path, self._worked = directory / name, worked
         self._came: dict[int, tuple[int, int]] = {}  # what is not mapped yet: the file, and the connection
         self._files: dict[int, npt.NDArray[np.uint8]] = {}

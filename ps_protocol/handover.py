@@ -18,8 +18,10 @@ class MappingOffer:
     location: the name of the socket in the shared directory
     socket_inode: the inode number of that file
     nonce: the secret that the relay shows there
+    reader: the number that all offers of this reader have; 0: one of an earlier version
     """
 
     location: str
     socket_inode: int
     nonce: bytes = field(repr=False)
+    reader: int = 0

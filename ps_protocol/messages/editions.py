@@ -243,7 +243,8 @@ def read_edition_call(data: bytes) -> EditionCall:
     what = message.job, message.run, message.timeline, message.version
     most = message.part_bytes and max(message.part_bytes, LEAST_PART_BYTES)
     offer = message.mapping
-    mapping = MappingOffer(offer.location, offer.socket_inode, offer.nonce) if message.HasField("mapping") else None
+    of_offer = offer.location, offer.socket_inode, offer.nonce, offer.reader
+    mapping = MappingOffer(*of_offer) if message.HasField("mapping") else None
     bases = dict(message.base_versions)
     return EditionCall(*what, wire, tuple(message.buckets), bases, most, mapping, message.sparse_changes)
 

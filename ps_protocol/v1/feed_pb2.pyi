@@ -94,14 +94,16 @@ class PullEditionRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., timeline: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., buckets: _Optional[_Iterable[int]] = ..., base_versions: _Optional[_Mapping[int, int]] = ..., part_bytes: _Optional[int] = ..., mapping: _Optional[_Union[MappingOffer, _Mapping]] = ..., sparse_changes: _Optional[bool] = ...) -> None: ...
 
 class MappingOffer(_message.Message):
-    __slots__ = ("location", "nonce", "socket_inode")
+    __slots__ = ("location", "nonce", "socket_inode", "reader")
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     SOCKET_INODE_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
     location: str
     nonce: bytes
     socket_inode: int
-    def __init__(self, location: _Optional[str] = ..., nonce: _Optional[bytes] = ..., socket_inode: _Optional[int] = ...) -> None: ...
+    reader: int
+    def __init__(self, location: _Optional[str] = ..., nonce: _Optional[bytes] = ..., socket_inode: _Optional[int] = ..., reader: _Optional[int] = ...) -> None: ...
 
 class PullEditionResponse(_message.Message):
     __slots__ = ("header", "begin", "bucket", "age_duration", "payload")

@@ -18,6 +18,7 @@ class FeedFigures:
     sent:     bytes that readers were sent of elements, or of what changed in them; elements: as if all had come whole
     trouble:  why no newer edition comes; empty: nothing is known to be in the way
     refused:  editions that this process has not taken, by why: of a shard; no message has them
+    mapped:   readers that have a relay's memory mapped; held: bytes of it that the relay keeps no more
     """
 
     readers: int = 0
@@ -29,6 +30,8 @@ class FeedFigures:
     elements: int = 0
     trouble: str = ""
     refused: Mapping[str, int] = field(default_factory=dict)
+    mapped: int = 0
+    held: int = 0
 
 
 def of_all_wires(figures: Sequence[FeedFigures]) -> FeedFigures:
@@ -43,4 +46,6 @@ def of_all_wires(figures: Sequence[FeedFigures]) -> FeedFigures:
         sum(each.sent for each in figures),
         sum(each.elements for each in figures),
         next((each.trouble for each in figures if each.trouble), ""),
+        mapped=sum(each.mapped for each in figures),
+        held=sum(each.held for each in figures),
     )

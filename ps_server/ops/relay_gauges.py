@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from ps_runtime.metrics import Gauges
+from collections.abc import Callable, Iterable
+
+from ps_runtime.metrics import Gauges, Sample
 from ps_server.core.feed_figures import FeedFigures, of_all_wires
 from ps_server.ops.feed_gauges import feed_gauges
 from ps_server.relay.relayed import Relayed
 
+Feeds = dict[str, FeedFigures]  # by job
 
-def relay_gauges(relayed: Relayed) -> Gauges[dict[str, FeedFigures]]:
+
+def relay_gauges(relayed: Relayed) -> Gauges[Feeds]:
     """Returns gauges of the editions of each job, and who reads them."""
 
-    def followed() -> dict[str, FeedFigures]:
+    def followed() -> Feeds:
         jobs: dict[str, list[FeedFigures]] = {}  # a job may be followed in several wire formats
         for job in relayed.followed():
             if job.newest is not None:
                 jobs.setdefault(job.name, []).append(job.figures)
         return {name: of_all_wires(wires) for name, wires in jobs.items()}
 
-    return Gauges(followed, feed_gauges(lambda feeds: feeds, "ps_edition_age_seconds", "Since it was the newest."))
+    def samples(read: Callable[[FeedFigures], float]) -> Callable[[Feeds], Iterable[Sample]]:
+        return lambda feeds: [((name,), read(figures)) for name, figures in feeds.items()]
+
+    mapped = "Readers that have this relay's memory mapped.", ("job",), samples(lambda feed: feed.mapped)
+    held = (
+        "Memory that readers have mapped, of editions that it keeps no more.",
+        ("job",),
+        samples(lambda feed: feed.held),
+    )
+    return Gauges(
+        followed,
+        [
+            *feed_gauges(lambda feeds: feeds, "ps_edition_age_seconds", "Since it was the newest."),
+            ("ps_feed_mapped_readers", *mapped),
+            ("ps_edition_held_bytes", *held),
+        ],
+    )

@@ -120,7 +120,8 @@ def _of_all_shards(status: dict[str, Any], job: str) -> dict[str, Any] | None:
         "edition_version": min(all_of("edition_version"), default=None),
         "age_duration": max(all_of("age_duration"), default=None),
         "behind": max(all_of("behind")),
-        **{name: sum(all_of(name)) for name in ("size_bytes", "sent_bytes", "element_bytes")},
+        **{name: sum(all_of(name)) for name in ("size_bytes", "sent_bytes", "element_bytes", "held_bytes")},
+        "mapped_reader_count": max(all_of("mapped_reader_count")),
         "trouble": troubles[0] if troubles else "",
     }
 
@@ -129,7 +130,12 @@ def _feed_text(feed: dict[str, Any]) -> str:
     has_one = feed["edition_version"] is not None
     text = f"edition {feed['edition_version']}, {feed['age_duration']:.1f} s old, " if has_one else ""
     text += f"{counted(feed['behind'], 'update')} behind, {counted(feed['reader_count'], 'reader')}, "
-    text += f"{size_text(feed['size_bytes'])} in memory, {size_text(feed['sent_bytes'])} sent"
+    if feed["mapped_reader_count"]:
+        text += f"{counted(feed['mapped_reader_count'], 'reader')} with its memory mapped, "
+    text += f"{size_text(feed['size_bytes'])} in memory, "
+    if feed["held_bytes"]:
+        text += f"{size_text(feed['held_bytes'])} more that readers keep mapped, "
+    text += f"{size_text(feed['sent_bytes'])} sent"
     if feed["element_bytes"] > feed["sent_bytes"]:
         text += f" in place of {size_text(feed['element_bytes'])}"
     return text + (f"; {feed['trouble']}" if feed["trouble"] else "")

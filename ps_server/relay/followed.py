@@ -46,17 +46,18 @@ class FollowedJob:
         subscribe: Callable[[Callable[[], None]], Subscription],
         room: EditionRoom,
         mapped: MappedFiles | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.name, self.wire, self.mapped = name, wire, mapped or MappedFiles(None)
-        self.asked = clock()  # when somebody asked for it last
+        self._clock = clock or time.monotonic  # looked up here, so that a simulation has its own
+        self.asked = self._clock()  # when somebody asked for it last
         self.sent_bytes = self.sent_elements = 0  # of changes, what they stand for
         self._changes_of: tuple[str, int] | None = None  # the run and the timeline of:
         self._changes: dict[int, BucketChanges] = {}
         self.ended_at: float | None = None  # when the job was known to have ended
         self._ended_run = ""  # which has ended, also while the next one is followed
         self._is_closed = False
-        self._subscribe, self._room, self._clock = subscribe, room, clock
+        self._subscribe, self._room = subscribe, room
         self._kept: list[KeptEdition] = []  # the oldest first
         self._pending: EditionArrays | None = None  # waits until there is room among those
         self._pending_equal = 0.0  # when that was last known to be what the shards have
@@ -122,7 +123,10 @@ class FollowedJob:
         version, age = (None, 0.0) if kept is None else (kept.arrays.version, kept.age())
         behind = 0 if version is None else max(0, self.latest - version)
         sent = self.sent_bytes, self.sent_elements, str(self.trouble or "")
-        return FeedFigures(len(self.callers()), version, age, behind, self.nbytes, *sent)
+        own = [file for each in self.kept() for file in each.arrays.files.values()]
+        held = self.mapped.held_bytes(own)
+        own_readers, mapped = len(self.callers()), self.mapped.readers
+        return FeedFigures(own_readers, version, age, behind, self.nbytes, *sent, mapped=mapped, held=held)
 
     def describe(self, with_spec: bool, run: str = "") -> WeightsHere:
         """Returns what there is of the job. Raises TryLater, NotFound or RunEnded.

@@ -36,6 +36,7 @@ class _Lease(NamedTuple):
     connection: socket.socket
     file: int
     size: int
+    reader: int
 
 
 class MappedFiles:
@@ -74,6 +75,12 @@ class MappedFiles:
                 self._leases[lease.connection.fileno()] = lease
                 self._ends.register(lease.connection, select.POLLIN)
         return {space: number for number, (space, _) in enumerate(files)}
+
+    @property
+    def readers(self) -> int:
+        """How many readers have anything mapped."""
+        with self._lock:
+            return len({each.reader for each in self._leases.values()})
 
     def look(self) -> None:
         """Forgets what readers have given back."""
@@ -123,4 +130,4 @@ def _handed_over(directory: Path, offer: MappingOffer, file: MemoryFile, number:
     except OSError:
         connection.close()
         raise
-    return _Lease(connection, file.number, file.size)
+    return _Lease(connection, file.number, file.size, offer.reader or int.from_bytes(offer.nonce))

@@ -18,6 +18,8 @@ def feed_message(figures: FeedFigures) -> shard_pb2.FeedStatus:
         sent_bytes=figures.sent,
         element_bytes=figures.elements,
         trouble=figures.trouble,
+        mapped_reader_count=figures.mapped,
+        held_bytes=figures.held,
     )
 
 
@@ -32,4 +34,6 @@ def feed_figures(message: shard_pb2.FeedStatus) -> FeedFigures:
         message.sent_bytes,
         message.element_bytes,
         message.trouble,
+        mapped=message.mapped_reader_count,
+        held=message.held_bytes,
     )

@@ -7,6 +7,7 @@ import errno
 import gc
 import mmap
 import os
+import re
 import signal
 import socket
 import time
@@ -31,10 +32,11 @@ from ps_runtime import memory_files
 from ps_runtime.local_sockets import listen, reach
 from ps_runtime.memory_files import MemoryFile
 from ps_server.config import ServerConfig
+from ps_server.ops import status
 from ps_server.relay import mapped, relayed
 from ps_server.relay.mapped import MappedFiles
 from ps_server.relay.room import EditionRoom
-from tests.tools.cluster import Cluster, until
+from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.followed_trainer import FollowedModel, FollowedTrainer, relay
 from tests.tools.launching import Commands
 from tests.tools.raw_worker import vector_job
@@ -168,6 +170,31 @@ def test_slow_readers_hold_a_bounded_part_of_the_relays_memory_and_the_others_ge
         gc.collect()
         until(lambda: followed.mapped.held_bytes() == 0, "the relay to notice")
         assert read() == 0
+
+
+def test_operators_see_how_many_readers_map_a_relays_memory_and_what_these_keep(
+    shared: Cluster, job: str, trainer: FollowedTrainer, here: Path
+) -> None:
+    with relay(shared.address, maps=here) as near:
+
+        def seen(name: str) -> float:
+            return scrape(near.metrics_address)[f'{name}{{job="{job}"}}']
+
+        with ps.subscribe(near.address, job) as feed, ps.subscribe(near.address, job) as other:
+            held = feed.wait_for()
+            for _ in range(4):
+                last = trainer.step()
+                for each in (feed, other):
+                    each.wait_for(last)
+            assert seen("ps_feed_mapped_readers") == 2, "a reader counts once, whatever it has mapped"
+            size = held.arrays.spaces["float32"].nbytes  # frozen tensors are in the newest edition, too
+            until(lambda: seen("ps_edition_held_bytes") == size, "the memory that one reader keeps")
+            text = status.table(status.fetch(near.address))
+            assert re.search(r"2 readers, 2 readers with its memory mapped, .* more that readers keep mapped, ", text)
+        del held, feed, other, each
+        until(lambda: gc.collect() >= 0 and seen("ps_feed_mapped_readers") == 0, "that both are gone")
+        assert seen("ps_edition_held_bytes") == 0
+        assert "memory mapped" not in status.table(status.fetch(near.address))
 
 
 def test_a_reader_removes_the_sockets_of_dead_ones_once_and_looks_at_no_socket_again(here: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_job_that_nobody_reads_has_no_metrics_of_readers(shared: Cluster, job:
     assert not [name for name in found if name.startswith(("ps_edition", "ps_feed")) and f'job="{job}"' in name]
 
 
-@pytest.mark.parametrize("figures", [FeedFigures(), FeedFigures(3, 0, 2.5, 4, 5, 6, 7, "no room")])
+@pytest.mark.parametrize("figures", [FeedFigures(), FeedFigures(3, 0, 2.5, 4, 5, 6, 7, "no room", mapped=8, held=9)])
 def test_figures_of_readers_travel(figures: FeedFigures) -> None:
     sent = shard_pb2.FeedStatus.FromString(feed_message(figures).SerializeToString())
     assert feed_figures(sent) == figures
@@ -106,8 +106,9 @@ def test_figures_of_readers_travel(figures: FeedFigures) -> None:
 
 
 def test_a_job_in_several_wire_formats_counts_as_one() -> None:
-    one, other = FeedFigures(1, 7, 0.5, 1, 10, 20, 30), FeedFigures(2, 8, 0.25, 0, 1, 2, 3, "away")
-    assert of_all_wires([one, other]) == FeedFigures(3, 8, 0.5, 1, 11, 22, 33, "away")
+    one, other = FeedFigures(1, 7, 0.5, 1, 10, 20, 30), FeedFigures(2, 8, 0.25, 0, 1, 2, 3, "away", mapped=4, held=5)
+    together = FeedFigures(3, 8, 0.5, 1, 11, 22, 33, "away", mapped=5, held=11)
+    assert of_all_wires([replace(one, mapped=1, held=6), other]) == together
     assert of_all_wires([replace(one, version=None), FeedFigures()]).version is None
 
 

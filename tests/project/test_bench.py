@@ -86,11 +86,13 @@ def check_feed(found: list[Result]) -> None:
     """Each part of `bench feed` has its systems, each beside its peer."""
     systems = {(line["scenario"], line["system"]): line for line in found}
     scenarios = dict.fromkeys(scenario for scenario, _ in systems)
-    host, training, changed, link, unchanged, requests, memory = scenarios
+    host, near, training, changed, link, unchanged, requests, memory = scenarios
     for peer in ("plain sockets", "safetensors in a folder", "broadcast over gloo"):
         assert systems[host, peer]["ratios"]["ours"] > 0
     assert systems[host, "ours"]["editions"] == 2
     assert systems[host, "Ray's object store"]["not_measured" if not has_ray() else "ms"]
+    assert set(systems[near, "ours"]["ratios"]) == {"ours", "two copies"}
+    assert systems[near, "messages of the same relay"]["ratios"]["ours"] > 0
     assert set(systems[training, "1 reader"]["ratios"]) == {"without"}
     assert systems[training, "4 readers, 2 relays"]["least_editions"] >= 1
     parts = [line["ratios"]["bfloat16 bytes"] for line in found if line["scenario"] == changed]
