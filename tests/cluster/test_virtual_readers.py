@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from tests.simulation.cluster import Cluster
-from tests.simulation.reader_mutations import BROKEN_FEEDS
+from tests.simulation.reader_mutations import BROKEN_FEEDS, BROKEN_RELAYS
 from tests.tools.cases import cases
 
 READERS = 3
+RELAYS = 2  # at most
+BROKEN = [(0, *each) for each in BROKEN_FEEDS] + [(RELAYS, *each) for each in BROKEN_RELAYS]
 
 
 @pytest.mark.timeout(600)
@@ -18,21 +20,25 @@ READERS = 3
 @pytest.mark.parametrize("mode", cases(["sync", "async"], ["ssp:2", "local:4"]))
 def test_no_seed_breaks_a_promise_to_readers(mode: str, seeds: range) -> None:
     """Never two versions in one block of `reading`; no version falls unsaid; equal versions of a run have equal bytes;
-    in quiet times readers have the newest weights, and at the end the last."""
+    buffers are those of rank 0 at their version's step, and frozen tensors come once; in quiet times readers have the
+    newest weights, and at the end the last."""
     read = 0
     for seed in seeds:
-        cluster = Cluster(mode, seed, readers=READERS, wholesale=seed % 3 == 0)
+        relays = seed % (RELAYS + 1)
+        cluster = Cluster(mode, seed, readers=READERS, wholesale=seed % 3 == 0, relays=relays)
         found = cluster.run()
-        assert found == [], f"replay: python -m tests.simulation --readers {READERS} --seed {seed} --mode {mode}"
+        more = f"--readers {READERS} --relays {relays} --seed {seed} --mode {mode}"
+        assert found == [], f"replay: python -m tests.simulation {more}"
         read += any(reader.read for reader in cluster.readers.all)
     assert read >= 0.9 * len(seeds), "a job may end before its readers have had a look"
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("breaks", "mode", "known", "kinds"), BROKEN_FEEDS, ids=lambda value: getattr(value, "__name__", "")
+    ("relays", "breaks", "mode", "known", "kinds"), BROKEN, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_a_broken_feed_is_found_out(
+    relays: int,
     breaks: Callable[[pytest.MonkeyPatch], None],
     mode: str,
     known: int,
@@ -43,7 +49,7 @@ def test_a_broken_feed_is_found_out(
     breaks(monkeypatch)
     found: set[str] = set()
     for seed in range(known, known + 30):
-        found |= {each.kind for each in Cluster(mode, seed, readers=READERS).run()}
+        found |= {each.kind for each in Cluster(mode, seed, readers=READERS, relays=relays).run()}
         if found & kinds:
             return
     pytest.fail(f"no seed shows it; found {found}")

@@ -10,11 +10,13 @@ servers.py      What a process does as coordinator, and as shard
 supervision.py  The servers' processes, started again where they have died
 worker.py       A worker that trains the counting oracle's job
 members.py      The members of a worker that is a group of processes
+buffers.py      What rank 0 tells readers of tensors that no optimizer steps
 fragments.py    Its rounds whose buckets leave fragment by fragment
 rows.py         The tables of a job: which rows a step pushes, and what it makes of them
 row_worker.py   A worker's pushes and pulls of rows
 row_oracle.py   What is wrong with rows
 readers.py      Processes that follow the job's weights, and what is wrong with what they have
+relays.py       Relays between the servers and these
 saving.py       What rank 0 saves, and what is wrong with it
 schedules.py    A worker's script with a schedule, which one that joins late continues
 whole_steps.py  Whether steps count as a whole where updates are means

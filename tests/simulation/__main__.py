@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--keep-going", action="store_true", help="also after a seed that fails")
     parser.add_argument("--tables", action="store_true", help="the jobs of all seeds have tables (of some)")
     parser.add_argument("--readers", type=int, default=0, help="processes that follow the job (%(default)s)")
+    parser.add_argument("--relays", type=int, default=0, help="that some of them follow (%(default)s)")
     parser.add_argument("--members", type=int, default=1, help="of each worker; above 1 they are groups (%(default)s)")
     parser.add_argument("--in-turn", action="store_true", help="one mode a seed, in turn, not all modes with each seed")
     parser.add_argument("--native", choices=(AUTO, OFF), default=AUTO, help="the library for tables (%(default)s)")
@@ -40,6 +41,7 @@ def main() -> None:
         for mode in modes[seed % len(modes) :][:1] if arguments.in_turn else modes:
             runs += 1
             more = {"tables": arguments.tables, "wholesale": seed % 3 == 0, "readers": arguments.readers}
+            more["relays"] = arguments.relays
             more["members"] = 1 if "/" in mode else arguments.members  # no groups in rounds of fragments
             cluster = Cluster(mode, seed, arguments.trace, **more)
             handler = Log(cluster.world)

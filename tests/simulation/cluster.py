@@ -27,6 +27,7 @@ from tests.simulation.network import Network
 from tests.simulation.processes import Host
 from tests.simulation.promises import Promises
 from tests.simulation.readers import NEWEST_WITHIN, Readers, replacements
+from tests.simulation.relays import Relays
 from tests.simulation.rows import WORKERS, draw_tables
 from tests.simulation.runs import NAME, RUNS, Comeback, Run, job_beside, job_under_test
 from tests.simulation.supervision import DIRECTORY, Servers, Setup
@@ -55,6 +56,7 @@ class Cluster:
     tables: its job has some; otherwise the seed says whether
     schedules: the scripts of jobs whose workers share a clock have schedules
     readers: how many processes follow its job
+    relays: that some of these follow in place of the servers
     members: of each worker: more than one where workers are groups, whose job has no tables
     """
 
@@ -69,6 +71,7 @@ class Cluster:
         schedules: bool = False,
         readers: int = 0,
         members: int = 1,
+        relays: int = 0,
     ) -> None:
         self.world = World(f"{mode} {seed}", tracing)
         self.with_readers = readers
@@ -78,14 +81,14 @@ class Cluster:
             else draw_tables(mode, seed, tables)
         )
         self.with_schedules = schedules
-        self.lease, self.job = LEASE, job_under_test(mode, drawn, members)
+        self.lease, self.job = LEASE, job_under_test(mode, drawn, members, bool(readers) and not drawn)
         self.violations: list[Violation] = []
         self.network = Network(self.world)
         self.runs: list[Run] = []
         self.beside: Run | None = None
         self.holders: dict[tuple[str, int, int], Worker] = {}  # by the servers' run, rank and incarnation
         self.servers = Servers(self.network, self._setup(seed % 5 == 3), self._server_died)
-        self.readers = Readers(self)
+        self.relays, self.readers = Relays(self, relays), Readers(self)
         self.faults = Faults(self, faults, wholesale)
         self.promises = Promises(self)
         self._lives = itertools.count()
@@ -221,7 +224,7 @@ class Cluster:
         run = worker.run
         if run.comeback is not None:
             run.comeback.joined(worker.rank, self.world.now)
-        run.placement = list(place.result.placement)
+        run.placement = list(place.result.placement)[: len(run.buckets)]
         if not run.identity:
             run.identity = place.run
             for earlier in self.runs[: run.number] if not run.is_beside else ():
@@ -285,7 +288,7 @@ class Cluster:
         with (
             quiet,
             one_thread(),
-            bound(self.world, self.pace, replacements(self.world, self.network)),
+            bound(self.world, self.pace, replacements(self.world, self.network, self.readers)),
             self.readers.noting() if self.with_readers else contextlib.nullcontext(),
             _small_messages(MESSAGE_BYTES[self.job.rules().averaged]),
         ):
@@ -305,6 +308,7 @@ class Cluster:
         self.promises.begin()
         self.begin_run()
         self._begin_beside()
+        self.relays.begin()
         self.readers.begin(self.with_readers)
         yield "faults"
         self.faults.begin()
@@ -464,6 +468,8 @@ class Cluster:
         for process in self.servers.shards:
             job = process.hosted().get(run.name)
             for bucket in job.buckets.values() if job is not None else ():
+                if not bucket.unit.is_trained:
+                    continue
                 flat = bucket.unit.weights.flat
                 if run.rules.late:
                     staged = [add.contribution.values for add in bucket.rule.waiting.values()]
@@ -497,7 +503,7 @@ def _small_messages(size: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Has the servers log nothing: errors are what is simulated here."""
-    logs = [logging.getLogger(name) for name in ("ps_server", "ps_feed")]
+    logs = [logging.getLogger(name) for name in ("ps_server", "ps_feed", "ps_worker")]
     before = [log.level for log in logs]
     for log in logs:
         log.setLevel(logging.CRITICAL + 1)

@@ -38,9 +38,11 @@ KINDS = {
 WHOLESALE = {"all workers are killed": 3, "another coordinator takes over": 3}
 # What strikes readers, in clusters that have some.
 READERS = {"a reader is killed": 2, "a reader hangs": 3, "a reader is cut off": 2, "a shard dies in an edition": 2}
+# What strikes relays, in clusters that have some.
+RELAYS = {"a relay is killed": 2, "a relay hangs": 2, "a relay is cut off": 2, "a relay dies in an edition": 2}
 # What strikes one member of a group, in clusters whose workers are groups.
 MEMBERS = {"a member is killed": 4, "a member hangs": 4, "a member is cut off": 3}
-ALL_KINDS = KINDS | WHOLESALE | READERS | MEMBERS
+ALL_KINDS = KINDS | WHOLESALE | READERS | RELAYS | MEMBERS
 AT_AN_END = (
     *("a shard is killed", "a shard hangs", "the coordinator is killed", "the coordinator is cut off from a shard"),
     "a disk is full",
@@ -87,6 +89,11 @@ class Faults:
             "a reader is cut off": self._cut_reader,
             "a shard dies in an edition": self._kill_shard_in_an_edition,
         }
+        self._do |= {"a relay is killed": self._kill_relay, "a relay hangs": self._stop_relay}
+        self._do |= {
+            "a relay is cut off": self._cut_relay,
+            "a relay dies in an edition": self._kill_relay_in_an_edition,
+        }
         self._do |= {"a member is killed": self._kill_member, "a member hangs": self._stop_member}
         self._do |= {"a member is cut off": self._cut_member}
         assert self._do.keys() == ALL_KINDS.keys()
@@ -101,7 +108,7 @@ class Faults:
         elif wholesale:
             self._weights |= WHOLESALE
         if kinds is None and cluster.with_readers:
-            self._weights |= READERS
+            self._weights |= READERS | (RELAYS if cluster.relays.count else {})
         if kinds is None and cluster.job.members > 1:
             self._weights |= MEMBERS
         self._on = False
@@ -239,6 +246,40 @@ class Faults:
     def _kill_shard_in_an_edition(self) -> None:
         draw = self._world.random
         draw.choice(self._cluster.servers.shards).host.dies_at = {"edition-half-sent": draw.choice([1, 2, 3])}
+
+    # -- relays ------------------------------------------------------------------------------------------------------
+
+    def _relay(self) -> Host | None:
+        host = self._world.random.choice(self._cluster.relays.hosts() or [None])
+        return host if host is not None and host.alive else None
+
+    def _kill_relay(self) -> None:
+        host = self._relay()
+        if host is not None:
+            host.kill()
+
+    def _stop_relay(self) -> None:
+        host = self._relay()
+        if host is not None:
+            seconds = self._world.random.choice([self._hang_seconds(), 20.0])
+            self._disturb(host, seconds)
+            host.stop(seconds)
+
+    def _cut_relay(self) -> None:
+        """Cuts a relay off from the servers, or from its readers and other relays."""
+        host, cluster = self._relay(), self._cluster
+        if host is not None:
+            seconds, readers = self._hang_seconds(), [each.host for each in cluster.readers.all]
+            others = self._world.random.choice([cluster.servers.hosts(), [*readers, *cluster.relays.hosts()]])
+            self._disturb(host, seconds)
+            for each in others:
+                if each is not host:
+                    cluster.network.cut(host, each, seconds)
+
+    def _kill_relay_in_an_edition(self) -> None:
+        host = self._relay()
+        if host is not None:
+            host.dies_at = {"edition-half-relayed": self._world.random.choice([1, 2, 3])}
 
     # -- servers -----------------------------------------------------------------------------------------------------
 

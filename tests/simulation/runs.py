@@ -36,6 +36,7 @@ BUCKETS_WITH_TABLES = 2
 WARM_UP = 3  # rounds of one step, in jobs of local:H
 RUNS = 3  # that one simulation has, at most
 NAME, BESIDE = "cells", "beside"  # of the job under test, and of the one beside it
+FROZEN, BUFFER = "frozen", "buffer"  # what no optimizer steps of a job that is followed
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Job:
     shape:   of its buckets
     workers: that it declares
     members: of each worker: more than one where workers are groups
+    followed: readers follow it: it has a frozen parameter and a buffer, too, each in a bucket of its own
     """
 
     name: str
@@ -53,6 +55,7 @@ class Job:
     workers: int
     tables: tuple[Table, ...] = ()
     members: int = 1
+    followed: bool = False
 
     def rules(self) -> Rules:
         """Returns what its weights must obey. The rows of "counts" on a shard are a bucket more, behind its own."""
@@ -71,7 +74,9 @@ class Job:
         shape = self.shape
         size = shape.rows, 1 + shape.columns
         each = (ParameterSpec(f"bucket{index}", size, "float32", 0) for index in range(shape.buckets))
-        parameters = tuple(replace(spec, member=index % self.members) for index, spec in enumerate(each))
+        trained = [replace(spec, member=index % self.members) for index, spec in enumerate(each)]
+        untrained = [ParameterSpec(name, size, "float32", None) for name in (FROZEN, BUFFER) if self.followed]
+        parameters = (*trained, *untrained)
         tables = tuple(table.registered() for table in self.tables)
         optimizer = ("RMSprop", with_signs()) if self.rules().late else ("SGD", {"lr": 1.0})
         local = self.local()
@@ -80,7 +85,7 @@ class Job:
         how = optimizer[0], (optimizer[1],), consistency(self.mode), shape.bucket_bytes, self.workers
         wires = dict.fromkeys(("gradient_wire", "weight_wire"), wire_of(self.mode))
         spec = JobSpec(self.name, parameters, *how, tables=tables, local=local, group_size=self.members, **wires)
-        assert len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets) == shape.buckets
+        assert len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets) == shape.buckets + len(untrained)
         return spec
 
 
@@ -95,10 +100,10 @@ def with_signs() -> HyperParameters:
     return hyper_parameters("RMSprop", group)
 
 
-def job_under_test(mode: str, tables: tuple[Table, ...], members: int = 1) -> Job:
+def job_under_test(mode: str, tables: tuple[Table, ...], members: int = 1, followed: bool = False) -> Job:
     """Returns the job that the faults are for: it has buckets on every shard."""
     buckets = BUCKETS_WITH_TABLES if tables else 3
-    return Job(NAME, mode, Shape(buckets, LIVES, COLUMNS), WORKERS, tables, members)
+    return Job(NAME, mode, Shape(buckets, LIVES, COLUMNS), WORKERS, tables, members, followed)
 
 
 def job_beside(mode: str) -> Job:
@@ -162,6 +167,7 @@ class Comeback:
 class Run:
     """One run of a job.
 
+    untrained: its buckets that no optimizer steps
     identity: by which the servers tell it from others
     workers:  by rank, the process that was started last
     comeback: of its launch, which has died as a whole
@@ -180,6 +186,7 @@ class Run:
     def __init__(self, number: int, job: Job) -> None:
         self.number, self.job = number, job
         self.rules, self.spec, self.buckets = job.rules(), job.spec(), range(job.shape.buckets)
+        self.untrained = bucket_layout(self.spec.parameters, self.spec.bucket_bytes).buckets[len(self.buckets) :]
         self.lives: list[Life] = []
         self.workers: dict[int, Worker] = {}
         self.everybody: list[Worker] = []

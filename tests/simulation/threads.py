@@ -274,6 +274,10 @@ class Future:
         self._await(timeout)
         return self._error
 
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return False
+
     def add_done_callback(self, callback: Callable[[Future], object]) -> None:
         """Calls back when the call has ended; at once if it has."""
         if self._done:

@@ -24,6 +24,7 @@ from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.tensors import BLOCKS, bytes_of, tensor_from
 from ps_server.core.membership import JoinedMember
 from tests.chaos.oracle import Life, Violation, Witness
+from tests.simulation.buffers import Buffers
 from tests.simulation.fragments import StreamedRound
 from tests.simulation.members import Members, Works
 from tests.simulation.network import Call
@@ -104,6 +105,7 @@ class Worker:
     versions: of the buckets that it has
     script:   with a schedule; None: its rate stays what it is
     members:  its processes
+    buffers:  what it has of tensors that no optimizer steps
     """
 
     def __init__(self, cluster: Cluster, run: Run, rank: int, launch: str, life: Life, row: int) -> None:
@@ -134,12 +136,19 @@ class Worker:
         self._streamed = StreamedRound(self, run)
         self.script = Script(self) if cluster.with_schedules and run.rules.averaged else None
         self.members = Members(self, run.job.members)
+        self.buffers = Buffers(self, run)
         self.host.spawn("train", self._main)
 
     @property
     def place(self) -> Place:
         """The place of now."""
         return self.places[-1]
+
+    @property
+    def _here(self) -> Place:
+        """The place where its training thread is."""
+        assert self._at is not None
+        return self._at
 
     @property
     def is_there(self) -> bool:
@@ -324,13 +333,16 @@ class Worker:
                 local = self.run.spec.local
                 if local is not None and local.is_streamed(self._streamed.number):
                     self._stream()
+                    self.buffers.stepped(self._here)
                     continue
                 if local is not None and self._made < local.steps_of(self.clock + 1):
                     continue
                 step += 1
                 self._step(self.clock + 1 if self.run.rules.averaged else step)
+                self.buffers.stepped(self._here)
             if self.error is None and self.rank == 0:
                 self.saver.save()
+                self.buffers.leave(self._here)
             self.places[-1].cut()
             if self.error is None:
                 self.ended = self._leave_place(self.place)
@@ -386,7 +398,8 @@ class Worker:
         self._streamed.begin(place.clock)
         if not self._begun:
             if self.rank == 0:
-                self.all(place, [*self.pushes(place, 0, self.run.initial), *self.rows.beginnings(place)])
+                weights = self.pushes(place, 0, self.run.initial)
+                self.all(place, [*weights, *self.buffers.beginnings(place), *self.rows.beginnings(place)])
             self._await_started(place)
         self.all(place, self.pulls(place, place.clock))
         self._before = None if self.rows.parts else (place.clock, self._view.clone())
@@ -627,7 +640,7 @@ class Worker:
 
     def _had(self, place: Place, begun: int) -> list[bool]:
         """Returns of all buckets, and of the tables, which had had a step when a place was taken."""
-        homes = enumerate(place.result.placement)
+        homes = enumerate(place.result.placement[: len(self.run.buckets)])
         tables = [self.rows.has_had(place, table, shard, begun) for table, shard in self.rows.parts]
         return [*(place.has_had(shard, bucket, begun) for bucket, shard in homes), *tables]
 
