@@ -327,13 +327,15 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
 
 
 def are_cut_alike(one: JobSpec, other: JobSpec) -> bool:
-    """Whether the members of groups hold the same pieces in two jobs of one model, in the same order. Jobs whose
-    workers have one process each are cut alike.
+    """Whether the members of groups hold the same in two jobs of one model, in the same order: pieces, or as stages of
+    a pipeline whole parameters. Jobs whose workers have one process each are cut alike.
     """
-    if not any(each.piece is not None for spec in (one, other) for each in spec.parameters):
+    if one.group_size != other.group_size:
+        return False
+    if not any(each.piece is not None or each.member for spec in (one, other) for each in spec.parameters):
         return True
     each = [[(p.key, p.shape, p.member) for p in spec.parameters] for spec in (one, other)]
-    return one.group_size == other.group_size and each[0] == each[1]
+    return each[0] == each[1]
 
 
 def difference_of_uncut(registered: JobSpec, offered: JobSpec) -> str | None:

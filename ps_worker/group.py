@@ -68,20 +68,30 @@ class Group:
     member: which of them this one is, from 0
     ranks:  of the processes in the default process group
     data:   the share of the group's data that this member has, as (index, how many shares)
+    stages: by member, the pipeline stage that it holds: the number of the first member that holds the same one
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks, self.size = tuple(ranks), len(ranks)
+        # Where all processes call it, torch counts the groups. A group of some gets its name from how many its process
+        # is in: processes that are in unlike many, as the stages with a tied embedding are, would wait for each other.
+        some: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": len(ranks) < dist.get_world_size()}
         # The others may never come: here torch's own timeout holds. This group stays: torch numbers those of the same
         # ranks by how many there are: without it the next session's would get a number that is taken.
-        dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        self._gloo: Any = dist.new_group(list(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
+        dist.new_group(list(ranks), **some)
+        self._gloo: Any = dist.new_group(list(ranks), timeout=WAIT, **some)
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
         self.data = self.member, self.size
+        self.stages = [0] * self.size
         self._call, self._met = "", 0  # of the script, and how often the members have met in it
         self._under_way: tuple[Collectives[Any], Any] | None = None  # an exchange, and its collective that has begun
         self._waits_since: float | None = None
         self._has_said = False
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether members hold unlike stages of a pipeline."""
+        return len(set(self.stages)) > 1
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:

@@ -160,9 +160,9 @@ class Session:
                 is the share of the worker's own weights in that mix.
             own: Those of the things whose state belongs to this worker alone. A worker that joins a running job does
                 not get their state from another worker. A rollback restores it all the same.
-            group: The processes that together are this worker, which hold one model in pieces: the DeviceMesh that
-                it is cut over, or a process group. All of them make the same calls of the session. See
-                docs/groups.md for what is supported.
+            group: The processes that together are this worker, which hold one model in pieces, or in stages of a
+                pipeline: the DeviceMesh that it is cut over, or a process group. All of them make the same calls of
+                the session. See docs/groups.md for what is supported.
 
         Returns:
             The prepared things, in the order given; a single thing is not in a tuple.

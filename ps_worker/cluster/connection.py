@@ -90,9 +90,12 @@ class Connection:
         self.clock = self.finished = place.clock
         self._shard_of = shard_map.bucket_shards
         self._buckets: dict[int, list[BucketSpec]] = {index: [] for index in shard_map.addresses}
+        frozen = model.frozen()
         for bucket, shard in zip(model.layout.buckets, shard_map.bucket_shards, strict=True):
-            if model.layout.member in (None, bucket.member) or (bucket.frozen and not bucket.member):
-                self._buckets[shard].append(bucket)  # whole tensors of a group are with its first member
+            # Of what a group's first member has and nobody trains, others may have some, too: buffers, for example.
+            has_some = bucket.frozen and any(part.parameter in frozen for part in bucket.slices)
+            if model.layout.member in (None, bucket.member) or (has_some and not bucket.member):
+                self._buckets[shard].append(bucket)
         self._under_way: list[Future[Any]] = []
         self._last = _LastStep()
         self._draft: Draft | None = None  # of the step that is being made

@@ -13,6 +13,7 @@ local_settings.py   The settings of a job of local steps, as a script gives them
 local_round.py      A round of local steps: which fragment of the model is due, and what is pushed of it
 no_sync.py          Lends a session's `no_sync` to the user's model, for scripts written for DistributedDataParallel
 optimizer.py        The optimizer that `prepare` returns: it looks like the user's own, and is stepped on the servers
+pipeline_stages.py  What members hold where each has other layers of one model, under the names of the whole
 state_transfer.py   Optimizer state on its way to the shards and back: by parameter as in torch, by bucket on the shards
 refused.py          Models that servers cannot train, told before anything joins, and in a dry run
 residual.py         What gradients have lost on the wire, and send with the next ones: error feedback

@@ -1,11 +1,12 @@
-"""Parameters that several members of a group hold alike, as tensor parallelism replicates them.
+"""Parameters that several members of a group hold alike, as tensor parallelism replicates them, or as stages of a
+pipeline hold a tied embedding.
 
 owner     The lowest member that holds one. The job has it once: its owner pushes and pulls it, and reads and sets its
           optimizer state.
 others    They get its weights from the owner, over the group, once all members have those of a step. So all have the
           same bits, whatever each has computed.
 gradient  The group has reduced it: it is the same on all of them. They compare it in the first step in which it is not
-          zero.
+          zero. Where optimizers step in this process, they compare those of plain tensors.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec
-from ps_protocol.tensors import TORCH_DTYPES
+from ps_protocol.tensors import TORCH_DTYPES, parts_of, whole_of
 from ps_worker.group import Group
-from ps_worker.model.sharded import as_placed, like, local
+from ps_worker.model.sharded import as_placed, is_sharded, like, local
 from ps_worker.model.tracked import values
 
 # Members compute a gradient in unlike order, where they reduce it themselves: it may differ by rounding.
@@ -43,14 +44,16 @@ class HeldAlike:
             for index, (parameter, tensor) in each
             if parameter.member != group.member
             and not tensor.is_meta
-            and (parameter.group is not None or parameter.piece is not None)  # other whole tensors come from servers
-        ]
-        told = [json.loads(each) for each in group.gather(json.dumps(self._others).encode())]
-        self._shared = sorted({index for each in told for index in each})
+            and (parameter.group is not None or parameter.piece is not None or parameter.member)
+        ]  # whole tensors that nobody trains come from servers, if the first member has them
+        placed = [index for index in self._others if is_sharded(tensors[index])]
+        told = [json.loads(each) for each in group.gather(json.dumps([self._others, placed]).encode())]
+        self._shared = sorted({index for each, _ in told for index in each})
         self._hooks: list[RemovableHandle] = []
         trained = {index for index in self._shared if spec.parameters[index].group is not None}
-        # Those whose gradients no step has compared yet. In local modes gradients are the script's own.
-        self._unchecked = trained if spec.local is None else set[int]()
+        # Those whose gradients no step has compared yet. In local modes gradients are the script's own: that of a
+        # DTensor may be a sum of which each process has a part.
+        self._unchecked = trained.difference(*(each for _, each in told)) if spec.local is not None else {*trained}
         self.base: dict[int, torch.Tensor] = {}
         if spec.local is None:
             for index in trained.intersection(self._others):  # as their owners do: it is a collective of all
@@ -79,6 +82,8 @@ class HeldAlike:
         """
         has_bases = self._spec.local is not None
         shared = [i for i in self._shared if is_first or self._spec.parameters[i].group is not None]
+        if not shared:
+            return
         contents: dict[tuple[int, bool], torch.Tensor] = {}
         for index in shared:
             for is_base in (False, True) if has_bases and self._spec.parameters[index].group is not None else (False,):
@@ -86,10 +91,11 @@ class HeldAlike:
 
         def take() -> None:
             for (index, is_base), content in contents.items():
+                whole = whole_of(content, self._spec.parameters[index].element)
                 if index in self._others and is_base:
-                    self.base[id(self._tensors[index])] = content
+                    self.base[id(self._tensors[index])] = whole
                 elif index in self._others:
-                    values(self._tensors[index]).copy_(content)
+                    values(self._tensors[index]).copy_(whole)
 
         sent = [(self._spec.parameters[index].member, each) for (index, _), each in contents.items()]
         self._group.hand_out(sent, take)
@@ -99,7 +105,8 @@ class HeldAlike:
         parameter, tensor = self._spec.parameters[index], self._tensors[index]
         if parameter.member == self._group.member:
             own = bases.get(id(tensor), values(tensor))
-            return own.detach().to("cpu", copy=True).contiguous()
+            parts = parts_of(own.detach(), trained=parameter.group is not None)
+            return parts.to("cpu", copy=True).contiguous()
         return torch.empty(parameter.shape, dtype=TORCH_DTYPES[parameter.dtype], device="cpu")
 
     def go_back(self) -> None:
@@ -128,7 +135,9 @@ class HeldAlike:
                     raise InvalidRequest(
                         f"members {parameter.member} and {member} of a group hold the same of {parameter.name}, and "
                         f"have unlike gradients of it: of norm {_norm(expected)} and {_norm(found)}. What they hold "
-                        "alike gets the same gradient: give them the same batches, or reduce it within the group"
+                        "alike gets the same gradient: give them the same batches, or reduce it within the group. "
+                        "Stages of a pipeline sum it: torch.distributed.all_reduce(parameter.grad, group=...) over "
+                        "those that hold it, before clipping and optimizer.step()"
                     )
             if expected and expected[0] > 0:
                 self._unchecked.discard(index)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -24,20 +25,28 @@ def with_empty_shards(
     """Returns an optimizer's state with that of parameters of which this member has no element, as others have it. A
     call of all members.
 
-    parameters: of the optimizer, the same on all members
+    parameters: of the optimizer, the same on all members among which torch has cut them
     """
     found = dict(states)
     if group is None:
         return found
-    own = [_described(each, states[each]) if each in states else {} for each in parameters]
-    told: list[list[Described]] = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
+    own = {_place(i, each): _described(each, states[each]) for i, each in enumerate(parameters) if each in states}
+    told: list[dict[str, Described]] = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
     for position, parameter in enumerate(parameters):
         if parameter not in found and is_sharded(parameter) and not local(parameter).numel():
-            described = next((each[position] for each in told if each[position]), {})
+            place = _place(position, parameter)
+            described = next((each[place] for each in told if each.get(place)), {})
             if described:
                 found[parameter] = {name: _state(parameter, number) for name, number in described.items()}
     # In one order on all members: who puts it together makes collectives of one after the other.
     return {each: dict(sorted(found[each].items())) for each in parameters if each in found}
+
+
+def _place(position: int, parameter: torch.Tensor) -> str:
+    """Returns what identifies a parameter on all members that have cut it: those of another stage of a pipeline have
+    another one at this position."""
+    mesh: Any = parameter.device_mesh.mesh if is_sharded(parameter) else None  # type: ignore[attr-defined]
+    return f"{position} of {[] if mesh is None else sorted(mesh.flatten().tolist())}"
 
 
 def _described(parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Described:

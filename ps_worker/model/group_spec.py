@@ -1,9 +1,9 @@
-"""Combines what the members of a group hold into one job."""
+"""Combines what the members of a group hold into one job: pieces of parameters, or the stages of a pipeline."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_worker.group import Group
+from ps_worker.model.pipeline_stages import NAMES, Key, check_values
 
 
 def check_group(spec: JobSpec) -> None:
@@ -50,31 +51,44 @@ def described_together(
         return replace(spec, group_size=group.size), tensors
 
     spec, tensors = group.all_through(own)
-    told = group.gather(json.dumps(job_spec_data(spec)).encode())
+    told = [job_spec_from_data(json.loads(each)) for each in group.gather(json.dumps(job_spec_data(spec)).encode())]
     combined = _combined(told)
-    return combined, _tensors(combined, spec.parameters, tensors, group.member)
+    held = {each.key: tensor for each, tensor in zip(spec.parameters, tensors, strict=True)}
+    check_values(group, [each.parameters for each in told], held)
+    return combined, _tensors(combined, held, group.member)
 
 
-def _combined(told: Sequence[bytes]) -> JobSpec:
-    """Returns the job of a group: the pieces of all members, and the whole tensors of the first one. What several hold
-    alike is once there, as the lowest one's.
-    """
-    specs = [job_spec_from_data(json.loads(each)) for each in told]
+def _combined(specs: Sequence[JobSpec]) -> JobSpec:
+    """Returns the job of a group: what any member holds. What several hold alike is once there, as the lowest one's."""
     parameters: dict[tuple[object, ...], ParameterSpec] = {}
     for member, spec in enumerate(specs):
-        unlike = difference(replace(specs[0], parameters=()), replace(spec, parameters=()))
-        if unlike is not None:
-            raise JobMismatch(f"members 0 and {member} of this worker's group describe unlike jobs: {unlike}")
-        wholes = [each for each in spec.parameters if each.piece is None]
-        if wholes != [each for each in specs[0].parameters if each.piece is None]:
-            raise JobMismatch(
-                f"members 0 and {member} of this worker's group have unlike tensors that are not sharded: "
-                "parameters and buffers of a model are the same in all of its processes"
-            )
+        _check_settings(specs[0], spec, member)
         for each in spec.parameters:
-            found = parameters.setdefault((each.key, each.shape), replace(each, member=member))
+            place = (each.key, each.shape if each.piece is not None else None)
+            found = parameters.setdefault(place, replace(each, member=member))
             _check_alike(found, replace(each, member=member))
     return replace(specs[0], parameters=tuple(parameters.values()))
+
+
+def _check_settings(first: JobSpec, spec: JobSpec, member: int) -> None:
+    """Raises JobMismatch unless two members of a group describe one job, apart from what they hold: its optimizers are
+    the same on both, also where one of them holds nothing of a parameter group."""
+    both = f"members 0 and {member} of this worker's group"
+    if len(first.groups) != len(spec.groups):
+        raise JobMismatch(
+            f"{both} have {len(first.groups)} and {len(spec.groups)} parameter groups: the optimizer has the same ones "
+            'in all members. One that holds no parameter of a group has {"params": [], ...} for it'
+        )
+    unlike = difference(replace(first, parameters=()), replace(spec, parameters=()))
+    if unlike is not None:
+        raise JobMismatch(f"{both} describe unlike jobs: {unlike}")
+    for index, (ours, theirs) in enumerate(zip(first.groups, spec.groups, strict=True)):
+        name = next((name for name in ours if ours[name] != theirs[name]), None)
+        if name is not None:
+            raise JobMismatch(
+                f"{both} have {name} {ours[name]} and {theirs[name]} in parameter group {index}: it is one optimizer, "
+                "with the same hyper-parameters in all members"
+            )
 
 
 def _check_alike(found: ParameterSpec, each: ParameterSpec) -> None:
@@ -88,24 +102,25 @@ def _check_alike(found: ParameterSpec, each: ParameterSpec) -> None:
     if unlike:
         raise JobMismatch(
             f"members {found.member} and {each.member} of this worker's group hold the same of {found.name}, and "
-            f"describe it in unlike ways: {', '.join(unlike)}"
+            f"describe it in unlike ways: {', '.join(unlike)}{_advice(found)}"
         )
 
 
-def _tensors(
-    spec: JobSpec, parameters: Sequence[ParameterSpec], tensors: Sequence[torch.Tensor], member: int
-) -> list[torch.Tensor]:
-    """Returns the tensors of a group's job as one member has them: in the place of pieces that it has not, tensors
-    without memory.
+def _advice(parameter: ParameterSpec) -> str:
+    return f". {NAMES}" if parameter.piece is None else ""
 
-    parameters, tensors: of this member
+
+def _tensors(spec: JobSpec, own: Mapping[Key, torch.Tensor], member: int) -> list[torch.Tensor]:
+    """Returns the tensors of a group's job as one member has them: in the place of what it has not, tensors without
+    memory.
+
+    own: what this member has
     """
-    own = {each.key: tensor for each, tensor in zip(parameters, tensors, strict=True)}
     found = []
     for each in spec.parameters:
         if each.key in own:
             found.append(own[each.key])
-        elif each.piece is None or each.member == member:
+        elif each.member == member:
             raise InvalidRequest(f"{each.name} is not in this process")
         else:
             found.append(torch.empty(each.shape, dtype=TORCH_DTYPES[each.dtype], device="meta"))

@@ -17,6 +17,7 @@ from ps_protocol.optimizers import hyper_parameters, optimizer_name
 from ps_worker.group import Group
 from ps_worker.model.elements import element_spec, is_trained, parts_that_travel
 from ps_worker.model.group_spec import described_together
+from ps_worker.model.pipeline_stages import refuse_unlike, stages_of
 from ps_worker.model.refused import refuse_lazy, refuse_sparse, refuse_sync_batch_norm, refuse_wrapped
 from ps_worker.model.sharded import data_share, is_sharded, local, piece_of, uses_fsdp
 from ps_worker.tables.modules import named_tables
@@ -37,18 +38,20 @@ def describe(
     """Returns the job that trains these models with these optimizers, and the models' tensors in the job's order.
 
     Tied parameters appear once. Names are those in the model's state_dict; of several models, with the model's number
-    in front ("0.weight"). Parameters that no optimizer has, and buffers, are frozen: every worker starts with rank 0's
-    and goes on with its own. Without options.bucket_bytes the spec has 0: the server chooses. In a group all members
-    call this; the job has the pieces of all, and tensors without memory stand for those of others. Raises Unsupported
-    or InvalidRequest for models that a parameter server cannot train, with the reason.
+    in front ("0.weight"), unless they are stages of a pipeline. Parameters that no optimizer has, and buffers, are
+    frozen: every worker starts with rank 0's and goes on with its own. Without options.bucket_bytes the spec has 0: the
+    server chooses. In a group all members call this; the job has the pieces of all, and tensors without memory stand
+    for those of others. Raises Unsupported or InvalidRequest for models that a parameter server cannot train, with the
+    reason.
     """
 
     def own() -> tuple[JobSpec, list[torch.Tensor]]:
-        spec, tensors = _described(models, optimizers, options, () if group is None else group.ranks)
+        spec, tensors = _described(models, optimizers, options, group)
         return replace(spec, name=name, consistency=consistency, world_size=world_size), tensors
 
     if group is not None:
         group.data = data_share(models)
+        group.stages = stages_of(group, {key for key, _ in _named(models, are_stages=True)})
     spec, tensors = own() if group is None else described_together(group, own)
     validate(spec)
     return spec if options.bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
@@ -58,13 +61,13 @@ def _described(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     options: PrepareOptions,
-    group: Sequence[int],
+    group: Group | None,
 ) -> tuple[JobSpec, list[torch.Tensor]]:
     """Returns what this process has of a job, without what the servers are told besides. group: as in `_parameters`"""
     classes = [optimizer_name(optimizer) for optimizer in optimizers]
     for model in models:
         refuse_lazy(model)
-        refuse_wrapped(model, bool(group))
+        refuse_wrapped(model, group is not None)
         refuse_sync_batch_norm(model)
         if options.local is None:
             refuse_sparse(model)
@@ -100,7 +103,7 @@ def _described(
 
 
 def _parameters(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], group: Sequence[int] = ()
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], group: Group | None = None
 ) -> tuple[tuple[ParameterSpec, ...], list[torch.Tensor]]:
     """Returns all tensors of the models, each once, described and themselves. group: the processes that share them"""
     groups = _groups(models, optimizers)
@@ -110,20 +113,25 @@ def _parameters(
     not_saved = {id(buffer) for model in models for buffer in _not_persistent(model)}
     parameters: list[ParameterSpec] = []
     tensors: list[torch.Tensor] = []
-    for key, tensor in _named(models):
+    by_name: dict[str, torch.Tensor] = {}
+    for key, tensor in _named(models, group is not None and group.is_pipeline):
         if id(tensor) in known:
             continue
         known.add(id(tensor))
         number, optimizer = groups.pop(id(tensor), (None, 0))
-        if group and is_sharded(tensor):
-            piece = piece_of(key, tensor, group)
+        if key in by_name:
+            refuse_unlike(key, by_name[key], tensor, number is not None)
+            continue
+        by_name[key] = tensor
+        if group is not None and is_sharded(tensor):
+            piece = piece_of(key, tensor, group.ranks)
             if piece is not None:
                 parameters.append(replace(piece, group=number, optimizer=optimizer))
                 tensors.append(tensor if number is not None else local(tensor))
             continue
         if number is not None and not is_trained(key, tensor):
             number, optimizer = None, 0
-        if group and number is not None and uses_fsdp(models):  # its gradient is of this process' own batch
+        if group is not None and number is not None and uses_fsdp(models):  # its gradient is of this process' own batch
             raise Unsupported(
                 f"{key} is whole in each process of the group, and an optimizer steps it: shard it, too, by calling "
                 "fully_shard on the model as a whole after its layers"
@@ -180,11 +188,14 @@ def check_known(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Op
     _refuse_unknown(len(groups))
 
 
-def _named(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of the models with their names in the job; tied ones as often as they are there."""
+def _named(models: Sequence[nn.Module], are_stages: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of the models with their names in the job; tied ones as often as they are there.
+
+    are_stages: they are stages of one model, and have its names
+    """
     for number, model in enumerate(models):
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            yield f"{number}.{key}" if len(models) > 1 else key, tensor
+            yield f"{number}.{key}" if len(models) > 1 and not are_stages else key, tensor
 
 
 def _not_persistent(model: nn.Module) -> Iterator[torch.Tensor]:

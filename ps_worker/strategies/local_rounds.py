@@ -48,7 +48,8 @@ def outer_optimizer(local: Local, optimizers: Sequence[torch.optim.Optimizer]) -
     own.
     """
     held = {id(tensor): tensor for each in optimizers for group in each.param_groups for tensor in group["params"]}
-    return torch.optim.SGD(list(held.values()), **local.outer(local.warm_up + 1))  # type: ignore[arg-type]
+    groups = [{"params": list(held.values())}]  # none, in a member of a group that holds nothing that trains
+    return torch.optim.SGD(groups, **local.outer(local.warm_up + 1))  # type: ignore[arg-type]
 
 
 class LocalRounds:
@@ -223,6 +224,9 @@ class LocalRounds:
                     f"{len(optimizer.param_groups)} now: in local:H no parameter is added later. Give the optimizer "
                     "all of them before prepare, and set requires_grad=False on those that do not train yet"
                 )
+        if self._model.base.alike is not None:
+            with in_call(self._loop.participation.group, "optimizer.step"):
+                self._model.base.alike.check()
         self._loop.script.follow()
         if not self._round.made:
             self._began = self._loop.told()

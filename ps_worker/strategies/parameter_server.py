@@ -271,8 +271,10 @@ def join(
         named = list(zip(spec.optimizers, optimizers, strict=True))
         tables = ServerTables(named_tables(models), spec.non_finite)
         layout = _described_layout(participation, spec)
+        # Each microbatch of a pipeline adds to the gradients: no bucket is full before the last one.
+        overlap = options.overlap if group is None or not group.is_pipeline else False
         steps = StepMaker(
-            *(spec, tensors, layout, named, tables, options.overlap, metrics),
+            *(spec, tensors, layout, named, tables, overlap, metrics),
             draft=participation.draft,
             timeline=participation.timeline,
         )

@@ -215,18 +215,18 @@ def test_weights_that_a_script_changes_count(
 
 
 class Told:
-    """A group of two members, of which the other one describes another job."""
+    """A group of two members, of which the other one describes another job, and has the same values."""
 
-    size, member = 2, 0
+    size, member, stages = 2, 0, (0, 0)
 
     def __init__(self, other: JobSpec) -> None:
-        self._other = other
+        self._others = [json.dumps(job_spec_data(other)).encode()]
 
     def all_through(self, make: Callable[[], Any]) -> Any:
         return make()
 
     def gather(self, own: bytes) -> list[bytes]:
-        return [own, json.dumps(job_spec_data(self._other)).encode()]
+        return [own, self._others.pop() if self._others else own]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_protocol.errors import JobMismatch
-from ps_protocol.job import JobSpec, difference, difference_of_uncut, validate
+from ps_protocol.job import JobSpec, are_cut_alike, difference, difference_of_uncut, validate
 from ps_protocol.layout import BucketSpec, ParameterSpec, PiecePlace, bucket_layout
 from ps_protocol.modes import parse_mode
 from ps_protocol.stages import StageSpec
@@ -222,6 +222,25 @@ def test_jobs_that_are_cut_otherwise_differ_in_nothing_else(job: JobSpec, one: i
     assert difference_of_uncut(job, replace(job, parameters=job.parameters[::-1])) == difference(
         job, replace(job, parameters=job.parameters[::-1])
     ), "what no group cuts has to be as it was"
+
+
+def stages(job: JobSpec, members: int) -> JobSpec:
+    """The job of a pipeline: each member holds every n-th parameter, whole."""
+    held = [replace(each, member=index % members) for index, each in enumerate(job.parameters)]
+    return replace(job, parameters=tuple(sorted(held, key=lambda each: each.member)), group_size=members)
+
+
+@given(jobs(), st.integers(2, 4), st.sampled_from(["one process", "other stages", "pieces"]))
+def test_stages_of_a_pipeline_become_another_cut_and_are_made_of_one(job: JobSpec, members: int, other: str) -> None:
+    one = stages(job, members)
+    another = {"one process": job, "other stages": stages(job, members + 1), "pieces": cut(job, members)}[other]
+    wholes = made_up(job)
+    for before, after in ((one, another), (another, one)):
+        validate(after)
+        assert not are_cut_alike(before, after)
+        assert difference_of_uncut(before, after) is None
+        found, expected = restored(before, after, snapshots(before, wholes)), snapshots(after, wholes)
+        assert all(same(found[index], expected[index]) for index in expected)
 
 
 ROWS = replace(ADAM, parameters=(ParameterSpec("w", (4, 4), "float32", 0), ParameterSpec("b", (2,), "float32", None)))
