@@ -179,6 +179,13 @@ def held_alike(group: Group | None, spec: JobSpec, tensors: Sequence[torch.Tenso
     return found if found is not None and found.are_some else None
 
 
+def are_reduced_late(spec: JobSpec, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the script of a group may reduce gradients of this member after backward: torch reduces those of DTensors
+    within it."""
+    each = zip(spec.parameters, tensors, strict=True)
+    return any(one.group is not None and not tensor.is_meta and not is_sharded(tensor) for one, tensor in each)
+
+
 def beside(tensor: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
     """Returns state on its parameter's device, and of its kind; numbers stay on the host, as torch keeps them."""
     is_like = value.shape == local(tensor).shape and name != "step"

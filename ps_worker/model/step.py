@@ -168,6 +168,9 @@ class StepMaker:
     tables:  the model's tables
     overlap: as in PrepareOptions
     draft:   sends a full bucket; returns the bytes that its shard keeps until the step counts
+    is_late: gradients may change after backward without a sign: torch does not count what a collective does with
+             them. None leaves early then, and all are checked in the step. In a pipeline none could leave early, as
+             each microbatch adds to all of them
     """
 
     def __init__(
@@ -181,12 +184,13 @@ class StepMaker:
         metrics: WorkerMetrics,
         draft: Callable[[BucketSpec], int],
         timeline: Timeline,
+        is_late: bool = False,
     ) -> None:
         self.tables = tables
         self.model = FlatModel(spec, tensors, layout, self._gradient_ready)
         self._trained = layout.trained
         self._spec, self._one_clock = spec, spec.consistency.one_clock
-        self._wanted_overlap = overlap
+        self._is_late, self._wanted_overlap = is_late, False if is_late else overlap
         self._overlaps: dict[int, Overlap] = {}  # by the optimizer's number
         # By bucket and optimizer that has any of its slices, the positions of those that it has not.
         self._others: dict[tuple[int, int | None], list[int]] = {}
@@ -267,7 +271,7 @@ class StepMaker:
         absent = gradients.gather(overlap.parameters)
         groups = self._groups.read()
         changed, drafts_hold = overlap.finish(gradients.marks(overlap.spaces), absent)
-        name = gradients.not_finite(overlap.parameters - absent, changed)
+        name = gradients.not_finite(overlap.parameters - absent, changed or self._is_late)
         if name is None and rows:
             name = self.tables.not_finite(rows)
         if name is not None:

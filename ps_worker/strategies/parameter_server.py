@@ -41,7 +41,7 @@ from ps_worker.data.loaders import (
 )
 from ps_worker.group import group_of, in_call
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
-from ps_worker.model.alike import held_alike
+from ps_worker.model.alike import are_reduced_late, held_alike
 from ps_worker.model.job_spec import describe
 from ps_worker.model.state_transfer import states_before
 from ps_worker.model.step import StepMaker
@@ -271,12 +271,11 @@ def join(
         named = list(zip(spec.optimizers, optimizers, strict=True))
         tables = ServerTables(named_tables(models), spec.non_finite)
         layout = _described_layout(participation, spec)
-        # Each microbatch of a pipeline adds to the gradients: no bucket is full before the last one.
-        overlap = options.overlap if group is None or not group.is_pipeline else False
         steps = StepMaker(
-            *(spec, tensors, layout, named, tables, overlap, metrics),
+            *(spec, tensors, layout, named, tables, options.overlap, metrics),
             draft=participation.draft,
             timeline=participation.timeline,
+            is_late=group is not None and (group.is_pipeline or are_reduced_late(spec, tensors)),
         )
         undo.callback(steps.model.release)
         steps.model.base.alike = held_alike(group, spec, tensors)

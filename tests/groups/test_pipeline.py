@@ -95,6 +95,15 @@ def test_stages_of_a_pipeline_end_as_one_process(
     assert all(torch.equal(each, Model().table.real) for each in tables), "those of group 0, in all groups"
 
 
+def test_gradients_that_a_script_sums_after_backward_leave_with_the_step(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    """Here of all parameters, as members with parts of each sample have them. torch counts no change of them."""
+    options = replace(ONE, copies=True, prepared={"overlap": True}, connected={"transport": "tcp"})
+    _, end = begun_and_ended(nursery, shared.address, job, tmp_path, options)
+    assert relative_distance(weights(end), one_process(options)) <= 1e-6
+
+
 def test_members_of_a_pipeline_have_the_same_batches(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
 ) -> None:

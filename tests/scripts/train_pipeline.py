@@ -46,6 +46,7 @@ class Options:
     schedule:  of torch.distributed.pipelining
     each:      stages of each member
     shards:    the model is cut by fully_shard instead
+    copies:    each member has the whole model and a part of the batch, and the script sums all gradients
     both:      a member is a stage, which fully_shard cuts over two processes
     micro:     microbatches of a step
     clip:      the norm that all gradients together are clipped to, where it is not 0
@@ -62,6 +63,7 @@ class Options:
     schedule: str = "1F1B"
     each: int = 1
     shards: bool = False
+    copies: bool = False
     both: bool = False
     micro: int = 2
     optimizer: str = "AdamW"
@@ -186,6 +188,8 @@ class Member:
             "gloo", init_method=f"file://{self.directory}/group-{self.group}", rank=self.member, world_size=members
         )
         self.more["group"] = dist.group.WORLD
+        if options.copies:
+            return
         if options.shards:
             mesh = init_device_mesh("cpu", (members,))
             fully_shard(self.parts[0], mesh=mesh)
@@ -228,14 +232,19 @@ class Member:
 
     def steps(self, session: Session) -> None:
         options, size = self.options, ROWS // self.shares
-        schedule = self.schedule() if options.members and not options.shards else None
+        schedule = self.schedule() if hasattr(self, "line") else None
         step = session.clock
         while step < options.steps:
             if step in options.holds:
                 self.leave(str(step))
                 hold(self.directory, 10 * self.group + self.member, step)
             words, wanted = (each[self.share * size :][:size] for each in batch(step))
-            if schedule is None:
+            if options.copies:
+                own = slice(self.member * size // options.members, (self.member + 1) * size // options.members)
+                (loss(self.parts[0](words[own]), wanted[own]) / options.members).backward()
+                for parameter in self.own.values():
+                    dist.all_reduce(parameter.grad)
+            elif schedule is None:
                 loss(self.parts[0](words), wanted).backward()
             else:
                 is_first, is_last = self.parts[0].is_first, self.parts[-1].is_last
