@@ -89,13 +89,7 @@ class Connection:
         timeline.connect()
         self.clock = self.finished = place.clock
         self._shard_of = shard_map.bucket_shards
-        self._buckets: dict[int, list[BucketSpec]] = {index: [] for index in shard_map.addresses}
-        frozen = model.frozen()
-        for bucket, shard in zip(model.layout.buckets, shard_map.bucket_shards, strict=True):
-            # Of what a group's first member has and nobody trains, others may have some, too: buffers, for example.
-            has_some = bucket.frozen and any(part.parameter in frozen for part in bucket.slices)
-            if model.layout.member in (None, bucket.member) or (has_some and not bucket.member):
-                self._buckets[shard].append(bucket)
+        self._buckets = _own_buckets(model, shard_map)
         self._under_way: list[Future[Any]] = []
         self._last = _LastStep()
         self._draft: Draft | None = None  # of the step that is being made
@@ -445,6 +439,18 @@ class Connection:
         self.drop_drafts()
         wait([*self._under_way, *self._last.left])
         self._under_way, self._last.left = [], []
+
+
+def _own_buckets(model: FlatModel, shard_map: ShardMap) -> dict[int, list[BucketSpec]]:
+    """Returns the buckets that this process pushes or pulls, by shard."""
+    found: dict[int, list[BucketSpec]] = {index: [] for index in shard_map.addresses}
+    frozen = model.frozen()
+    for bucket, shard in zip(model.layout.buckets, shard_map.bucket_shards, strict=True):
+        # Of what a group's first member has and nobody trains, others may have some, too: buffers, for example.
+        has_some = bucket.frozen and any(part.parameter in frozen for part in bucket.slices)
+        if model.layout.member in (None, bucket.member) or (has_some and not bucket.member):
+            found[shard].append(bucket)
+    return found
 
 
 def _skip(push: BucketPush) -> BucketPush:

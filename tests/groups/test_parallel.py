@@ -14,17 +14,9 @@ from ps_server.storage.export import export, model_state_dict
 from tests.scripts.train_parallel import Model, Options, one_process
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
-from tests.tools.groups import LEASE, WAIT_SECONDS, Groups, Tensors, begun_and_ended, same
+from tests.tools.groups import LEASE, WAIT_SECONDS, Groups, begun_and_ended, relative_distance, same
 
 SHARDED = Options(groups=1, members=4, shards=True, even=True, clip=0.02, asks=True, loads=True)
-
-
-def relative_distance(found: Tensors, expected: Tensors) -> float:
-    """The largest difference, as a part of the largest element of its tensor."""
-    assert found.keys() == expected.keys()
-    return max(
-        float((found[name] - each).abs().max()) / (float(each.abs().max()) or 1.0) for name, each in expected.items()
-    )
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,11 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, model_state_dict
 from ps_worker.model.job_spec import describe
 from ps_worker.values import PrepareOptions
-from tests.groups.test_parallel import relative_distance
 from tests.scripts.train_pipeline import Model, Options, one_process, trained
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
-from tests.tools.groups import LEASE, WAIT_SECONDS, Groups, Tensors, last, same
+from tests.tools.groups import LEASE, WAIT_SECONDS, Groups, Tensors, last, relative_distance, same
 
 ONE = Options(groups=1)
 NAMES = {name for name, _ in Model().named_parameters()}

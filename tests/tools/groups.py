@@ -125,6 +125,14 @@ def distance(found: Tensors, expected: Tensors) -> float:
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
+def relative_distance(found: Tensors, expected: Tensors) -> float:
+    """The largest difference, as a part of the largest element of its tensor."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[name] - each).abs().max()) / (float(each.abs().max()) or 1.0) for name, each in expected.items()
+    )
+
+
 def same(found: Tensors, expected: Tensors) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
