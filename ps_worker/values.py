@@ -81,11 +81,14 @@ class BucketAssignment:
 
 @dataclass(frozen=True)
 class PushResult:
-    """A push that is staged: its bytes, when it was, on the clock of time.perf_counter, and what they travelled as."""
+    """Pushes that are staged.
 
-    size: int
+    sizes:  their bytes, by what they travelled as
+    staged: when they were, on the clock of time.perf_counter
+    """
+
+    sizes: Mapping[str, int]
     staged: float
-    wire: str
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,13 @@ class PushChecker:
             return DraftGradient(*unit, call.clock, gradient, principal=principal)
         return StageGradient(*unit, call.clock, gradient, call.ranges, principal=principal)
 
+    def repeats(self, call: PushCall, pushed: PushedBucket) -> bool:
+        """Whether the same push at another clock needs no check: nobody looks at a gradient of it here."""
+        if pushed.kind is PushKind.GRADIENT:
+            looks = self._gradients.limits or (self._gradients.looks and not pushed.finite)
+            return call.payload is None and not looks
+        return pushed.kind in (PushKind.SKIP, PushKind.COMMIT)
+
     def _next(
         self, call: PushCall, pushed: PushedBucket, bucket: BucketSpec, payload: Buffer, principal: str
     ) -> Assign:

@@ -50,14 +50,14 @@ UNKNOWN = "unknown"  # whose call shows nothing that is known
 _MOST_MILLISECONDS = 2**31 - 1  # that an option takes
 
 
-# Set while a method runs, for what can only be checked once its request is read.
 @dataclass
-class _Running:
-    """A method that runs: for whom, and for which job, once that is known."""
+class Admitted:
+    """A call that was let in: its method, for whom and from where, what counts it, and its job, once that is known."""
 
     caller: Principal
     method: str
     host: str
+    call: CallInFlight
     job: str = ""
 
     def check(self, job: str) -> None:
@@ -66,7 +66,8 @@ class _Running:
             self.caller.check(self.method, job)
 
 
-_CALL: ContextVar[_Running | None] = ContextVar("call", default=None)
+# Set while its method runs, for what can only be checked once the request is read.
+_CALL: ContextVar[Admitted | None] = ContextVar("call", default=None)
 
 
 def check_job(job: str) -> None:
@@ -193,7 +194,8 @@ class CallInFlight:
 
     def wait(self) -> None:
         """Notes that it waits from now on and has no thread; it goes on to count as before where too many wait."""
-        self._calls.wait(self)
+        if not self.is_over:
+            self._calls.wait(self)
 
     def end(self) -> None:
         """Stops counting the call."""
@@ -274,14 +276,6 @@ def _busy(text: str) -> Backlogged:
     return error
 
 
-@dataclass(frozen=True)
-class Admitted:
-    """A call that was let in: its caller, and what counts it."""
-
-    caller: Principal
-    call: CallInFlight
-
-
 class CallLimits:
     """Counts calls in and out, each under its principal, and watches over their waits. Thread-safe.
 
@@ -353,7 +347,7 @@ class CallLimits:
         counted = self._in_flight.begin(caller.name, host, method, is_listed)
         if not call.add_callback(counted.end):
             counted.end()
-        return Admitted(caller, counted)
+        return Admitted(caller, method, host, counted)
 
     def _identify(self, call: ServerCall, host: str) -> Principal:
         """Returns the caller of a method. Raises Unauthenticated."""
@@ -364,15 +358,14 @@ class CallLimits:
             raise
 
     @contextlib.contextmanager
-    def running(self, caller: Principal, method: str, call: ServerCall) -> Iterator[None]:
-        """Tells `check_job` the caller and the method of this thread."""
-        running = _Running(caller, method, host_of(call.peer()))
-        token = _CALL.set(running)
+    def running(self, admitted: Admitted) -> Iterator[None]:
+        """Tells `check_job` which call this thread carries out."""
+        token = _CALL.set(admitted)
         try:
             yield
         except Forbidden as error:
-            job = running.job[:MAX_NAME_LENGTH]
-            audit.note(audit.REFUSED, str(error), caller.name, running.host, job, method)
+            job = admitted.job[:MAX_NAME_LENGTH]
+            audit.note(audit.REFUSED, str(error), admitted.caller.name, admitted.host, job, admitted.method)
             raise
         finally:
             _CALL.reset(token)
@@ -384,10 +377,11 @@ class CallLimits:
 
         Raises Refused if too many wait for a place.
         """
-        if call.request_bytes is not None and call.request_bytes <= SMALL_BYTES:
+        size = call.request_bytes
+        if size is not None and size <= SMALL_BYTES:
             return self._within(self._limits.upload_seconds, call)
         # A frame says its size before it comes, a message of gRPC does not.
-        kind = RequestKind.FRAMED if call.request_bytes is not None else kind_of(method)
+        kind = RequestKind.FRAMED if size is not None else kind_of(method)
         peer = call.peer()
         return self._receiving.place(kind, (caller.name, host_of(peer), peer), call)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,10 @@ from ps_frames.listener import DataListener, Tickets, Where
 from ps_frames.server import FrameCall, LastAnswer, LentMessage, Opener, ReceiveBuffers, ServerCall, Serving
 from ps_protocol.convert import Origin, Request
 from ps_protocol.errors import Forbidden, PSError
-from ps_protocol.framing import Parts
+from ps_protocol.framing import Parts, Repeated
 from ps_protocol.identity import Identity
 from ps_protocol.messages import data, rows
+from ps_protocol.messages.data import PullCall, PushCall
 from ps_protocol.v1 import data_pb2
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.pools import Pool
@@ -28,6 +29,7 @@ from ps_server.rpc.call_limits import caller_name, check_job, host_of, in_pool
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.streams import GrpcCall, PullStream, Send
 from ps_server.shard.outbox import Answer, Lent, Outbox
+from ps_server.shard.pushes import Checked
 from ps_server.shard.shard import Shard
 
 RECEIVE_BYTES = 64 * 2**20  # of memory for payloads that is kept for the next ones
@@ -159,10 +161,21 @@ class DataService:
         self._shard.pull(call, outbox, caller_name())
 
     def _exchange(self, request: Request, by: ServerCall, send: Send) -> None:
+        kept = by.kept
+        known: _KnownExchange | None = None if kept is None else kept.get("exchange")
+        if known is not None and known.comes_again(request):
+            check_job(known.push.worker.job)
+            self._shard.exchange(
+                known.push, known.pull, self._outbox(by, send, known.write), caller_name(), known.checked
+            )
+            return
         push, pull = data.read_exchange(request)
         _check_caller(push.worker, by)
-        outbox = self._outbox(by, send, partial(data.write_exchanged, self._origin_of(push.worker)))
-        self._shard.exchange(push, pull, outbox, caller_name())
+        write, checked = partial(data.write_exchanged, self._origin_of(push.worker)), Checked()
+        self._shard.exchange(push, pull, self._outbox(by, send, write), caller_name(), checked)
+        repeated = None if kept is None else data.repeated_exchange(request)
+        if kept is not None and repeated is not None:  # it was found good, so it is no larger than its job
+            kept["exchange"] = _KnownExchange(repeated, push, pull, write, checked)
 
     def _pull_rows(self, request: Request, by: ServerCall, send: Send) -> None:
         call = rows.read_pull(request)
@@ -188,6 +201,28 @@ class DataService:
         _check_caller(call.worker, by)
         outbox = self._outbox(by, send, partial(data.write_state, self._origin_of(call.worker)))
         self._shard.pull_state(call, outbox, caller_name())
+
+
+@dataclass
+class _KnownExchange:
+    """The last exchange of a data connection. That of the next step mostly differs from it in its clock alone.
+
+    write: makes a message of an answer
+    """
+
+    request: Repeated
+    push: PushCall
+    pull: PullCall
+    write: Callable[[Any], Parts]
+    checked: Checked
+
+    def comes_again(self, request: Request) -> bool:
+        """Whether a request is this one at the next clock; if so, this becomes that one."""
+        clock = self.push.clock + 1
+        if request != (self.request.at(clock), None):
+            return False
+        self.push, self.pull = replace(self.push, clock=clock), replace(self.pull, clock=clock)
+        return True
 
 
 def _by_grpc(behaviour: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,7 +288,7 @@ class FrameStream(Outbox):
     def tell_last(self, answer: Answer) -> None:
         """Sends an answer and the end of the call, in one frame."""
         self._send(LastAnswer(*self._write(answer)))
-        self.finish()
+        self._send(None)
 
     def together(self) -> AbstractContextManager[None]:
         """Returns a context: small answers and the end that are sent in it go out as one piece."""

@@ -322,6 +322,53 @@ def test_a_notice_says_which_buckets_are_there_and_how_long_pushes_have_been_sta
     assert messages.read_notice(messages.write_exchanged(ORIGIN, Notice((), 0.5)).whole(), True) == Notice((), 0.5)
 
 
+# -- requests that differ in their clock alone -----------------------------------------------------------------------
+
+CLOCKS = st.integers(1, 2**64 - 1) | st.integers(1, 300)
+INDICES = st.integers(0, 2**32 - 1)
+WORKERS = st.builds(types_pb2.WorkerIdentity, job=st.text(max_size=150), rank=INDICES, lease_key=st.just(b"secret"))
+PUSHED = st.builds(
+    data_pb2.PushHeader,
+    worker=WORKERS,
+    clock=CLOCKS,
+    buckets=st.lists(st.builds(data_pb2.BucketPush, bucket=INDICES, finite=st.booleans()), max_size=20),
+    groups=st.lists(st.builds(job_pb2.GroupUpdate, group=INDICES), max_size=3),
+)
+EXCHANGES = st.builds(
+    data_pb2.ExchangeRequest,
+    push=PUSHED,
+    buckets=st.lists(INDICES, max_size=9),
+    in_segment=st.sampled_from([None, SEGMENT]),
+)
+
+
+@settings(max_examples=200)
+@given(EXCHANGES, CLOCKS)
+def test_a_request_is_written_for_another_clock_as_the_generated_class_writes_it(
+    request: data_pb2.ExchangeRequest, clock: int
+) -> None:
+    written = request.SerializeToString()
+    repeated = messages.repeated_exchange(written)
+    assert repeated is not None
+    assert repeated.at(request.push.clock) == written
+    request.push.clock = clock
+    assert repeated.at(clock) == request.SerializeToString()
+    assert "secret" not in repr(repeated)
+
+
+def test_a_request_that_says_something_twice_is_not_repeated() -> None:
+    """What comes last counts, so the clock that stands where it belongs may not be that of the request."""
+    request = data_pb2.ExchangeRequest(push=pushing(GRADIENT, worker={"job": "job"}, clock=5), in_segment=SEGMENT)
+    plain, again = request.SerializeToString(), data_pb2.ExchangeRequest(push={"clock": 7}).SerializeToString()
+    assert messages.repeated_exchange(plain) is not None
+    assert messages.read_exchange(plain + again)[0].clock == 7
+    without = [b"", exchanged(COMMIT), pushed(pushing(clock=5))]
+    for unusual in (plain + again, again + plain, plain + b"\x7a\x00", *without):
+        assert messages.repeated_exchange(unusual) is None
+    large = data_pb2.ExchangeRequest(push=request.push, buckets=range(messages.MOST_REPEATED))
+    assert messages.repeated_exchange(large.SerializeToString()) is None
+
+
 # -- timelines ---------------------------------------------------------------------------------------------------------
 
 TIMED = Identity("job", 1, 2, b"key", "run")

@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from ps_protocol.errors import (
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_protocol.v1 import data_pb2
+from ps_runtime import reloading
+from ps_runtime.credentials import Access
 from ps_server.core.limits import Limits
 from ps_server.ops import status
 from tests.tools.cluster import Cluster, until
@@ -220,6 +223,59 @@ def test_a_ticket_of_a_place_that_is_lost_opens_nothing(shared: Cluster, worker:
 def test_connections_end_with_their_job(shared: Cluster, worker: RawWorker, client: FrameClient) -> None:
     status.end_job(shared.address, worker.spec.name)
     assert client.is_closed()
+
+
+# -- exchanges that differ in their clock alone ----------------------------------------------------------------------
+
+
+def exchange(worker: RawWorker, clock: int, **who: Any) -> Parts:
+    """Of a step without a gradient, and the weights."""
+    left_out = data_pb2.BucketPush(kind=data_pb2.PUSH_KIND_SKIP)
+    push = data_pb2.PushHeader(worker=worker.identity(**who), clock=clock, buckets=[left_out])
+    return Parts(data_pb2.ExchangeRequest(push=push, buckets=[0]).SerializeToString())
+
+
+def test_exchanges_of_one_step_after_the_other_each_count_once(worker: RawWorker, client: FrameClient) -> None:
+    for clock in (1, 2, 3, 3, 4):
+        [(answer, _)] = client.ask(Kind.EXCHANGE, exchange(worker, clock))
+        assert answer.buckets[0].version == clock
+    with pytest.raises(OutOfOrder):
+        client.ask(Kind.EXCHANGE, exchange(worker, 6))
+    with pytest.raises(Forbidden, match="this data connection is that of worker 0"):
+        client.ask(Kind.EXCHANGE, exchange(worker, 5, rank=1))
+    with pytest.raises(Forbidden, match="key"):
+        client.ask(Kind.EXCHANGE, exchange(worker, 5, lease_key=b"another"))
+    assert client.ask(Kind.EXCHANGE, exchange(worker, 5))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["for another job", "ended"])
+def test_an_exchange_like_the_last_is_refused_once_its_token_does_not_permit_it(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.0)
+    token, roles = "a-token-of-some-length", tmp_path / "roles"
+    access, own = Access(token=lambda: token), "cluster another-token-of-some-length"
+
+    def write(line: str) -> None:
+        roles.write_text(f"{line.format(token=token)}\n{own}\n")
+        roles.chmod(0o600)
+
+    write("worker:job {token}")
+    cluster = make_cluster(shards=1, tokens=roles)
+    with joined(cluster.address, vector_job("job", "async", CELLS, 1), access) as [worker]:
+        found = ticket(cluster.address, worker, access)
+        with FrameClient(found.port, found.ticket) as client:
+            assert client.is_open()
+            for clock in (1, 2, 3):
+                assert client.ask(Kind.EXCHANGE, exchange(worker, clock))
+            write("worker:other {token}" if known else "worker:job {token} until=2020-01-01")
+            if known:
+                with pytest.raises(Forbidden):
+                    client.ask(Kind.EXCHANGE, exchange(worker, 4))
+            else:
+                client.send(Kind.EXCHANGE, exchange(worker, 4))
+                assert client.is_closed(), "its worker comes again with a token of now"
+            assert cluster.shards[0].jobs()["job"].buckets[0].rule.version == 3, "of the refused one nothing counts"
 
 
 # -- hostile frames --------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts, split_head
 from ps_protocol.v1 import data_pb2
 from ps_runtime.channel import open_channel
+from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.grpc_status import error_from, failure_in
 from tests.tools.raw_worker import RawWorker
 
@@ -20,9 +21,11 @@ SECONDS = 20.0
 ANSWERS = {Kind.PUSH: data_pb2.PushResponse, Kind.PULL: data_pb2.PullResponse, Kind.EXCHANGE: data_pb2.ExchangeResponse}
 
 
-def ticket(address: str, worker: RawWorker, **other: Any) -> data_pb2.OpenDataConnectionResponse:
+def ticket(
+    address: str, worker: RawWorker, access: Access = PLAINTEXT, **other: Any
+) -> data_pb2.OpenDataConnectionResponse:
     """What a shard at an address says of data connections to this worker, or to one that it claims to be."""
-    call = open_channel(address).unary_unary(
+    call = open_channel(address, access).unary_unary(
         "/ps_protocol.v1.DataService/OpenDataConnection",
         request_serializer=data_pb2.OpenDataConnectionRequest.SerializeToString,
         response_deserializer=data_pb2.OpenDataConnectionResponse.FromString,

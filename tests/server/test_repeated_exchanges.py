@@ -1,0 +1,156 @@
+"""An exchange that differs from the one before in its clock alone is checked once, for as long as what it was checked
+with stays the same. Whether its worker may make it is asked each time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ps_protocol.errors import Fenced, InvalidRequest, LimitExceeded, NonFiniteGradient, PSError, UnknownWorker
+from ps_protocol.identity import Identity
+from ps_protocol.layout import bucket_layout
+from ps_protocol.messages.data import PullCall, PushCall, PushedBucket, PushKind
+from ps_protocol.segment_layout import SegmentMap, segment_plan
+from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
+from ps_server.core.commands import StageGradient
+from ps_server.shard.pushes import Checked
+from ps_server.shard.shard import Shard
+from ps_worker.cluster.local_segment import LocalSegment
+from tests.tools.outbox import Answers
+from tests.tools.partitions import job_spec, lone_shard, push
+
+RANK, INCARNATION = 0, 1
+BYTES = 2 * 128  # of the gradients of a step
+
+
+class Sharing:
+    """A worker whose gradients and weights lie in a segment. finite: it says that it has looked at its gradients"""
+
+    def __init__(self, shard: Shard, finite: bool = True, rank: int = RANK) -> None:
+        self.shard, self.finite = shard, finite
+        self.worker = Identity("sums", rank, rank + 1)
+        self.checked = Checked()
+        self.attach()
+
+    def attach(self) -> None:
+        spec = job_spec()
+        plan = segment_plan(bucket_layout(spec.parameters, spec.bucket_bytes))
+        segment = LocalSegment(plan.size, DEFAULT_SHARED_DIRECTORY)
+        self.memory = SegmentMap(segment.memory, plan)
+        self.shard.attach(self.worker, segment.offer)
+        segment.hide()
+
+    def exchange(self, clock: int, gradient: float = 1.0, caller: str = "them", **other: Any) -> list[float]:
+        """Pushes the same gradient for both buckets at a clock, as the call before but for that; `other`: fields of
+        the push. Returns the first weight of each bucket."""
+        self.memory.gradients["float32"][:] = gradient
+        buckets = tuple(PushedBucket(index, PushKind.GRADIENT, finite=self.finite) for index in (0, 1))
+        call = replace(PushCall(self.worker, clock, buckets, None), **other)
+        outbox = Answers()
+        self.shard.exchange(call, PullCall(call.worker, clock, (0, 1), True), outbox, caller, self.checked)
+        if outbox.error is not None:
+            raise outbox.error
+        return [self.memory.weights["float32"][first].item() for first in (0, 32)]
+
+    @property
+    def is_checked(self) -> bool:
+        return self.checked.job is self.shard.jobs()["sums"]
+
+
+@pytest.fixture
+def sharing() -> Sharing:
+    made = Sharing(lone_shard("sync", 1))
+    assert made.exchange(1) == [-1.0, -1.0]
+    assert made.is_checked
+    return made
+
+
+def test_each_step_has_the_gradient_of_its_own_time(sharing: Sharing) -> None:
+    assert sharing.exchange(2, 3.0) == [-4.0, -4.0]
+    assert sharing.exchange(3, -4.0) == [0.0, 0.0]
+    commands = [command for command, _ in sharing.checked.commands]
+    assert [type(command) for command in commands] == [StageGradient] * 2
+    assert {command.clock for command in commands} == {1}, "they were made with the first call"
+
+
+def test_a_step_that_comes_twice_counts_once(sharing: Sharing) -> None:
+    assert [sharing.exchange(2) for _ in range(2)] == [[-2.0, -2.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("finite", "norm_limit", "bad", "error"),
+    [(False, math.inf, math.nan, NonFiniteGradient), (True, 100.0, 1000.0, LimitExceeded)],
+    ids=["its worker has not looked", "a limit of the norm"],
+)
+def test_gradients_at_which_the_shard_looks_are_looked_at_each_time(
+    finite: bool, norm_limit: float, bad: float, error: type[PSError]
+) -> None:
+    sharing = Sharing(lone_shard("sync", 1, norm_limit=norm_limit), finite)
+    assert sharing.exchange(1) == [-1.0, -1.0]
+    assert not sharing.is_checked
+    with pytest.raises(error):
+        sharing.exchange(2, bad)
+    assert sharing.exchange(2) == [-2.0, -2.0]
+
+
+# -- the end of what it was checked with -----------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_removed_is_refused(sharing: Sharing) -> None:
+    sharing.shard.remove_worker("sums", RANK, INCARNATION)
+    with pytest.raises(UnknownWorker):
+        sharing.exchange(2)
+
+
+def test_a_worker_whose_place_is_taken_is_refused(sharing: Sharing) -> None:
+    sharing.shard.add_worker("sums", RANK, INCARNATION + 1, 1)
+    with pytest.raises(Fenced):
+        sharing.exchange(2)
+
+
+def test_a_worker_without_its_key_is_refused(sharing: Sharing) -> None:
+    sharing.shard.add_worker("sums", RANK, INCARNATION + 1, 1, key=b"key")
+    sharing.worker = replace(sharing.worker, incarnation=INCARNATION + 1, key=b"key")
+    sharing.attach()
+    assert sharing.exchange(2) == [-2.0, -2.0]
+    with pytest.raises(PSError, match="key"):
+        sharing.exchange(3, worker=replace(sharing.worker, key=b"another"))
+
+
+def test_an_ended_job_takes_nothing(sharing: Sharing) -> None:
+    sharing.shard.drop_job("sums")
+    with pytest.raises(PSError):
+        sharing.exchange(2)
+
+
+def test_a_job_that_begins_anew_checks_anew(sharing: Sharing) -> None:
+    """As after a rollback: a job of the same name has other buckets, where what was checked would be wrong."""
+    shard, before = sharing.shard, sharing.checked.job
+    shard.drop_job("sums")
+    shard.create_job(replace(job_spec(), bucket_bytes=256), [0, 1])
+    shard.add_worker("sums", RANK, INCARNATION, 0)
+    assert shard.jobs()["sums"] is not before
+    sharing.attach()
+    with pytest.raises(InvalidRequest, match="bucket 1 holds what no optimizer steps"):
+        sharing.exchange(1)
+
+
+def test_a_segment_that_takes_the_place_of_another_is_the_one_that_is_read(sharing: Sharing) -> None:
+    sharing.attach()
+    assert sharing.exchange(2, 5.0) == [-6.0, -6.0]
+    assert sharing.checked.segment is sharing.shard.jobs()["sums"].of_workers.segments[RANK, 0].segment
+
+
+def test_what_is_staged_counts_for_who_calls_now() -> None:
+    """A token may get another name while its worker trains."""
+    shard = lone_shard("sync", 2)
+    sharing = Sharing(shard, rank=1)  # its gradients stay staged until worker 0 comes
+    for clock, (caller, other) in enumerate((("one", "two"), ("two", "one")), 1):
+        sharing.exchange(clock, caller=caller)
+        assert (shard.principals.bytes_of(caller), shard.principals.bytes_of(other)) == (BYTES, 0)
+        for bucket in (0, 1):
+            shard.push(push(bucket, clock))
+    assert sharing.is_checked
