@@ -58,7 +58,8 @@ def split_head(head: Buffer, payload_bytes: int) -> bytes:
 
     payload_bytes: size of the elements; 0: the payload is missing or empty
 
-    Raises InvalidRequest as `split_message` does, and if the head announces another size.
+    Raises InvalidRequest as `split_message` does, and if the head announces another size. A head that cannot have a
+    payload is returned unread: its errors appear when protobuf parses it.
     """
     if not payload_bytes and not _MAY_HAVE_PAYLOAD.search(head):
         return bytes(head)
@@ -153,20 +154,21 @@ def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
 
 _HEADER_TAG = _WORKER_TAG = 1 << 3 | _LENGTH_DELIMITED
 _CLOCK_TAG = 2 << 3
+_LAST_CLOCK = 2**64 - 1
 
 
 @dataclass(frozen=True, repr=False)  # the header has the worker's key
 class Repeated:
     """A request without its clock.
 
-    before: the bytes of its header before the clock's number
-    after:  the bytes behind it
-    header: how many of `after` belong to the header
+    before:         the bytes of its header before the clock's number
+    after:          the bytes behind it
+    rest_of_header: how many of `after` belong to the header
     """
 
     before: bytes
     after: bytes
-    header: int
+    rest_of_header: int
 
     @staticmethod
     def of(request: bytes) -> Repeated | None:
@@ -185,8 +187,10 @@ class Repeated:
             return None
         return Repeated(request[start : behind + length + 1], request[after:], start + size - after)
 
-    def at(self, clock: int) -> bytes:
-        """Returns the bytes of the request at a clock."""
+    def at(self, clock: int) -> bytes | None:
+        """Returns the bytes of the request at a clock; None for a clock past the 64 bits that it has on the wire."""
+        if clock > _LAST_CLOCK:
+            return None
         number = _varint(clock)
-        size = _varint(len(self.before) + len(number) + self.header)
+        size = _varint(len(self.before) + len(number) + self.rest_of_header)
         return b"".join((bytes((_HEADER_TAG,)), size, self.before, number, self.after))

@@ -43,7 +43,8 @@ from ps_protocol.stages import StageSpec
 from ps_protocol.v1 import data_pb2
 
 NO_PAYLOAD = memoryview(b"")
-MOST_REPEATED = 2**16  # bytes of an exchange that a shard keeps for each connection
+# Bytes of an exchange that a shard keeps for each connection: they name more than 1,500 buckets.
+MOST_REPEATED = 2**14
 
 # -- pushes ------------------------------------------------------------------------------------------------------------
 
@@ -322,10 +323,14 @@ def read_exchange(data: Request) -> tuple[PushCall, PullCall]:
     return call, _pull(call.worker, call.clock, request, in_segment)
 
 
-def repeated_exchange(data: Request) -> Repeated | None:
-    """Returns a small ExchangeRequest without its clock; None if it is not as a generated class writes it."""
-    head = data if isinstance(data, bytes) else data.head
-    if len(head) > MOST_REPEATED or data_pb2.ExchangeRequest.FromString(head).SerializeToString() != head:
+def repeated_exchange(data: Request, push: PushCall, pull: PullCall) -> Repeated | None:
+    """Returns a small ExchangeRequest without its clock; None if its elements come with it, if it names leased data,
+    which a next step has no more, and if it is not what `write_exchange` makes of what was read.
+
+    push, pull: what was read. A field that this code does not know is not there, so it is not kept
+    """
+    head, payload = data if isinstance(data, Parts) else (data, None)
+    if payload is not None or push.ranges or len(head) > MOST_REPEATED or write_exchange(push, pull) != head:
         return None
     return Repeated.of(head)
 

@@ -221,9 +221,8 @@ class UpdateRule(Generic[T]):
         taken = {*map(_RANK, self.added)}
         for rank in sorted(self.waiting.keys() | self.roster.keys()):
             # A worker that joins may stage its first clock while an earlier update is open here: that one is not its.
-            add = self.waiting.get(rank)
-            if add is not None and add.clock <= self.version + 1:
-                return add
+            if self._is_next(rank):
+                return self.waiting[rank]
             if rank not in taken and self._is_needed(rank):
                 return None
         # What waits is for a later update, and no worker is left to bring this one: it is an empty one.

@@ -40,8 +40,9 @@ FRAME_BYTES = 1 << 20  # of what clients send: with frames of gRPC's 16 KiB a ro
 # all that others have begun: beside eight principals that cancel calls at once, 11 to 22 ms with 24 to 48 of these,
 # 140 to 170 ms with 128 (`bench flood`).
 STREAMS_OF_A_CONNECTION = 48
-# Of a request on a data connection that waits for no place: each connection has one at a time, and 8,192 of these take
-# 32 MiB. Most exchanges are as small, and a worker waits for each.
+# Of a request on a data connection that waits for no place: each connection receives one at a time, and 8,192 of these
+# take 32 MiB. Most exchanges are as small, and a worker waits for each. What is kept of its last exchange has a bound
+# of its own: MOST_REPEATED.
 SMALL_BYTES = 4096
 TOLD_AT_ONCE = 20  # errors in a second, before requests are read; the others are kept back
 PRESSED_SECONDS = 60.0  # after one was

@@ -33,6 +33,7 @@ from ps_server.shard.pushes import Checked
 from ps_server.shard.shard import Shard
 
 RECEIVE_BYTES = 64 * 2**20  # of memory for payloads that is kept for the next ones
+_LAST_EXCHANGE = "last exchange"  # what is kept for a connection
 
 
 class DataService:
@@ -162,20 +163,22 @@ class DataService:
 
     def _exchange(self, request: Request, by: ServerCall, send: Send) -> None:
         kept = by.kept
-        known: _KnownExchange | None = None if kept is None else kept.get("exchange")
-        if known is not None and known.comes_again(request):
+        last: _KnownExchange | None = None if kept is None else kept.get(_LAST_EXCHANGE)
+        known = None if last is None else last.next(request)
+        if known is None:
+            push, pull = data.read_exchange(request)
+            _check_caller(push.worker, by)
+            repeated = None if kept is None else data.repeated_exchange(request, push, pull)
+            write = partial(data.write_exchanged, self._origin_of(push.worker))
+            known = _KnownExchange(repeated, push, pull, write, Checked())
+        else:
             check_job(known.push.worker.job)
-            self._shard.exchange(
-                known.push, known.pull, self._outbox(by, send, known.write), caller_name(), known.checked
-            )
-            return
-        push, pull = data.read_exchange(request)
-        _check_caller(push.worker, by)
-        write, checked = partial(data.write_exchanged, self._origin_of(push.worker)), Checked()
-        self._shard.exchange(push, pull, self._outbox(by, send, write), caller_name(), checked)
-        repeated = None if kept is None else data.repeated_exchange(request)
-        if kept is not None and repeated is not None:  # it was found good, so it is no larger than its job
-            kept["exchange"] = _KnownExchange(repeated, push, pull, write, checked)
+        outbox = self._outbox(by, send, known.write)
+        self._shard.exchange(known.push, known.pull, outbox, caller_name(), known.checked)
+        # Now that it is carried out: one that is refused may come again. What needs a check each time is not kept: only
+        # what was checked is known to name no more than its job has.
+        if kept is not None and known.request is not None and known.checked.job is not None:
+            kept[_LAST_EXCHANGE] = known
 
     def _pull_rows(self, request: Request, by: ServerCall, send: Send) -> None:
         call = rows.read_pull(request)
@@ -203,26 +206,26 @@ class DataService:
         self._shard.pull_state(call, outbox, caller_name())
 
 
-@dataclass
+@dataclass(frozen=True)
 class _KnownExchange:
-    """The last exchange of a data connection. That of the next step mostly differs from it in its clock alone.
+    """An exchange of a data connection. That of the next step mostly differs from it in its clock alone.
 
-    write: makes a message of an answer
+    request: None: it is not kept
+    write:   makes a message of an answer
     """
 
-    request: Repeated
+    request: Repeated | None
     push: PushCall
     pull: PullCall
     write: Callable[[Any], Parts]
     checked: Checked
 
-    def comes_again(self, request: Request) -> bool:
-        """Whether a request is this one at the next clock; if so, this becomes that one."""
+    def next(self, request: Request) -> _KnownExchange | None:
+        """Returns this exchange at the next clock; None if that is not what is asked for."""
         clock = self.push.clock + 1
-        if request != (self.request.at(clock), None):
-            return False
-        self.push, self.pull = replace(self.push, clock=clock), replace(self.pull, clock=clock)
-        return True
+        if self.request is None or request != (self.request.at(clock), None):
+            return None
+        return replace(self, push=replace(self.push, clock=clock), pull=replace(self.pull, clock=clock))
 
 
 def _by_grpc(behaviour: Callable[..., Any]) -> Callable[..., Any]:

@@ -80,7 +80,7 @@ class Pulls:
 
         outbox:     where the answers go
         principal:  the caller, to whom the pull counts
-        is_checked: of this job's buckets it has asked before for the same
+        is_checked: the buckets of this call were checked against this job before
         """
         worker, indices, shared = call.worker, call.buckets, call.in_segment
         segment = job.segment(worker) if shared else None
@@ -387,12 +387,14 @@ class Pulls:
             pulls = [(waiter.pull.worker.rank, waiter.pull.clock) for waiter in there.values()]
             by_mode = zip(there.values(), unit.unit.admit_all(pulls), strict=True)
             self._account(job, [(waiter, _with_owed(unit, each, waiter.owed)) for waiter, each in by_mode], now)
-            unit.waiters, admitted = {}, []
+            left: dict[int, Waiter] = {}
+            admitted = []
             for number, waiter in there.items():
                 if waiter.admission.admitted:
                     admitted.append((waiter, self._times(job, index, waiter.pull)))
                 else:
-                    unit.waiters[number] = waiter
+                    left[number] = waiter
+            unit.waiters = left  # at once: others look there without the lock
         for waiter, times in admitted:
             self._send(job, index, waiter.pull, waiter.waited, times)
         for pull, reason in lost:

@@ -58,11 +58,17 @@ class Checked:
     ) -> Sequence[tuple[UnitCommand, int]]:
         """Returns the commands that stage a call, each with the bytes of its payload. Checks it if need be."""
         if self.job is job and self.segment is segment:
-            return [(replace(each, clock=call.clock, principal=principal), size) for each, size in self.commands]
+            worker, clock = call.worker, call.clock
+            return [
+                (replace(each, worker=worker, clock=clock, principal=principal), size) for each, size in self.commands
+            ]
         commands = _check(job, call, principal, segment)
-        if all(job.state.checker.repeats(call, bucket) for bucket in call.buckets):
-            self.job, self.segment = job, segment
-            self.commands = [(each, size) for each, size in commands if isinstance(each, PushCommand)]
+        if job.state.checker.holds_for_all_clocks(call):
+            made = []
+            for each, size in commands:
+                assert isinstance(each, PushCommand), each
+                made.append((each, size))
+            self.commands, self.job, self.segment = made, job, segment
         return commands
 
 

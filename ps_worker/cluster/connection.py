@@ -331,7 +331,8 @@ class Connection:
                 sending = transport.exchange(clock, own, [push.bucket for push in own], drafted)
                 pushed += sending.pushes
                 pulled.append(sending.pull)
-                commits += [sending.pull] * sending.commits
+                if sending.commits:
+                    commits.append(sending.pull)
                 rest += sending.rest
         # In one order over all shards.
         for push in sorted(rest, key=lambda push: push.bucket.index):

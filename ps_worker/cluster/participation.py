@@ -68,14 +68,11 @@ class Participation:
     started:         called when all declared workers have joined
     figures:         what this worker has measured, for those that watch the job; None: nothing
     timeline:        records the times of steps; None: a new one, which records nothing until it is asked to
-    connection:      the connection of the place that the training thread is in. There is one from `connect` on
     script:          tells the coordinator what this worker's script has set
     group:           the processes that are this worker; None: this one is. All of them call these methods then
     has_arrived:     the step loop has gone on from the current place. `rejoin` sets it to False, and the loop to True:
                      a signal in between has the next step, or wait, begin with what is left of the move
     """
-
-    connection: Connection
 
     def __init__(
         self,
@@ -100,7 +97,7 @@ class Participation:
         self._started = started
         self.stage_limit = 0  # how many stages the job may come to: from `join` on
         self._shard_map = ShardMap({}, ())
-        self._connection: Connection | None = None  # None only until the first one is made: `connection`
+        self._connection: Connection | None = None  # None only until the first one is made
         self._begun = False
         self._before: RowsBefore | None = None  # while `connect` runs
         self.has_arrived = True
@@ -212,8 +209,7 @@ class Participation:
     def _enter(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """Makes the connection of a place; returns when the weights are here and all declared workers have joined."""
         self._shard_map = place.shard_map or self._shard_map
-        connection = Connection(self.options, place, self._shard_map, model, self.timeline)
-        self._connection = self.connection = connection
+        connection = self._connection = Connection(self.options, place, self._shard_map, model, self.timeline)
         self._check(place)  # `_cut_off` knew nothing of this connection until now
         if not self._begun:
             if place.identity.rank == 0:  # the shards take its rows and values if they have none yet
@@ -248,6 +244,12 @@ class Participation:
         return Participation(options, self._metrics_address, self._started)
 
     # -- the current place -------------------------------------------------------------------------------------------
+
+    @property
+    def connection(self) -> Connection:
+        """The connection of the place that the training thread is in. There is one from `connect` on."""
+        assert self._connection is not None
+        return self._connection
 
     @property
     def draft(self) -> Callable[[BucketSpec], int]:

@@ -199,12 +199,14 @@ class SharedTransport:
         self, clock: int, pushes: Sequence[BucketPush], missing: Sequence[int], step: RecordedStep | None
     ) -> bytes:
         """Returns an ExchangeRequest. Those of steps that differ in their clock alone are written once."""
-        content = pushes, missing, step is not None
-        if self._written is not None and self._written[0] == content:
-            return self._written[1].at(clock)
-        call = data.push_of(self._worker, clock, pushes, None, finite=self._finite(pushes))
-        request = data.write_exchange(call, self._wanted(clock, missing, step))
-        repeated = data.repeated_exchange(request)
+        content, written = (pushes, missing, step is not None), self._written  # once: retries run on another thread
+        again = written[1].at(clock) if written is not None and written[0] == content else None
+        if again is not None:
+            return again
+        push = data.push_of(self._worker, clock, pushes, None, finite=self._finite(pushes))
+        pull = self._wanted(clock, missing, step)
+        request = data.write_exchange(push, pull)
+        repeated = data.repeated_exchange(request, push, pull)
         self._written = None if repeated is None else (content, repeated)
         return request
 

@@ -4,10 +4,13 @@ with stays the same. Whether its worker may make it is asked each time."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from ps_protocol.errors import Fenced, InvalidRequest, LimitExceeded, NonFiniteGradient, PSError, UnknownWorker
 from ps_protocol.identity import Identity
@@ -19,6 +22,8 @@ from ps_server.core.commands import StageGradient
 from ps_server.shard.pushes import Checked
 from ps_server.shard.shard import Shard
 from ps_worker.cluster.local_segment import LocalSegment
+from tests.tools.cluster import Cluster
+from tests.tools.frame_client import clocks_read
 from tests.tools.outbox import Answers
 from tests.tools.partitions import job_spec, lone_shard, push
 
@@ -94,6 +99,43 @@ def test_gradients_at_which_the_shard_looks_are_looked_at_each_time(
     with pytest.raises(error):
         sharing.exchange(2, bad)
     assert sharing.exchange(2) == [-2.0, -2.0]
+
+
+def test_an_exchange_is_checked_each_time_that_names_groups_of_no_bucket_in_it(sharing: Sharing) -> None:
+    """Nobody has looked at them: there may be any number."""
+    sharing.checked = Checked()
+    sharing.exchange(2, buckets=(), groups={7: {"lr": 0.5}})
+    assert sharing.checked.job is None
+    sharing.exchange(2)
+    assert sharing.is_checked
+
+
+def test_what_was_checked_is_staged_for_the_worker_that_calls() -> None:
+    shard = lone_shard("sync", 2)
+    first, second = Sharing(shard, rank=0), Sharing(shard, rank=1)
+    first.exchange(1)
+    [job] = shard.jobs().values()
+    call = PushCall(second.worker, 1, (PushedBucket(0, PushKind.GRADIENT, finite=True),), None)
+    made = first.checked.commands_of(job, call, "them", first.checked.segment)
+    assert {command.worker for command, _ in made} == {second.worker}
+
+
+def test_the_steps_of_a_session_are_read_once(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = clocks_read(monkeypatch)
+    with make_cluster(shards=1).connect("sync", transport="shm") as session:
+        model = nn.Linear(4, 2, bias=False)
+        model.weight.data.zero_()
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+        for rate in (1.0, 1.0, 1.0, 0.5, 0.5):
+            optimizer.param_groups[0]["lr"] = rate
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(model.weight, torch.full((2, 4), -4.0))
+    assert clocks == [1, 4]
 
 
 # -- the end of what it was checked with -----------------------------------------------------------------------------

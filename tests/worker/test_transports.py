@@ -232,6 +232,24 @@ def test_each_step_asks_for_what_it_has_at_its_own_clock(
         assert read_exchange(peer.requests[-1]) == (call, PullCall(WHO, clock, indices, in_segment=True))
 
 
+@pytest.mark.parametrize("shared", [MadeInSegment], indirect=True)
+def test_a_request_that_is_repeated_while_another_is_written_is_its_own(
+    shared: tuple[Peer, MadeInSegment, SharedTransport],
+) -> None:
+    """A thread of the pool asks again for the step before, after its connection has broken."""
+    _, _, way = shared
+    first, later = full_push(1), replace(full_push(1), groups={0: {"lr": 0.5}})
+    before = way._request(1, [first], [1], None)
+
+    class Compared(list[BucketPush]):
+        def __eq__(self, other: object) -> bool:
+            way._request(1, [later], [1], None)  # as the other thread, at this moment
+            return super().__eq__(other)
+
+    assert way._request(1, Compared([first]), [1], None) == before
+    assert read_exchange(before)[0].groups == {}
+
+
 def test_a_push_after_the_end_fails(shared: tuple[Peer, CopiedGradients, SharedTransport]) -> None:
     _, _, way = shared
     way.close()
