@@ -22,6 +22,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec
 from ps_protocol.tensors import TORCH_DTYPES, parts_of, whole_of
 from ps_worker.group import Group
+from ps_worker.model.pipeline_stages import NAMES
 from ps_worker.model.sharded import as_placed, is_sharded, like, local
 from ps_worker.model.tracked import values
 
@@ -134,10 +135,11 @@ class HeldAlike:
                 if not _are_close(found, expected):
                     raise InvalidRequest(
                         f"members {parameter.member} and {member} of a group hold the same of {parameter.name}, and "
-                        f"have unlike gradients of it: of norm {_norm(expected)} and {_norm(found)}. What they hold "
-                        "alike gets the same gradient: give them the same batches, or reduce it within the group. "
-                        "Stages of a pipeline sum it: torch.distributed.all_reduce(parameter.grad, group=...) over "
-                        "those that hold it, before clipping and optimizer.step()"
+                        f"have unlike gradients of it: of norm {_norm(expected)} and {_norm(found)}. If they are two "
+                        f"layers, they need two names. {NAMES}. If it is one parameter, it gets the same gradient: "
+                        "give the members the same batches, or reduce it within the group. Stages of a pipeline sum "
+                        "it: torch.distributed.all_reduce(parameter.grad, group=...) over those that hold it, before "
+                        "clipping and optimizer.step()"
                     )
             if expected and expected[0] > 0:
                 self._unchecked.discard(index)

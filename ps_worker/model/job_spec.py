@@ -17,7 +17,7 @@ from ps_protocol.optimizers import hyper_parameters, optimizer_name
 from ps_worker.group import Group
 from ps_worker.model.elements import element_spec, is_trained, parts_that_travel
 from ps_worker.model.group_spec import described_together
-from ps_worker.model.pipeline_stages import refuse_unlike, stages_of
+from ps_worker.model.pipeline_stages import refuse_second, stages_of
 from ps_worker.model.refused import refuse_lazy, refuse_sparse, refuse_sync_batch_norm, refuse_wrapped
 from ps_worker.model.sharded import data_share, is_sharded, local, piece_of, uses_fsdp
 from ps_worker.tables.modules import named_tables
@@ -51,7 +51,7 @@ def describe(
 
     if group is not None:
         group.data = data_share(models)
-        group.stages = stages_of(group, {key for key, _ in _named(models, are_stages=True)})
+        group.stages = stages_of(group, {key for key, _ in _named(models, are_stages=True)}, group.data[1])
     spec, tensors = own() if group is None else described_together(group, own)
     validate(spec)
     return spec if options.bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
@@ -113,16 +113,15 @@ def _parameters(
     not_saved = {id(buffer) for model in models for buffer in _not_persistent(model)}
     parameters: list[ParameterSpec] = []
     tensors: list[torch.Tensor] = []
-    by_name: dict[str, torch.Tensor] = {}
+    names: set[str] = set()
     for key, tensor in _named(models, group is not None and group.is_pipeline):
         if id(tensor) in known:
             continue
         known.add(id(tensor))
         number, optimizer = groups.pop(id(tensor), (None, 0))
-        if key in by_name:
-            refuse_unlike(key, by_name[key], tensor, number is not None)
-            continue
-        by_name[key] = tensor
+        if key in names:
+            refuse_second(key)
+        names.add(key)
         if group is not None and is_sharded(tensor):
             piece = piece_of(key, tensor, group.ranks)
             if piece is not None:

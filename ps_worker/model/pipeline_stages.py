@@ -15,7 +15,8 @@ import hashlib
 import json
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -31,30 +32,41 @@ NAMES = (
     "in place of the layers that the stage has not (docs/groups.md#pipeline-stages)"
 )
 
+_SEED = (
+    "What members of a group hold alike has the same values in all of them, before prepare: call torch.manual_seed "
+    "with one seed in all members, or torch.distributed.broadcast the values of one"
+)
+
 Key = tuple[str, tuple[int, ...]]  # of a parameter, or a piece: ParameterSpec.key
 
 
-def stages_of(group: Group, names: Collection[str]) -> list[int]:
+def stages_of(group: Group, names: Collection[str], shares: int) -> list[int]:
     """Returns the stage of each member, by the number of the first member that holds it. A call of all members.
 
-    names: of what this member's models have
+    names:  of what this member's models have
+    shares: how many shares of the group's data there are, as this member's models tell
+    Raises InvalidRequest, on all members, if they do not have the same number of shares.
     """
-    told = group.gather(hashlib.sha256("\n".join(sorted(names)).encode()).digest())
-    return [told.index(each) for each in told]
-
-
-def refuse_unlike(name: str, one: torch.Tensor, other: torch.Tensor, is_trained: bool) -> None:
-    """Raises InvalidRequest for two tensors of one name in stages of one process, unless they are copies of what nobody
-    trains, such as tables of positions.
-
-    is_trained: an optimizer steps the other one
-    """
-    is_copy = not is_trained and one.shape == other.shape and one.dtype == other.dtype
-    if not is_copy or not torch.equal(flat_parts(local(one)), flat_parts(local(other))):
+    own = [hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest(), shares]
+    told = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
+    held, counts = [each[0] for each in told], [each[1] for each in told]
+    other = next((member for member, count in enumerate(counts) if count != counts[0]), None)
+    if other is not None:
         raise InvalidRequest(
-            f"two stages in this process both have {name}: one parameter that both have is one tensor in the two, as "
-            f"in head.weight = embedding.weight. {NAMES}"
+            f"members 0 and {other} of this worker's group share its data by {counts[0]} and by {counts[other]}: there "
+            "are as many shares as the first dimension of the mesh of fully_shard is long, and one where it was not "
+            "called. Call it in all members, over meshes of one shape"
         )
+    return [held.index(each) for each in held]
+
+
+def refuse_second(name: str) -> None:
+    """Raises InvalidRequest for a second tensor of a name in the stages of one process."""
+    raise InvalidRequest(
+        f"two stages in this process both have {name}: what both have, a parameter or a buffer, is one tensor in the "
+        "two, as in head.weight = embedding.weight. Share a buffer after model.to(session.device), which makes a new "
+        f"one in each. {NAMES}"
+    )
 
 
 def check_values(group: Group, specs: Sequence[Sequence[ParameterSpec]], tensors: Mapping[Key, torch.Tensor]) -> None:
@@ -68,56 +80,85 @@ def check_values(group: Group, specs: Sequence[Sequence[ParameterSpec]], tensors
     for member, parameters in enumerate(specs):
         for each in parameters:
             held.setdefault(each.key, {})[member] = each
-    shared = {key: _Shared(each, len({group.stages[m] for m in each}) > 1) for key, each in held.items()}
-    wanted = [key for key, each in shared.items() if len(each.by) > 1 and (each.is_trained or each.is_across)]
+    wanted = {
+        key: shared
+        for key, shared in ((key, _Shared(each, group.stages)) for key, each in held.items())
+        if len(shared.by) > 1 and (shared.is_trained or shared.is_across)
+    }
     if not wanted:
         return
-    own = [None if key not in tensors else _told(tensors[key], shared[key].is_across) for key in wanted]
+    own = group.all_through(lambda: [astuple(_told(tensors[key])) if key in tensors else None for key in wanted])
     told: list[list[Any]] = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
-    for index, key in enumerate(wanted):
-        shared[key].check([each[index] for each in told], group.stages)
+    for index, shared in enumerate(wanted.values()):
+        shared.check({member: _Values(*told[member][index]) for member in shared.by})
 
 
-def _told(tensor: torch.Tensor, is_across: bool) -> tuple[int, float | None] | None:
-    """Returns a checksum of a tensor's values, and the value that all of its elements have, if they are the same. None
-    for what torch has cut, or replicated, within one stage: it is one parameter."""
-    if is_sharded(tensor) and not is_across:
-        return None
+@dataclass(frozen=True)
+class _Values:
+    """What a member tells of the values that it holds.
+
+    checksum: of them
+    constant: the value that all elements have, if they have one
+    mesh:     the processes over which torch has cut or replicated them; none of a plain tensor
+    """
+
+    checksum: int
+    constant: float | None
+    mesh: list[int]
+
+
+def _told(tensor: Any) -> _Values:
     flat = flat_parts(local(tensor)).cpu()
     is_one = flat.numel() > 0 and bool((flat == flat[0]).all())
-    return zlib.crc32(bytes_of(flat)), float(flat[0]) if is_one else None
+    mesh = sorted(int(rank) for rank in tensor.device_mesh.mesh.flatten()) if is_sharded(tensor) else []
+    return _Values(zlib.crc32(bytes_of(flat)), float(flat[0]) if is_one else None, mesh)
 
 
 @dataclass(frozen=True)
 class _Shared:
     """What several members hold under one name, or may.
 
-    by:        by member, how it describes that
-    is_across: members of unlike stages do
+    by:     by member, how it describes that
+    stages: by member, its stage
     """
 
     by: Mapping[int, ParameterSpec]
-    is_across: bool
+    stages: Sequence[int]
+
+    @property
+    def is_across(self) -> bool:
+        """Whether members of unlike stages hold it."""
+        return len({self.stages[member] for member in self.by}) > 1
 
     @property
     def is_trained(self) -> bool:
         return any(each.group is not None for each in self.by.values())
 
-    def check(self, told: Sequence[tuple[int, float | None] | None], stages: Sequence[int]) -> None:
-        """Raises InvalidRequest unless it is one parameter. told: by member, as `_told` returns it"""
+    @property
+    def has_one_element(self) -> bool:
+        one = next(iter(self.by.values()))
+        return prod(one.shape if one.piece is None else one.piece.whole_shape) == 1
+
+    def check(self, told: Mapping[int, _Values]) -> None:
+        """Raises InvalidRequest unless it is one parameter. told: by member"""
         first, *others = self.by
         for member in others:
             one, other = told[first], told[member]
-            if one is None or other is None:
-                continue
             both = f"members {first} and {member} of this worker's group both hold {self.by[first].name}"
-            if one[0] != other[0] and (self.is_trained or stages[first] != stages[member]):
+            if self.stages[first] == self.stages[member]:
+                # torch holds what is over one mesh to be one parameter.
+                is_one = one.mesh == other.mesh != []
+                if self.is_trained and not is_one and one.checksum != other.checksum:
+                    raise InvalidRequest(f"{both}, with unlike values. {_SEED}. {NAMES}")
+                continue
+            if one.checksum != other.checksum:
                 raise InvalidRequest(
                     f"{both}, with unlike values. What is one parameter has the same values in all processes that hold "
                     f"it, before prepare. {NAMES}"
                 )
-            if one[1] is not None and self.is_trained and stages[first] != stages[member]:
+            # Of one element values tell nothing in any case. Its gradients are compared in the first step.
+            if one.constant is not None and self.is_trained and not self.has_one_element:
                 raise InvalidRequest(
-                    f"{both}, which have unlike stages, and all its elements are {one[1]:g}: that does not tell "
+                    f"{both}, which have unlike stages, and all its elements are {one.constant:g}: that does not tell "
                     f"whether it is one parameter that both have. {NAMES}. One that both have begins with other values"
                 )

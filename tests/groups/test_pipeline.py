@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +21,14 @@ from torch import nn
 import ps_torch
 from ps_protocol.errors import InvalidRequest, JobMismatch, PSError
 from ps_protocol.job import JobSpec
+from ps_protocol.layout import ParameterSpec, PiecePlace
+from ps_protocol.local import Local
 from ps_protocol.modes import parse_mode
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, model_state_dict
+from ps_worker.model.alike import HeldAlike
 from ps_worker.model.job_spec import describe
+from ps_worker.model.pipeline_stages import check_values, stages_of
 from ps_worker.values import PrepareOptions
 from tests.scripts.train_pipeline import Model, Options, one_process, trained
 from tests.tools.cases import cases
@@ -283,25 +288,31 @@ class OneOf:
 Held = tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]
 
 
-def described(*held: Held) -> list[tuple[JobSpec, list[torch.Tensor]]]:
-    """The job of members that hold these models and optimizers, as each of them describes it; its error is the same in
-    all."""
-    members = Members(len(held))
+def in_members(size: int, call: Callable[[Any], Any]) -> list[Any]:
+    """What a call returns in each member of a group. Its error is the same in all."""
+    members = Members(size)
 
     def of(member: int) -> Any:
-        group: Any = OneOf(members, member)
         try:
-            return describe(*held[member], PrepareOptions(), "job", parse_mode("sync"), 1, group)
+            return call(OneOf(members, member))
         except PSError as error:
             return error
 
-    with ThreadPoolExecutor(len(held)) as threads:
-        found = list(threads.map(of, range(len(held))))
+    with ThreadPoolExecutor(size) as threads:
+        found = list(threads.map(of, range(size)))
     errors = [each for each in found if isinstance(each, PSError)]
     if errors:
         assert {str(each) for each in found} == {str(errors[0])}
         raise errors[0]
     return found
+
+
+def described(*held: Held) -> list[tuple[JobSpec, list[torch.Tensor]]]:
+    """The job of members that hold these models and optimizers, as each of them describes it."""
+    consistency = parse_mode("sync")
+    return in_members(
+        len(held), lambda group: describe(*held[group.member], PrepareOptions(), "job", consistency, 1, group)
+    )
 
 
 def sgd(*models: nn.Module, lr: float = 0.1) -> Held:
@@ -331,7 +342,7 @@ def test_the_job_has_what_any_stage_has_once() -> None:
 
 def test_stages_of_one_process_have_the_names_of_the_model_too() -> None:
     parts = [Model().stage(index, 4) for index in range(4)]
-    parts[2].table = parts[0].words = None
+    parts[3].table, parts[2].table, parts[0].words = parts[1].table, None, None
     spec, _ = described(sgd(parts[0], parts[2]), sgd(parts[1], parts[3]))[0]
     assert {each.name for each in spec.parameters} == {*Model().state_dict(), "table"}
 
@@ -397,3 +408,67 @@ def test_names_of_more_than_one_parameter_are_refused(held: Sequence[Held], said
 def test_the_optimizer_is_one(other: Held, said: str) -> None:
     with pytest.raises(JobMismatch, match=said):
         described(sgd(linear(2, 3)), other)
+
+
+@pytest.mark.parametrize("which", ["first", "second", "none", "buffer"])
+def test_what_two_stages_of_one_process_have_is_one_tensor(which: str) -> None:
+    """Also where an optimizer has one of the two alone, and where none has any: the other gets no weights."""
+    one, other = linear(2, 3), linear(2, 3)
+    if which == "buffer":
+        one, other = nn.ModuleDict({"1": nn.BatchNorm1d(2, affine=False)}), nn.ModuleDict({"1": nn.BatchNorm1d(2)})
+    own = {"first": one, "second": other}.get(which, nn.Module())
+    held: Held = (one, other), [torch.optim.SGD([{"params": [*own.parameters()]}], lr=0.1)]
+    with pytest.raises(InvalidRequest, match=r"two stages in this process both have .* is one tensor in the two"):
+        described(held, sgd(nn.ModuleDict({"2": nn.Linear(3, 2)})))
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["sync", "local"])
+def test_layers_of_one_name_with_the_same_values_are_refused_in_the_first_step(local: bool) -> None:
+    """As of stages that are built apart, from one seed: with what to name them."""
+    held = [sgd(linear(2, 3)), sgd(linear(2, 3))]
+    jobs = described(*held)
+
+    def step(group: Any) -> None:
+        spec, tensors = jobs[group.member]
+        alike = HeldAlike(group, replace(spec, local=Local(2) if local else None), tensors)
+        held[group.member][0][0]["0"](torch.full((1, 2), 1.0 + group.member)).sum().backward()
+        alike.check()
+
+    with pytest.raises(InvalidRequest, match=r"unlike gradients of it: .* If they are two layers, .*Stages of a pipe"):
+        in_members(2, step)
+
+
+def test_a_number_that_two_stages_have_is_one_parameter() -> None:
+    """Its gradient tells, in the first step, whether it is."""
+    scales = [nn.ParameterDict({"logit": nn.Parameter(torch.tensor(2.5))}) for _ in range(2)]
+    held = [sgd(linear(2, 3, scale=scales[0])), sgd(nn.ModuleDict({"scale": scales[1]}))]
+    spec, _ = described(*held)[0]
+    assert [each.name for each in spec.parameters] == ["0.weight", "0.bias", "scale.logit"]
+
+
+def test_members_have_the_same_shares_of_the_data() -> None:
+    assert in_members(2, lambda group: stages_of(group, str(group.member), 2)) == [[0, 1], [0, 1]]
+    with pytest.raises(InvalidRequest, match="members 0 and 1 of this worker's group share its data by 1 and by 2"):
+        in_members(2, lambda group: stages_of(group, "", 1 + group.member))
+
+
+def over(mesh: list[int], values: torch.Tensor) -> Any:
+    """What a process has of a DTensor over these processes, as far as its values are compared."""
+    made = type("DTensor", (), {})()
+    made.device_mesh, made._local_tensor = SimpleNamespace(mesh=torch.tensor(mesh)), values
+    return made
+
+
+@pytest.mark.parametrize("meshes", [([0, 1], [1, 0]), ([0, 2], [1, 3])], ids=["one mesh", "two meshes"])
+def test_what_is_cut_over_two_meshes_has_the_same_values(meshes: Sequence[list[int]]) -> None:
+    """Stages that are built apart may be cut apart, too: then they have the same pieces of the same names."""
+    piece = ParameterSpec("0.weight", (3,), "float32", 0, piece=PiecePlace((6,), (0,)))
+
+    def check(group: Any) -> None:
+        check_values(group, [[piece]] * 2, {piece.key: over(meshes[group.member], torch.rand(3))})
+
+    if sorted(meshes[0]) == sorted(meshes[1]):
+        in_members(2, check)
+        return
+    with pytest.raises(InvalidRequest, match=r"(?s)both hold 0.weight, with unlike values. What members .*None or nn"):
+        in_members(2, check)

@@ -203,6 +203,9 @@ class Member:
             self.share, self.shares = self.share * 2 + mesh.get_local_rank("data"), self.shares * 2
         self.indices = range(place, places * options.each, places)
         self.parts = [Model(self.group).stage(index, places * options.each) for index in self.indices]
+        first = next((part.table for part in self.parts if part.table is not None), None)
+        for part in self.parts:
+            part.table = first if part.table is not None else None  # one tensor in all stages of a process
         if mesh is not None:
             for part in self.parts:
                 fully_shard(part, mesh=mesh["data"])
