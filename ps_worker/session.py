@@ -32,6 +32,7 @@ from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.buffers import with_values
 from ps_worker.model.local_settings import local_settings
 from ps_worker.model.no_sync import lend
+from ps_worker.model.refused import has_scaler
 from ps_worker.prepared import Prepared
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.tables.table_library import loops_for
@@ -212,6 +213,7 @@ class Session:
                 ddp=ddp_options or {},
                 local=local_settings(self.mode, outer or {}),
                 group=group,
+                has_scaler=has_scaler(given.others),
             )
             if self._models and all(self._prepared.knows(model) for model in given.models):
                 self._begin_stage([each for each in given.optimizers if not self._prepared.knows(each)], options)

@@ -22,6 +22,7 @@ class PrepareOptions:
     ddp:          arguments for DistributedDataParallel
     local:        how workers step by themselves; None in all modes but local:H
     group:        the processes that together are this worker: a DeviceMesh or a process group; None: this one alone is
+    has_scaler:   whether the same call got a GradScaler, which leaves steps out
     """
 
     bucket_bytes: int | None = None
@@ -32,6 +33,7 @@ class PrepareOptions:
     ddp: Mapping[str, Any] = field(default_factory=dict)
     local: Local | None = None
     group: Any = None
+    has_scaler: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)

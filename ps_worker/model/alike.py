@@ -181,11 +181,12 @@ def held_alike(group: Group | None, spec: JobSpec, tensors: Sequence[torch.Tenso
     return found if found is not None and found.are_some else None
 
 
-def are_reduced_late(spec: JobSpec, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the script of a group may reduce gradients of this member after backward: torch reduces those of DTensors
-    within it."""
+def reduced_late(spec: JobSpec, tensors: Sequence[torch.Tensor]) -> str | None:
+    """Returns the first parameter of this member whose gradient the script of a group may reduce after backward, by its
+    name; None: there is none. torch reduces those of DTensors within it."""
     each = zip(spec.parameters, tensors, strict=True)
-    return any(one.group is not None and not tensor.is_meta and not is_sharded(tensor) for one, tensor in each)
+    late = (one.name for one, its in each if one.group is not None and not its.is_meta and not is_sharded(its))
+    return next(late, None)
 
 
 def beside(tensor: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,6 +16,10 @@ from ps_protocol.layout import ParameterSpec
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_worker.group import Group
 from ps_worker.model.pipeline_stages import NAMES, Key, check_values
+
+# Of the entries of a parameter group: what a member holds, and how a step is computed, which members may do in unlike
+# ways.
+NOT_COMPARED = ("params", "param_names", "capturable", "differentiable", "foreach", "fused")
 
 
 def check_group(spec: JobSpec) -> None:
@@ -89,6 +94,50 @@ def _check_settings(first: JobSpec, spec: JobSpec, member: int) -> None:
                 f"{both} have {name} {ours[name]} and {theirs[name]} in parameter group {index}: it is one optimizer, "
                 "with the same hyper-parameters in all members"
             )
+
+
+def check_own_optimizers(group: Group, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises JobMismatch, on all members, unless they step with the same optimizers: of the same classes and
+    hyper-parameters, in as many parameter groups. A call of all members.
+
+    optimizers: of this member's script, which step in this process: the job tells nothing of them
+    """
+    own = [(type(each).__name__, [_described(params) for params in each.param_groups]) for each in optimizers]
+    told = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
+    for member, each in enumerate(told):
+        unlike = _unlike_optimizers(told[0], each)
+        if unlike:
+            raise JobMismatch(
+                f"members 0 and {member} of this worker's group have {unlike}: the optimizer is one, with the same "
+                "parameter groups and hyper-parameters in all members. One that holds no parameter of a group has "
+                '{"params": [], ...} for it'
+            )
+
+
+def _described(params: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the hyper-parameters of a parameter group that are numbers, switches or words, or several of these."""
+    found: dict[str, str] = {}
+    for name, value in params.items():
+        plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if name not in NOT_COMPARED and isinstance(plain, int | float | str | tuple | list | None):
+            found[name] = str(tuple(plain) if isinstance(plain, list) else plain)
+    return found
+
+
+def _unlike_optimizers(ours: Sequence[Any], theirs: Sequence[Any]) -> str:
+    """Returns the first difference between the optimizers of two members; empty: there is none."""
+    if len(ours) != len(theirs):
+        return f"{len(ours)} and {len(theirs)} optimizers"
+    for number, ((name, groups), (other, more)) in enumerate(zip(ours, theirs, strict=True)):
+        if name != other:
+            return f"{name} and {other} as optimizer {number}"
+        if len(groups) != len(more):
+            return f"{len(groups)} and {len(more)} parameter groups in optimizer {number}"
+        for index, (one, two) in enumerate(zip(groups, more, strict=True)):
+            for key in sorted({*one, *two}):
+                if one.get(key) != two.get(key):
+                    return f"{key} {one.get(key)} and {two.get(key)} in parameter group {index} of optimizer {number}"
+    return ""
 
 
 def _check_alike(found: ParameterSpec, each: ParameterSpec) -> None:

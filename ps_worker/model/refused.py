@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -57,6 +61,21 @@ def refuse_sparse(model: nn.Module) -> None:
     for key, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise Unsupported(f"{key} makes sparse gradients; use sparse=False, or mode local:H")
+
+
+def has_scaler(things: Sequence[Any]) -> bool:
+    """Whether a GradScaler that is not switched off is among things that `prepare` got."""
+    return any(isinstance(each, torch.amp.GradScaler) and each.is_enabled() for each in things)
+
+
+def refuse_scaler() -> None:
+    """Raises Unsupported for a GradScaler in a pipeline: each process finds infinities in its own stage alone, so some
+    would leave out a step for which the others wait."""
+    raise Unsupported(
+        "prepare got a GradScaler, and the members of this worker's group hold stages of a pipeline: it finds "
+        "infinities in the gradients of one stage alone, and members would leave out unlike steps. Train in bfloat16 "
+        'without it, or have all members leave out such a step: prepare(..., non_finite="skip")'
+    )
 
 
 def refuse_sync_batch_norm(model: nn.Module) -> None:

@@ -39,10 +39,12 @@ from ps_worker.data.loaders import (
     warning_once,
     with_plain_batches,
 )
-from ps_worker.group import group_of, in_call
+from ps_worker.group import Group, group_of, in_call
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
-from ps_worker.model.alike import are_reduced_late, held_alike
+from ps_worker.model.alike import held_alike, reduced_late
+from ps_worker.model.group_spec import check_own_optimizers
 from ps_worker.model.job_spec import describe
+from ps_worker.model.refused import has_scaler, refuse_scaler
 from ps_worker.model.state_transfer import states_before
 from ps_worker.model.step import StepMaker
 from ps_worker.model.stepped_alone import SteppedAlone, refuse
@@ -204,6 +206,9 @@ class ServerStrategy:
 
         own: those of them whose state belongs to this worker alone, and is not sent
         """
+        group = self._joining.group if self._joining is not None else None
+        if group is not None and group.is_pipeline and has_scaler(things):
+            refuse_scaler()
         if self._training is not None:
             for thing in things:
                 self._training.checkpoint.add(thing, any(thing is each for each in own))
@@ -261,9 +266,9 @@ def join(
     """
     job, group, world_size = participation.options, participation.group, participation.options.world_size
     assert job.consistency is not None
-    optimizers = own if options.local is None else [outer_optimizer(options.local, own)]  # those of the servers
     with ExitStack() as undo:
         undo.callback(participation.close)
+        optimizers = _those_of_servers(own, options, group)
         described, tensors = describe(models, optimizers, options, job.job, job.consistency, world_size, group)
         check_transport(described, job.transport)
         states = states_before(described, tensors, optimizers)
@@ -275,7 +280,7 @@ def join(
             *(spec, tensors, layout, named, tables, options.overlap, metrics),
             draft=participation.draft,
             timeline=participation.timeline,
-            is_late=group is not None and (group.is_pipeline or are_reduced_late(spec, tensors)),
+            is_late=_are_late(group, spec, tensors, options.overlap),
         )
         undo.callback(steps.model.release)
         steps.model.base.alike = held_alike(group, spec, tensors)
@@ -300,6 +305,33 @@ def join(
         tables.forget()
         undo.pop_all()
         return training
+
+
+def _those_of_servers(
+    own: Sequence[torch.optim.Optimizer], options: PrepareOptions, group: Group | None
+) -> Sequence[torch.optim.Optimizer]:
+    """Returns the optimizers of a job. own: the script's; in local modes they step in this process"""
+    if options.local is None:
+        return own
+    if group is not None:
+        check_own_optimizers(group, own)
+    return [outer_optimizer(options.local, own)]
+
+
+def _are_late(group: Group | None, spec: JobSpec, tensors: Sequence[torch.Tensor], overlap: bool | None) -> bool:
+    """Whether gradients of this process may change after backward without a sign: see StepMaker. Logs what is the
+    reason, where it may surprise."""
+    if group is None or group.is_pipeline:
+        return group is not None
+    name = reduced_late(spec, tensors)
+    if name is not None and overlap is not False and spec.local is None:
+        log.info(
+            "gradients leave with optimizer.step(), and none during backward: the script may reduce that of %s in "
+            "between, which is a plain tensor. With fully_shard or parallelize_module over all that is trained they "
+            "leave during backward",
+            name,
+        )
+    return name is not None
 
 
 def _described_layout(participation: Participation, spec: JobSpec) -> Layout:

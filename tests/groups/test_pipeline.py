@@ -27,8 +27,10 @@ from ps_protocol.modes import parse_mode
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, model_state_dict
 from ps_worker.model.alike import HeldAlike
+from ps_worker.model.group_spec import check_own_optimizers
 from ps_worker.model.job_spec import describe
 from ps_worker.model.pipeline_stages import check_values, stages_of
+from ps_worker.model.refused import has_scaler
 from ps_worker.values import PrepareOptions
 from tests.scripts.train_pipeline import Model, Options, one_process, trained
 from tests.tools.cases import cases
@@ -307,12 +309,11 @@ def in_members(size: int, call: Callable[[Any], Any]) -> list[Any]:
     return found
 
 
-def described(*held: Held) -> list[tuple[JobSpec, list[torch.Tensor]]]:
+def described(*held: Held, options: PrepareOptions | None = None) -> list[tuple[JobSpec, list[torch.Tensor]]]:
     """The job of members that hold these models and optimizers, as each of them describes it."""
     consistency = parse_mode("sync")
-    return in_members(
-        len(held), lambda group: describe(*held[group.member], PrepareOptions(), "job", consistency, 1, group)
-    )
+    given = options or PrepareOptions()
+    return in_members(len(held), lambda group: describe(*held[group.member], given, "job", consistency, 1, group))
 
 
 def sgd(*models: nn.Module, lr: float = 0.1) -> Held:
@@ -472,3 +473,42 @@ def test_what_is_cut_over_two_meshes_has_the_same_values(meshes: Sequence[list[i
         return
     with pytest.raises(InvalidRequest, match=r"(?s)both hold 0.weight, with unlike values. What members .*None or nn"):
         in_members(2, check)
+
+
+def test_a_scaler_finds_infinities_in_one_stage_alone() -> None:
+    """One that is switched off finds none. Without pipeline stages all members find them together."""
+    scaler = torch.amp.GradScaler("cpu")
+    assert has_scaler([object(), scaler])
+    assert not has_scaler([torch.amp.GradScaler("cpu", enabled=False)])
+    options = PrepareOptions(has_scaler=True)
+    described(sgd(linear(2, 3)), sgd(linear(2, 3)), options=options)
+    with pytest.raises(PSError, match=r"got a GradScaler, .*bfloat16.*non_finite=\"skip\""):
+        described(sgd(linear(2, 3)), sgd(nn.ModuleDict({"1": nn.Linear(3, 2)})), options=options)
+
+
+def adam(*groups: dict[str, Any], **more: Any) -> torch.optim.Optimizer:
+    own = [{"params": [nn.Parameter(torch.zeros(1))], **each} for each in groups]
+    return torch.optim.Adam(own, **more)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ([adam({})], ""),
+        ([adam({"betas": [0.9, 0.999]}, foreach=True)], ""),
+        ([adam({}), adam({})], "1 and 2 optimizers"),
+        ([torch.optim.AdamW([nn.Parameter(torch.zeros(1))])], "Adam and AdamW as optimizer 0"),
+        ([adam({}, {})], "1 and 2 parameter groups in optimizer 0"),
+        ([adam({"lr": 0.2})], "lr 0.001 and 0.2 in parameter group 0 of optimizer 0"),
+        ([adam({"name": "all"})], "name None and all in parameter group 0 of optimizer 0"),
+    ],
+)
+def test_optimizers_that_step_in_the_members_are_the_same(other: Sequence[torch.optim.Optimizer], said: str) -> None:
+    """In local:H the job tells nothing of them."""
+    held = [[adam({})], other]
+    compare = partial(in_members, 2, lambda group: check_own_optimizers(group, held[group.member]))
+    if not said:
+        compare()
+        return
+    with pytest.raises(JobMismatch, match=f"members 0 and 1 of this worker's group have {said}: the optimizer is one"):
+        compare()
