@@ -21,6 +21,7 @@ import ctypes
 import logging
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -43,6 +44,8 @@ NOTICE_SECONDS = 30.0  # after which a member says that it waits for the others
 
 # What a member says of its part in something that all do together. The highest counts.
 THROUGH, LOST, FAILED = range(3)
+
+_agreed: Counter[tuple[int, ...]] = Counter()  # how often this process was to be in as many groups as these ranks
 
 _NUMBERS = 4  # that members compare at once, at most
 _NAME_BYTES = 64  # of a call
@@ -73,9 +76,9 @@ class Group:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks, self.size = tuple(ranks), len(ranks)
-        # Where all processes call it, torch counts the groups. A group of some gets its name from how many its process
-        # is in: processes that are in unlike many, as the stages with a tied embedding are, would wait for each other.
         some: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": len(ranks) < dist.get_world_size()}
+        if some["use_local_synchronization"]:
+            _be_in_as_many(self.ranks)
         # The others may never come: here torch's own timeout holds. This group stays: torch numbers those of the same
         # ranks by how many there are: without it the next session's would get a number that is taken.
         dist.new_group(list(ranks), **some)
@@ -337,6 +340,22 @@ def group_of(given: Any, launched: int = 0) -> Group:
             f"{named}: give it prepare(..., group=mesh), the mesh of all of them"
         )
     return Group(ranks)
+
+
+def _be_in_as_many(ranks: tuple[int, ...]) -> None:
+    """Has this process be in as many process groups as the others of these ranks. All of them call it.
+
+    torch makes the name of a group that not all processes have out of the number that its process is in. Of those in
+    unlike many, as a stage with a tied embedding is in one more, each would wait for a group of another name.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    own = len(dist.distributed_c10d._world.pg_names)
+    key = f"ps_torch/{'-'.join(map(str, ranks))}/{_agreed[ranks]}"
+    _agreed[ranks] += 1
+    store.set(f"{key}/{dist.get_rank()}", str(own))
+    most = max(int(store.get(f"{key}/{rank}")) for rank in ranks)
+    for _ in range(most - own):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def _ranks_of(given: Any) -> list[int]:

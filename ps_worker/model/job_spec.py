@@ -18,7 +18,14 @@ from ps_worker.group import Group
 from ps_worker.model.elements import element_spec, is_trained, parts_that_travel
 from ps_worker.model.group_spec import described_together
 from ps_worker.model.pipeline_stages import refuse_second, stages_of
-from ps_worker.model.refused import refuse_lazy, refuse_scaler, refuse_sparse, refuse_sync_batch_norm, refuse_wrapped
+from ps_worker.model.refused import (
+    refuse_lazy,
+    refuse_meta,
+    refuse_scaler,
+    refuse_sparse,
+    refuse_sync_batch_norm,
+    refuse_wrapped,
+)
 from ps_worker.model.sharded import data_share, is_sharded, local, piece_of, uses_fsdp
 from ps_worker.tables.modules import named_tables
 from ps_worker.tables.server_rows import described_tables
@@ -67,6 +74,8 @@ def _described(
     classes = [optimizer_name(optimizer) for optimizer in optimizers]
     for model in models:
         refuse_lazy(model)
+        if group is not None:
+            refuse_meta(model)
         refuse_wrapped(model, group is not None)
         refuse_sync_batch_norm(model)
         if options.local is None:

@@ -36,6 +36,16 @@ def refuse_lazy(model: nn.Module) -> None:
             )
 
 
+def refuse_meta(model: nn.Module) -> None:
+    """Raises InvalidRequest for a parameter or buffer without memory."""
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise InvalidRequest(
+                f"{key} is on the meta device, without values: call model.to_empty(device=session.device) and set its "
+                "values before prepare, the same in all members that hold it"
+            )
+
+
 _SHARDED = (
     f"{_WHOLE}. If a worker is to be a group of processes, name them: prepare(..., group=mesh), see docs/groups.md"
 )

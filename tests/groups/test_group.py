@@ -31,6 +31,7 @@ from ps_worker.group import Group, PlaceLost, RaisedByAll, unlike_calls
 from ps_worker.model.base import Base
 from ps_worker.strategies.job_training import JobTraining
 from tests.tools.cluster import Cluster, until
+from tests.tools.forkserver import Nursery
 
 DAY = 24 * 3600.0
 WAIT_SECONDS = 60
@@ -53,6 +54,15 @@ def test_a_process_may_take_part_in_one_session_after_the_other(alone: Group) ->
     for _ in range(3):
         assert Group([0]).gather(b"own") == [b"own"]
     assert alone.gather(b"own") == [b"own"]
+
+
+def test_members_may_be_in_unlike_numbers_of_process_groups(nursery: Nursery, tmp_path: Path) -> None:
+    """As the stages with a tied embedding are in one more, where the group is a part of the torch world."""
+    script = Path("tests/scripts/group_of_some.py").resolve()
+    processes = [nursery.run(script, [tmp_path, rank], tmp_path / f"{rank}.log") for rank in range(3)]
+    ended = [process.wait(WAIT_SECONDS) for process in processes]
+    assert ended == [0] * 3, "".join(path.read_text() for path in sorted(tmp_path.glob("*.log")))
+    assert [(tmp_path / f"told-{rank}").read_text() for rank in (0, 1)] == ["01", "01"]
 
 
 def test_members_talk_whatever_the_scripts_default_device_is(alone: Group) -> None:
