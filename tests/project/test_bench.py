@@ -212,7 +212,7 @@ def test_a_peer_that_is_not_there_says_how_it_could_be(monkeypatch: pytest.Monke
 
 
 def test_a_part_of_the_feeds_benchmark_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(SystemExit, match=r"expected --parts of host, training, .*, got 'speed'"):
+    with pytest.raises(SystemExit, match=r"expected --parts of host, mapped, .*, got 'speed'"):
         feed.run(Namespace(parts="host,speed"))
 
 
