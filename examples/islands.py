@@ -2,6 +2,7 @@
 
     python examples/islands.py                                       # islands, and HSDP by torch alone beside them
     python examples/islands.py --mode local:8 --wire int4 --steps 200   # after 64 steps they meet every 8, in 4 bits
+    python examples/islands.py --mode local:8/2 --wire int4 --steps 200   # and train while half of the model is away
 
 Within an island the processes reduce their gradients among themselves, in every step. Between islands is a parameter
 server: that level may be slow, far away, or gone for a while. HSDP (hybrid sharding) has the same shape, with

@@ -24,10 +24,10 @@ NOT_COMPARED = ("params", "param_names", "capturable", "differentiable", "foreac
 
 def check_group(spec: JobSpec) -> None:
     """Raises Unsupported for a job that groups cannot train yet, with what to use instead."""
-    if spec.local is not None and (spec.local.fragments is not None or spec.local.seconds is not None):
+    if spec.local is not None and spec.local.seconds is not None:
         raise Unsupported(
-            "a worker that is a group of processes trains in mode sync, ssp:K, async or local:H, and the mode is "
-            f"{spec.mode}"
+            "a worker that is a group of processes trains in mode sync, ssp:K, async, local:H or local:H/F, and the "
+            f"mode is {spec.mode}"
         )
     if not spec.world_size:
         raise Unsupported(

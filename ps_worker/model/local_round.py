@@ -8,8 +8,8 @@ fragments  In local:H/F each fragment of the model leaves with a step of its own
            when). The round is over when its last fragment is mixed in. H is one fragment without a delay, and so is
            each round of the warm-up.
 time       A round of local:Ts ends with its first step after so long. Its difference weighs the steps that were made.
-group      Where the worker is a group of processes, all of them push a round, or leave it out: they agree before any of
-           them makes its difference.
+group      Where the worker is a group of processes, all of them push a round, or a fragment, or leave it out: they
+           agree before any of them makes its difference. Fragments are of the buckets of all members together.
 averaging  Where one worker trains and the servers average, the result of a round is its own weights. They are sent as
            they are: base - (base - w) is w but for rounding.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ps_protocol.errors import NonFiniteGradient
@@ -27,7 +28,6 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.local import Local
 from ps_protocol.messages.data import BucketPush
 from ps_runtime.troubles import Troubles
-from ps_worker.group import Group
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.step import EndedStep, StepMaker
 
@@ -49,19 +49,21 @@ class LocalRound:
     def __init__(self, spec: JobSpec, local: Local, steps: StepMaker, metrics: WorkerMetrics) -> None:
         self._spec, self._local, self._steps, self._metrics = spec, local, steps, metrics
         self._base, self._weights = steps.model.base, steps.model.weights
-        self._trained = [bucket for bucket in steps.model.layout.buckets if not bucket.frozen]
+        self._trained = steps.model.layout.trained
         self.number, self.made, self.pushed = 1, 0, 0
         self.before: MadeSteps | None = None if local.seconds is None else MadeSteps(self)
         self.left_out = False
         self.fragments = local.fragments or Fragments(local.steps, 1)
         self._began = 0.0
-        self._agreed: bool | None = None  # whether all members of the group push the round at hand
+        self._agreed: bool | None = None  # whether all members of the group push what is next
         self._skipped = Troubles(log, None)  # ps_worker_non_finite_total counts them
-        if len(self._trained) < self.fragments.count:
+        of_all = [bucket.index for bucket in steps.model.layout.buckets if not bucket.frozen]
+        self._fragment_of = {index: self.fragments.of(position) for position, index in enumerate(of_all)}
+        if len(of_all) < self.fragments.count:
             log.warning(
                 "%d of %d fragments are empty: the model has %d buckets that train. Smaller buckets "
                 "(prepare(..., bucket_bytes=)) fill them",
-                *(self.fragments.count - len(self._trained), self.fragments.count, len(self._trained)),
+                *(self.fragments.count - len(of_all), self.fragments.count, len(of_all)),
             )
 
     def begin(self, clock: int) -> None:
@@ -95,20 +97,20 @@ class LocalRound:
         self.made = 0
         self._base.go_back()
 
-    # -- the whole model -----------------------------------------------------------------------------------------------
+    def agree(self, compare: Callable[[Callable[[], tuple[None, bool]]], tuple[None, bool]]) -> None:
+        """Decides with the other members of the group whether what is next is pushed: the round, or one fragment.
 
-    def agree(self, group: Group) -> None:
-        """Decides with the other members of the group, before the round ends, whether it is pushed.
-
-        Raises as `end`, on all of them.
+        compare: as Group.any_through. Raises as `end`, on all of them; then nothing of it must be pushed.
         """
         made, self._agreed = self.made, None
         try:
-            _, self.left_out = group.any_through(lambda: (None, not self._is_pushed()))
+            _, self.left_out = compare(lambda: (None, not self._is_pushed()))
         except NonFiniteGradient:
             self.made = max(0, made - 1)
             raise
         self._agreed = not self.left_out
+
+    # -- the whole model -----------------------------------------------------------------------------------------------
 
     def end(self, optimizer: int) -> EndedStep:
         """Ends the round with its difference. Raises NonFiniteGradient, or as `Weights.gather`, if it must not be
@@ -136,8 +138,9 @@ class LocalRound:
 
     def _is_pushed(self) -> bool:
         """Whether the weights at hand may count. Raises NonFiniteGradient if they are to be refused."""
-        if self._agreed is not None:
-            return self._agreed
+        if self._agreed is not None:  # of this push alone
+            agreed, self._agreed = self._agreed, None
+            return agreed
         self.left_out = False
         if not self._base.is_there:  # calls have failed that were to push them: what no shard has got is lost
             return False
@@ -177,15 +180,15 @@ class LocalRound:
         return self.pushed if is_due else None
 
     def buckets(self, first: int, last: int) -> list[BucketSpec]:
-        """Returns the buckets of the fragments `first` to `last`, both inclusive."""
+        """Returns the buckets of the fragments `first` to `last`, both inclusive, that this process pushes."""
         numbers = range(first, last + 1)
-        return [bucket for number, bucket in enumerate(self._trained) if self.fragments.of(number) in numbers]
+        return [bucket for bucket in self._trained if self._fragment_of[bucket.index] in numbers]
 
     def leave(self, fragment: int, clock: int) -> list[BucketPush]:
-        """Returns the pushes of a fragment. Call `left` once they are sent.
+        """Returns the pushes of a fragment. Call `agree` before, and `left` once they are sent.
 
         If the weights are not finite, and the job skips such steps, the pushes are empty and all weights go back to the
-        base. Raises InvalidRequest or NonFiniteGradient, as `end`; then nothing of the fragment must be pushed.
+        base.
         """
         buckets, step = self.buckets(fragment, fragment), self.end_empty()
         if self._is_pushed():
@@ -197,7 +200,7 @@ class LocalRound:
 
     def leave_rest(self) -> bool:
         """Computes the differences of all fragments that the round has not pushed. Returns whether they may be pushed;
-        raises as `leave`.
+        raises as `end`.
         """
         if not self._is_pushed():
             return False

@@ -234,18 +234,21 @@ class InnerWithWeights(InnerStates):
     is_between: returns whether a round is over and the next one has not begun. If a worker leaves within a round, the
                 steps of the round are lost, and so are their weights
     rounds:     returns the number of rounds that are over
+    put_back:   is called when a state was restored, by all members of the group: each has the weights of its own pieces
     """
 
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         fresh: Callable[[], None],
+        on_all: Callable[[bool], bool],
         weights: OwnWeights,
         is_between: Callable[[], bool],
         rounds: Callable[[], int],
+        put_back: Callable[[], None],
     ) -> None:
-        super().__init__(optimizers, fresh)
-        self._weights = weights
+        super().__init__(optimizers, fresh, on_all)
+        self._weights, self._put_back = weights, put_back
         self._is_between, self._rounds = is_between, rounds
 
     def now(self) -> InnerState | None:
@@ -261,6 +264,7 @@ class InnerWithWeights(InnerStates):
         super()._put(states[:-1])
         if all(values.get(AT) == self._rounds() for values in states[-1].values()) and states[-1]:
             self._weights.put(_weights_of(states))
+        self._put_back()
 
     def _fits(self, states: InnerState) -> bool:
         if not states or not super()._fits(states[:-1]):

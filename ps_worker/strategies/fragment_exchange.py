@@ -5,6 +5,8 @@ step     After a step at which a fragment is due, the worker pushes the fragment
          not arrived by then (ps_worker/model/local_round.py).
 round    On the servers, all fragments of a round have one clock: the number of the round. The round is over with its
          last fragment. Nothing is under way then, so this worker's state for a checkpoint is captured at that moment.
+group    Where the worker is a group of processes, all members push a fragment or none does, and none mixes it in before
+         it has come to all. They compare before each of the two; steps without either need none of that.
 leaves   A worker that leaves in the middle of a round makes empty pushes for the rest of the round.
 lost     The round at hand ends if the place is lost. The worker pushes what shards have not had of its fragments from
          the next place, all at once.
@@ -14,22 +16,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from ps_protocol.errors import NonFiniteGradient
+from ps_protocol.messages.data import BucketPush
 from ps_protocol.messages.workers import JoinResult
 from ps_runtime.signals import undisturbed
+from ps_worker.group import in_call
 from ps_worker.metrics import PULL, PUSH, WAIT, WorkerMetrics, named
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.local_round import LocalRound
-from ps_worker.state.inner import InnerStates
 from ps_worker.state.state_sender import LEAVING_SECONDS
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.sent_step import SentStep
+from ps_worker.strategies.together import in_this_place
 from ps_worker.strategies.unfinished import Unfinished
 from ps_worker.values import PullResult, PushResult
+
+T = TypeVar("T")
+_Calls = tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]
 
 
 @dataclass(frozen=True)
@@ -60,9 +66,11 @@ class SentFragment(SentStep):
 
 
 class FragmentExchange:
-    """Pushes the fragments of rounds and mixes them in. For the training thread.
+    """Pushes the fragments of rounds and mixes them in. For the training thread; all members of a group make the same
+    calls.
 
     begin_round: begins the next round; called when one is over
+    left_out:    is called when a fragment was left out, or may have been
     flight:      the fragment that was pushed and is not mixed in yet; None: there is none
     """
 
@@ -70,12 +78,12 @@ class FragmentExchange:
         self,
         loop: JobTraining,
         at_hand: LocalRound,
-        inner: InnerStates,
         metrics: WorkerMetrics,
         begin_round: Callable[[], None],
+        left_out: Callable[[], None],
     ) -> None:
-        self._loop, self._round, self._inner = loop, at_hand, inner
-        self._metrics, self._begin_round = metrics, begin_round
+        self._loop, self._round, self._metrics = loop, at_hand, metrics
+        self._begin_round, self._left_out = begin_round, left_out
         self.flight: SentFragment | None = None
         self._wanted = False  # a checkpoint wants this worker's state after the round at hand
 
@@ -88,10 +96,19 @@ class FragmentExchange:
         self._round.stepped()
         loop.stepped = True
         landed: list[bool] = []
-        if loop.in_place(lambda: landed.append(self._advance())) is not None:
+        if self._is_due and loop.in_place(lambda: landed.append(self._advance()), compares=True) is not None:
             loop.data.lost()
-        elif not landed[0]:
+        elif not any(landed):
             self._metrics.stepped_alone(self._round.steps)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether a fragment is to be mixed in, or pushed, after the last step."""
+        return self._has_to_land or self._round.leaving is not None
+
+    @property
+    def _has_to_land(self) -> bool:
+        return self.flight is not None and self._round.step >= self.flight.due
 
     def empty_step(self) -> None:
         """Advances the round until a fragment is mixed in, because other workers wait for it.
@@ -101,7 +118,7 @@ class FragmentExchange:
         self._metrics.empty_step()
         self._loop.script.follow()
         self._loop.checkpoint.stepping(is_empty=True)
-        self._loop.in_place(self._bring)
+        self._loop.in_place(self._bring, compares=True)
         self._metrics.at(self._round.steps)
 
     def _bring(self) -> None:
@@ -125,29 +142,53 @@ class FragmentExchange:
 
     def _send(self, fragment: int) -> None:
         """Pushes a fragment, and asks for its weights."""
-        connection, at_hand = self._loop.participation.connection, self._round
-        pushes = at_hand.leave(fragment, connection.clock + 1)
+        at_hand, place = self._round, self._loop.participation.connection.place
+        at_hand.agree(partial(self._with_all, fragment, "leaves"))
+        pushes = at_hand.leave(fragment, at_hand.number)
         self._loop.model.begin_pull()
         with undisturbed():
             with named(PUSH):
                 is_last = fragment == at_hand.fragments.count - 1
-                pushed, pulls, committing = connection.push_pull(pushes, False, (), (), is_part=not is_last)
+                pushed, pulls, committing = self._push(pushes, is_last)
             buckets, due = [push.bucket for push in pushes if not push.empty], at_hand.fragments.lands(fragment)
-            place, clock = connection.place, connection.clock + (not is_last)
             waited_for: list[Future[Any]] = [*pushed, *committing]
-            flight = SentFragment(place, clock, waited_for, committing, buckets, fragment, due, pushed, pulls)
+            flight = SentFragment(place, at_hand.number, waited_for, committing, buckets, fragment, due, pushed, pulls)
             self._loop.sent = self.flight = flight
             self._loop.lag = int(is_last)
             at_hand.left()
-        if at_hand.left_out and not self._inner.is_finite:
-            self._inner.begin_anew()
+        self._left_out()
+
+    def _push(self, pushes: Sequence[BucketPush], is_last: bool) -> _Calls:
+        """Sends the pushes of a fragment, and asks for its weights. Returns what Connection.push_pull does.
+
+        An error is that of a push: it is raised where the fragment is due, by all members, of which the others have
+        pushed theirs.
+        """
+        connection = self._loop.participation.connection
+        try:
+            return connection.push_pull(pushes, False, (), (), is_part=not is_last)
+        except Exception as error:
+            connection.fail(self._round.number - (not is_last))
+            failed: Future[PushResult] = Future()
+            failed.set_exception(error)
+            return [failed], [], []
+
+    def _with_all(self, fragment: int, what: str, make: Callable[[], tuple[T, bool]]) -> tuple[T, bool]:
+        """Makes a part of the exchange of a fragment from the place at hand: see Participation.together_or.
+
+        what: the part. It is in the name of the call: so a member that was interrupted in one part, and is in another
+              one than the rest, is found out
+        """
+        part = self._loop.participation
+        with in_call(part.group, f"optimizer.step (fragment {fragment} of round {self._round.number} {what})"):
+            return part.together_or(partial(in_this_place, part, make))
 
     def _land_due(self) -> bool:
         """Mixes in the fragment that is under way, if its time has come; with the last one the round is over."""
         flight, began = self.flight, self._metrics.timer.now()
-        if flight is None or self._round.step < flight.due:
+        if flight is None or not self._has_to_land:
             return False
-        self.await_flight()
+        pulls, is_wanted = self._with_all(flight.fragment, "lands", lambda: self._landed(flight))
         with undisturbed():
             with named(PULL):
                 self._round.land(flight.fragment)
@@ -155,22 +196,31 @@ class FragmentExchange:
             self._loop.end_sent(counts=True)
             is_over = bool(self._loop.lag)
             self.forget_flight()
-            pulls = [pull.result() for pull in flight.pulls]
             self._metrics.stepped([push.result() for push in flight.pushes], pulls, began, self._round.steps)
-            self._wanted |= any(pull.checkpoint for pull in pulls)
+            self._wanted |= is_wanted
             if is_over:
                 self._end_round()
+        self._loop.model.base.share_alike()
         return True
 
-    def await_flight(self) -> None:
-        """Waits for the calls of the fragment in `flight`. Raises their first error, in each call."""
+    def _landed(self, flight: SentFragment) -> tuple[list[PullResult], bool]:
+        """Waits for the calls of a fragment. Returns its pulls, and whether a checkpoint wants this worker's state of
+        the round's end. Raises their first error, in each call.
+        """
         with named(WAIT):
             self._loop.participation.settle()
-        assert self.flight is not None
-        for push in self.flight.pushes:
+        for push in flight.pushes:
             push.result()
-        for pull in self.flight.pulls:
-            pull.result()
+        pulls = [pull.result() for pull in flight.pulls]
+        return pulls, any(pull.checkpoint for pull in pulls)
+
+    def await_flight(self) -> None:
+        """Waits for the fragment in `flight`, whose weights are in the base then. Raises the first error of its calls,
+        in each call.
+        """
+        assert self.flight is not None
+        self._landed(self.flight)
+        self._loop.model.end_pull(is_part=True)
 
     def _end_round(self) -> None:
         loop = self._loop
@@ -191,23 +241,23 @@ class FragmentExchange:
         self.flight, self._loop.lag = None, 0
 
     def losing(self) -> None:
-        """Ends the current round, because the place is lost. Its remaining fragments become one step, pushed from the
-        next place.
-        """
-        loop = self._loop
+        """Has a fragment that is under way be the step that is sent, because the place is lost."""
         if self.flight is not None:
-            loop.sent = self.flight
-        if loop.unfinished is None and self._round.is_streamed and not loop.rolled_back:
-            with suppress(NonFiniteGradient):  # of which nothing is pushed
-                self._end_fragments()
+            self._loop.sent = self.flight
+
+    def rest(self) -> Unfinished | None:
+        """Returns the remaining fragments of the current round as one step, to be pushed from the next place; None:
+        they are left out. Raises as LocalRound.leave_rest.
+        """
+        at_hand, clock = self._round, self._loop.clock
+        if not at_hand.leave_rest():
+            return None
+        return Unfinished(at_hand.whole(), clock, begun=clock + 1 if at_hand.pushed else None)
+
+    def lost(self) -> None:
+        """Forgets the current round, whose place is lost."""
         self._wanted = False
         self.forget_flight()
-
-    def _end_fragments(self) -> None:
-        at_hand, clock = self._round, self._loop.clock
-        if at_hand.step and at_hand.leave_rest():
-            begun = clock + 1 if at_hand.pushed else None
-            self._loop.unfinished = Unfinished(at_hand.whole(), clock, is_early=True, begun=begun)
 
     def leave(self) -> None:
         """Makes empty pushes for the rest of the current round, in which this worker leaves, and waits for the calls
@@ -218,5 +268,5 @@ class FragmentExchange:
             return
         calls = list(self.flight.pushes) if self.flight is not None else []
         if 0 < at_hand.pushed < at_hand.fragments.count:
-            calls += connection.push_apart(at_hand.leave_out(connection.clock + 1))
+            calls += connection.push_apart(at_hand.leave_out(at_hand.number))
         wait(calls, LEAVING_SECONDS)

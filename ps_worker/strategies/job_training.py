@@ -234,17 +234,20 @@ class JobTraining:
     def _leave_out(self) -> None:
         self.unfinished = Unfinished(self._steps.end_empty(), self.clock)
 
-    def in_place(self, exchange: Callable[[], None], end: Callable[[], object] | None = None) -> bool | None:
+    def in_place(
+        self, exchange: Callable[[], None], end: Callable[[], object] | None = None, compares: bool = False
+    ) -> bool | None:
         """Runs calls to the shards. Returns None; if the place was lost, takes another and returns as `come_back`.
 
         exchange: makes the calls and waits; end: ends the current step on this worker first; None: there is none
+        compares: within it the members of a group compare, and hand on what they hold alike; otherwise at its end
         """
         with self.participation.script.standing():
+            if self._together is not None:
+                return self._together.run(exchange, compares)
             return self._in_this_place(exchange, end)
 
     def _in_this_place(self, exchange: Callable[[], None], end: Callable[[], object] | None) -> bool | None:
-        if self._together is not None:
-            return self._together.run(exchange)
         if self.participation.members.error is not None:
             self.participation.members.raise_lost()
         if self._left is not None:  # an interrupt came on the way to the place: this worker has not arrived there yet

@@ -42,6 +42,8 @@ from ps_worker.strategies.unfinished import Unfinished
 
 log = logging.getLogger("ps_worker")
 
+LOADING = "next(loader)"  # the call in which a state is put back
+
 
 def outer_optimizer(local: Local, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.SGD:
     """Returns the servers' optimizer, with its hyper-parameters after the warm-up, over the parameters of the script's
@@ -73,16 +75,18 @@ class LocalRounds:
         self._inner = self._states()
         self._fragments: FragmentExchange | None = None
         if local.fragments is not None:
-            self._fragments = FragmentExchange(loop, self._round, self._inner, metrics, self._begin_round)
+            given = metrics, self._begin_round, self._begin_inner_anew
+            self._fragments = FragmentExchange(loop, self._round, *given)
         self._hooks: dict[int, list[RemovableHandle]] = {}  # by the id of the optimizer
         self._began: SavedState | None = None  # what the script had set that is the job's when this round began
 
     def _states(self) -> InnerStates:
         """Returns the state of the script's own optimizers; with fragments the weights, too, which are its own then."""
-        fresh, at_hand = self._metrics.fresh_inner_state, self._round
+        at_hand, given = self._round, (self._own, self._metrics.fresh_inner_state, partial(self._on_all, call=LOADING))
         if self._local.fragments is None:
-            return InnerStates(self._own, fresh, partial(self._on_all, call="next(loader)"))
-        return InnerWithWeights(self._own, fresh, self._model.base, lambda: not at_hand.made, lambda: self._loop.clock)
+            return InnerStates(*given)
+        when = lambda: not at_hand.made, lambda: self._loop.clock
+        return InnerWithWeights(*given, self._model.base, *when, self._share_alike)
 
     def _on_all(self, is_so: bool, call: str = "optimizer.step") -> bool:
         """Returns whether something is so on all members of the group; of a worker of one process whether it is so.
@@ -94,6 +98,11 @@ class LocalRounds:
             return is_so
         with interruptible(), group.during(call):  # another member may hang
             return not group.any_through(lambda: (None, not is_so))[1]
+
+    def _share_alike(self) -> None:
+        """Has the members of the group hand on what they hold alike, once their own weights are put back."""
+        with interruptible(), in_call(self._loop.participation.group, LOADING):
+            self._model.base.share_alike()
 
     def make_checkpoint(self, device: torch.device, save: Save) -> WorkerCheckpoint:
         """Returns this worker's own part of the job's checkpoints. It includes the state of the script's optimizers."""
@@ -161,7 +170,6 @@ class LocalRounds:
         if fragments is not None and fragments.flight is not None:
             with self._metrics.rounds.exchanging():
                 self._loop.in_place(fragments.await_flight)
-            self._model.end_pull(is_part=True)
             if fragments.flight is not None:
                 return base.values()
         if not base.is_there:
@@ -272,8 +280,9 @@ class LocalRounds:
 
     def _agree(self) -> None:
         """Has all members of a group push the round at hand, or none. Raises as LocalRound.end, on all of them."""
-        if self._loop.participation.group is not None:
-            self._round.agree(self._loop.participation.group)
+        group = self._loop.participation.group
+        if group is not None:
+            self._round.agree(group.any_through)
 
     def end(self, index: int | None) -> Unfinished:
         """Ends the current round on this worker, with its difference. The only worker of an averaging job keeps its
@@ -294,6 +303,12 @@ class LocalRounds:
         """Begins the next round, after the weights have landed."""
         self._metrics.rounds.ended()
         self._begin_round()
+        self._begin_inner_anew()
+
+    def _begin_inner_anew(self) -> None:
+        """Has the script's optimizers begin without state if what they stepped was left out, and theirs is not finite
+        either.
+        """
         if self._round.left_out and not self._on_all(self._inner.is_finite):
             self._inner.begin_anew()
 
@@ -306,24 +321,31 @@ class LocalRounds:
         If the round used leased batches, these come again instead. In a group all members end it, or none: one that has
         nothing to push would never come to the others' collective.
         """
-        is_streamed = self._fragments is not None and self._round.is_streamed
         if self._fragments is not None:
             self._fragments.losing()
-        if not self._on_all(not is_streamed and self._ends_early):
-            return
-        loop = self._loop
-        with suppress(NonFiniteGradient):  # of which nothing is pushed: the round begins anew with the servers' weights
-            self._agree()
-            loop.unfinished = self.end(0)
-            loop.unfinished.is_early = True
+        if self._on_all(self._ends_early):
+            # Of what is not finite nothing is pushed: the round begins anew with the servers' weights.
+            with suppress(NonFiniteGradient):
+                self._agree()
+                self._end_early()
+        if self._fragments is not None:
+            self._fragments.lost()
 
     @property
     def _ends_early(self) -> bool:
-        """Whether the steps of this process may be pushed as the whole of their round, now that the place is lost."""
+        """Whether what this process has of its round may be pushed as the whole of it, now that the place is lost."""
         loop = self._loop
-        if loop.unfinished is not None or loop.sent is not None or loop.rolled_back:
+        if loop.unfinished is not None or loop.rolled_back:
             return False
-        return bool(self._round.made) and self._model.base.is_there and not loop.data.accounts
+        if self._round.is_streamed:
+            return bool(self._round.step)
+        return bool(self._round.made and not loop.sent and self._model.base.is_there and not loop.data.accounts)
+
+    def _end_early(self) -> None:
+        streamed = self._fragments if self._round.is_streamed else None
+        self._loop.unfinished = self.end(0) if streamed is None else streamed.rest()
+        if self._loop.unfinished is not None:
+            self._loop.unfinished.is_early = True
 
     def moved(self, is_kept: bool) -> None:
         """Begins a round with the weights of the new place. is_kept: the current round is pushed again from there"""

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from ps_runtime.signals import interruptible
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
@@ -21,6 +23,8 @@ from ps_worker.group import Group
 from ps_worker.model.base import Base
 from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.unfinished import Fate, Unfinished
+
+T = TypeVar("T")
 
 # What becomes of a step, the last one first where members differ: what is pushed again by one is by all. Shards skip
 # what they have had.
@@ -65,19 +69,18 @@ class StepsTogether:
         with self.group.during("optimizer.step"):
             return self._in_place(step)
 
-    def run(self, exchange: Callable[[], None]) -> bool | None:
-        """Runs an exchange with the shards that is no step."""
-
-        def here() -> None:
-            self.participation.members.raise_lost()
-            if not self.participation.has_place:
-                raise PlaceLost
-            exchange()
-
+    def run(self, exchange: Callable[[], None], compares: bool) -> bool | None:
+        """Runs an exchange with the shards that is no step. compares: see JobTraining.in_place"""
+        if compares:
+            return self._in_place(exchange, shares=False)
+        here = partial(in_this_place, self.participation, exchange)
         return self._in_place(lambda: self.group.all_through(here))
 
-    def _in_place(self, make: Callable[[], None]) -> bool | None:
-        """Makes a call of all members, whose errors all of them raise; where the place is lost, takes the next one."""
+    def _in_place(self, make: Callable[[], None], shares: bool = True) -> bool | None:
+        """Makes a call of all members, whose errors all of them raise; where the place is lost, takes the next one.
+
+        shares: they hand on what they hold alike then
+        """
         try:
             make()
         except PlaceLost:
@@ -86,22 +89,24 @@ class StepsTogether:
             self.broke_off(error)
             self._share_what_failed()
             raise
-        self.base.share_alike()
+        if shares:
+            self.base.share_alike()
         return None
 
     def go_on(self) -> bool:
         """Takes the next place with all members, who hand on what they hold alike there: each pulls only what it owns.
         Returns what JobTraining.come_back does."""
         self._has_failed = False
-        try:
-            counts = self.come_back()
-        except BaseException:
-            self._share_what_failed()
-            raise
-        try:
-            self.base.share_alike()  # also where a signal is to act: the others wait for this member
-        finally:
-            self.arrived()
+        with self.group.during("optimizer.step"):  # in no other call
+            try:
+                counts = self.come_back()
+            except BaseException:
+                self._share_what_failed()
+                raise
+            try:
+                self.base.share_alike()  # also where a signal is to act: the others wait for this member
+            finally:
+                self.arrived()
         return counts
 
     def _share_what_failed(self) -> None:
@@ -175,3 +180,13 @@ class StepsTogether:
         self._signals.clear()
         for signal in signals:
             raise signal
+
+
+def in_this_place(participation: Participation, make: Callable[[], T]) -> T:
+    """Returns what a call returns that is made from the place at hand. Raises PlaceLost where it is lost, and the error
+    that has ended this worker's part in the job.
+    """
+    participation.members.raise_lost()
+    if not participation.has_place:
+        raise PlaceLost
+    return make()

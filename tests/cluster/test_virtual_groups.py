@@ -8,11 +8,11 @@ import math
 import pytest
 
 from ps_server.coordinator.worker_states import WorkerStates
-from tests.simulation.cluster import MODES, QUORUM_MODES, Cluster
+from tests.simulation.cluster import MODES, NARROW_MODES, QUORUM_MODES, Cluster
 from tests.simulation.world import Log
 from tests.tools.cases import cases
 
-GROUP_MODES = (*MODES, *QUORUM_MODES, "local:4", "sync int4", "local:4 int4")
+GROUP_MODES = (*MODES, *QUORUM_MODES, *NARROW_MODES)
 MEMBERS = ("a member is killed", "a member hangs", "a member is cut off")
 
 
@@ -21,14 +21,14 @@ def in_turn(seed: int) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", cases([range(10)], [range(10, 110), range(110, 210)]), ids=str)
+@pytest.mark.parametrize("seeds", cases([range(12)], [range(12, 112), range(112, 212)]), ids=str)
 def test_groups_keep_all_promises_whatever_fails(seeds: range) -> None:
     for seed in seeds:
         assert Cluster(in_turn(seed), seed, members=2).run() == [], (in_turn(seed), seed)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", cases([range(10)], [range(10, 110)]), ids=str)
+@pytest.mark.parametrize("seeds", cases([range(12)], [range(12, 112)]), ids=str)
 def test_members_that_fail_end_nothing_but_their_group(seeds: range) -> None:
     """Of three members each. Shards die besides, so that all go back to a checkpoint."""
     for seed in seeds:

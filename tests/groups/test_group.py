@@ -197,7 +197,7 @@ def test_a_late_answer_about_a_lost_place_ends_nothing_in_the_next(
         assert session.clock == 2
 
 
-@pytest.mark.parametrize("mode", ["sync", "local:2"])
+@pytest.mark.parametrize("mode", ["sync", "local:2", "local:2/1"])
 def test_no_member_waits_for_the_others_where_signals_are_held(
     make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
@@ -226,7 +226,7 @@ def test_no_member_waits_for_the_others_where_signals_are_held(
     assert not any(held)
 
 
-@pytest.mark.parametrize("mode", ["sync", "local:2"])
+@pytest.mark.parametrize("mode", ["sync", "local:2", "local:2/1"])
 def test_a_member_that_is_interrupted_while_the_group_goes_back_goes_back_first(
     make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

@@ -17,15 +17,7 @@ from tests.scripts.train_in_group import Options, batch, given_gradient, loss, m
 from tests.tools.cases import cases, crossed
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
-from tests.tools.groups import LEASE, WAIT_SECONDS, Groups, Tensors, distance, one_process, same
-
-
-def mean_loss(weights: Tensors) -> float:
-    """The loss of weights on samples that no step has seen."""
-    model = make_model()
-    model.load_state_dict({name: weights[name] for name in model.state_dict()})
-    with torch.no_grad():
-        return sum(float(loss(model, *batch(9000 + step, learns=True))) for step in range(20)) / 20
+from tests.tools.groups import LEASE, WAIT_SECONDS, Groups, Tensors, distance, mean_loss, one_process, same
 
 
 @pytest.mark.parametrize("mode", cases(["ssp:1"], ["async"]))

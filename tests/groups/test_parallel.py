@@ -10,11 +10,22 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, model_state_dict
 from tests.scripts.train_parallel import Model, Options, one_process
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
-from tests.tools.groups import LEASE, WAIT_SECONDS, Groups, begun_and_ended, relative_distance, same
+from tests.tools.groups import (
+    LEASE,
+    WAIT_SECONDS,
+    Groups,
+    begun_and_ended,
+    last,
+    let_go_once_begun,
+    relative_distance,
+    same,
+)
 
 SHARDED = Options(groups=1, members=4, shards=True, even=True, clip=0.02, asks=True, loads=True)
 
@@ -118,16 +129,45 @@ def test_what_is_frozen_at_first_is_trained_as_in_one_process_once_it_is_not(
     assert relative_distance(end, one_process(options)) <= 1e-6
 
 
-@pytest.mark.parametrize("mode", ["local:2", "ssp:1"])
+@pytest.mark.parametrize(
+    ("mode", "groups", "outer"),
+    cases(
+        [("local:2", 2, {}), ("ssp:1", 1, {}), ("local:2/1", 1, {"warm_up": 1})],
+        [("local:2/1", 2, {"warm_up": 1, "mixing": 0.0})],
+    ),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_tensor_parallel_members_train_as_a_worker_of_one_process_in_other_modes(
-    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str, groups: int, outer: dict[str, float]
 ) -> None:
-    groups = 2 if mode.startswith("local") else 1
-    options = Options(groups=groups, mode=mode)
+    """In local:2/1 a round ends with the last step: what was pulled is mixed in there."""
+    options = Options(groups=groups, mode=mode, steps=8, prepared={"outer": outer})
     _, end = begun_and_ended(nursery, shared.address, job, tmp_path / "cut", options)
     plain = replace(options, members=0)
     _, expected = begun_and_ended(nursery, shared.address, f"{job}-plain", tmp_path / "plain", plain)
     assert relative_distance(end, expected) <= 1e-6
+
+
+def test_tensor_parallel_members_that_lost_a_shard_end_as_undisturbed(
+    nursery: Nursery, shared: Cluster, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+) -> None:
+    """What they hold alike is put back as the fragments had mixed it, also in those that do not own it."""
+    options = Options(groups=1, mode="local:4/1", loops=8, prepared={"outer": {"warm_up": 0}})  # mixed in at 5, 9, 13
+    _, expected = begun_and_ended(nursery, shared.address, job, tmp_path / "undisturbed", options)
+    kept = tmp_path / "checkpoints"
+    cluster = make_cluster(checkpoint_dir=kept, checkpoint_every="2steps", lease=LEASE)
+    store = CheckpointStore(kept)
+    held = replace(options, holds=[0, 6, 10])
+    with Groups(nursery, cluster.address, job, tmp_path / "job", held, told=True) as groups:
+        for clock, due in ((0, 1), (6, 2)):
+            let_go_once_begun(groups, cluster, job, clock, due, (0,))
+        until(lambda: groups.are_held(10, (0,)), "both to stand within the third round")
+        until(lambda: last(store, job) == 2, "the checkpoint")
+        cluster.start_again(1)
+        groups.let_go(10)
+        _, found = groups.begun_and_ended()
+    assert groups.logs().count("the job was rolled back") == 2
+    assert same(found, expected)
 
 
 def test_a_checkpoint_of_tensor_parallel_members_goes_on_in_one_process_to_the_bit(

@@ -48,8 +48,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("mode", "more", "said"),
     [
-        ("local:4/2", {}, "trains in mode sync, ssp:K, async or local:H, and the mode is local:4/2"),
-        ("local:30s", {}, "and the mode is local:30s"),
+        ("local:30s", {}, "trains in mode sync, ssp:K, async, local:H or local:H/F, and the mode is local:30s"),
         (
             "sync",
             {"elastic": True, "rank": None, "world_size": None},

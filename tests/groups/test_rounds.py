@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.state.inner import InnerStates
-from tests.scripts.train_in_group import ROWS, Options, batch, loss, make_model, make_optimizer
+from tests.scripts.train_in_group import Options, batch, loss, make_model, make_optimizer
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
 from tests.tools.groups import LEASE, Groups, Tensors, distance, last, let_go_once_begun, log_of, one_process, same
+from tests.tools.islands import Island
 
 STEPS = 2  # of a round
 AVERAGING = {"warm_up": 0, "lr": 1.0, "momentum": 0.0, "nesterov": False}
@@ -29,27 +29,6 @@ NESTEROV = {"warm_up": 0, "lr": 0.8, "momentum": 0.7, "nesterov": True}
 def local_options(outer: dict[str, float | bool], **more: object) -> Options:
     prepared = {"outer": outer, **more.pop("prepared", {})}  # type: ignore[dict-item]
     return Options(mode=f"local:{STEPS}", prepared=prepared, **more)  # type: ignore[arg-type]
-
-
-class Island:
-    """One worker of rounds by hand: what steps on its own."""
-
-    def __init__(self, options: Options, group: int) -> None:
-        self.options, self.group, self.made = options, group, 0
-        self.model = make_model()
-        self.optimizer = make_optimizer(options.optimizer, self.model)
-
-    def step(self, step: int) -> None:
-        size = ROWS // self.options.groups
-        rows, wanted = batch(step, self.options.learns)
-        loss(self.model, rows[self.group * size :][:size], wanted[self.group * size :][:size]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.made += 1
-
-    def go_back(self, base: nn.Module) -> None:
-        self.model.load_state_dict(base.state_dict())
-        self.optimizer.state.clear()
 
 
 def rounds_by_hand(options: Options, clocks: list[int], early: int = 0, anew: int = 0) -> list[Tensors]:

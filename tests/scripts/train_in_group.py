@@ -35,6 +35,7 @@ from tests.tools.cluster import until
 
 ROWS = 16
 LOST_STEP = 3
+BUCKET_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ class Options:
     cut_short:  "waiting" or "between": after its steps Ctrl-C comes to member 0 in a call of all members, in the first
                 of two collectives or between them. It makes the call once more
     unpushed:   the clock after which member 1 of group 0 fails before it has pushed anything
+    frozen:     the second layer is frozen, and the model has a buffer that counts its steps
+    servers:    wherever it leaves its weights it leaves those of the servers, too, and the number of rounds
+    passes:     over the data, where it trains with a loader
+    short:      the steps of group 0, if it has fewer than the others; 0: it has not
     """
 
     groups: int = 2
@@ -106,12 +111,17 @@ class Options:
     baseless: int = -1
     given: int = 0
     cut_short: str = ""
+    frozen: bool = False
+    servers: bool = False
+    passes: int = 2
+    short: int = 0
 
 
-def make_model(noisy: bool = False) -> nn.Sequential:
-    """A model of which two members hold 5 = 3 + 2 rows, 3 = 2 + 1 and 1 = 1 + 0."""
+def make_model(noisy: bool = False, frozen: bool = False) -> nn.Sequential:
+    """A model of which two members hold 5 = 3 + 2 rows, 3 = 2 + 1 and 1 = 1 + 0. frozen: the second layer is"""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 5), nn.Dropout(0.3) if noisy else nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)]
+    layers[2].requires_grad_(not frozen)
     return nn.Sequential(*layers)
 
 
@@ -121,12 +131,14 @@ def make_empty() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 1))
 
 
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(name: str, model: nn.Module, frozen: bool = False) -> torch.optim.Optimizer:
+    """frozen: what is frozen at first is never trained"""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad or not frozen]
     if name == "SGD":
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
     if name == "plain SGD":
-        return torch.optim.SGD(model.parameters(), lr=0.05)
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        return torch.optim.SGD(trained, lr=0.05)
+    return torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
 
 
 def batch(step: int, learns: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,14 +281,17 @@ class Member:
             "gloo", init_method=f"file://{directory}/group-{group}", rank=member, world_size=options.members
         )
         self.mesh: DeviceMesh = init_device_mesh("cpu", (options.members,))
-        self.model: Any = make_empty() if options.empty else make_model(options.noisy)
+        self.session: Session | None = None
+        self.model: Any = make_empty() if options.empty else make_model(options.noisy, options.frozen)
         if group:
             nn.init.zeros_(self.model[0].weight)  # it is given group 0's
+        if options.frozen:
+            self.model.register_buffer("steps", torch.tensor(100.0 * group))
         for layer in self.model:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=self.mesh)
         fully_shard(self.model, mesh=self.mesh)
-        self.optimizer: Any = make_optimizer(options.optimizer, self.model)
+        self.optimizer: Any = make_optimizer(options.optimizer, self.model, options.frozen)
 
     def train(self) -> None:
         if self.options.alone:
@@ -286,8 +301,9 @@ class Member:
         world, rank = self.options.groups, self.member if self.options.astray else self.group
         place = {"job": os.environ["JOB"], "rank": rank, "world_size": world}
         with ps_torch.connect(mode=self.options.mode, **place, **self.options.connected) as session:
-            more: dict[str, Any] = {"group": self.mesh, "bucket_bytes": 64, "non_finite": self.options.non_finite}
-            more |= self.options.prepared
+            self.session = session
+            more: dict[str, Any] = {"group": self.mesh, "bucket_bytes": BUCKET_BYTES}
+            more |= {"non_finite": self.options.non_finite, **self.options.prepared}
             if self.options.noisy:
                 self.with_loader(session, more)
             else:
@@ -324,7 +340,7 @@ class Member:
             self.model, self.optimizer, loader, schedule, **more
         )
         self.pause_at(session.clock)
-        for _ in range(2):
+        for _ in range(self.options.passes):
             for rows in loader:
                 self.model(rows).square().mean().backward()
                 self.optimizer.step()
@@ -339,7 +355,7 @@ class Member:
             count = options.members
         own = (self.group * options.members + self.member) % count
         size = ROWS // count // options.micro
-        for step in range(options.steps):
+        for step in range(options.short if options.short and not self.group else options.steps):
             self.pause_at(step)
             if session is not None and step == options.baseless and (self.group, self.member) == (0, 1):
                 session._strategy._training.model.base.is_there = False  # type: ignore[attr-defined]
@@ -383,6 +399,8 @@ class Member:
                     self.model.load_state_dict(session.global_weights())
                     self.optimizer.state.clear()
             self.optimizer.zero_grad()
+            if options.frozen:
+                self.model.steps += 1
             if step + 1 in options.leaves:
                 self.leave_weights(str(step + 1))
 
@@ -396,6 +414,8 @@ class Member:
             interrupt_next_wait(session)
             with suppress(KeyboardInterrupt):
                 self.optimizer.step()
+        elif "/" in self.options.mode:  # the others are through with that step
+            self.optimizer.step()
         try:
             self.optimizer.step()
         except InvalidRequest as error:
@@ -439,9 +459,18 @@ class Member:
             hold(self.directory, 10 * self.group + self.member, clock)
 
     def leave_weights(self, when: str, **more: int) -> None:
-        found = {name: tensor.full_tensor().clone() for name, tensor in self.model.state_dict().items()}
+        found = {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
+        if self.options.servers and self.session is not None:
+            found |= {f"servers.{name}": whole(tensor) for name, tensor in self.session.global_weights().items()}
+            more |= {"round": self.session.round}
         numbers = {name: torch.tensor(number) for name, number in more.items()}
         save_file(found | numbers, self.directory / f"{when}-{self.group}-{self.member}.safetensors")
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A DTensor, or a buffer that each process has whole, as the processes have it together."""
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach().clone()
 
 
 def main() -> None:

@@ -62,6 +62,7 @@ class Options:
     thaws:     the clock before which it is trained again
     asks:      leaves the optimizer's state, too
     loads:     loads its optimizer's own state before the third step
+    loops:     it makes so many passes over its loader, in place of steps
     """
 
     groups: int = 2
@@ -85,6 +86,7 @@ class Options:
     thaws: int = 0
     asks: bool = False
     loads: bool = False
+    loops: int = 0
 
 
 class Model(nn.Module):
@@ -205,6 +207,11 @@ class Member:
         with ps_torch.connect(mode=self.options.mode, **place, **self.options.connected) as session:
             loader = DataLoader(torch.arange(2 * self.shares), 1)
             self.model, self.optimizer, loader = session.prepare(self.model, self.optimizer, loader, **self.more)
+            if self.options.loops:
+                self.leave("begin")
+                self.loop(session, loader)
+                self.leave("end")
+                return
             seen = sorted({int(number) for number in loader})
             (self.directory / f"seen-{self.group}-{self.member}").write_text(json.dumps(seen))
             self.leave("begin", **(self.state() if self.options.asks else {}))
@@ -216,6 +223,15 @@ class Member:
                 (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
                 return
             self.leave("end", **(self.state() if self.options.asks else {}))
+
+    def loop(self, session: Session, loader: Any) -> None:
+        self.pause_at(session.clock)
+        for _ in range(self.options.loops):
+            for number in loader:
+                loss(self.model, *batch(int(number))).backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.pause_at(session.clock)
 
     def steps(self, session: Session) -> None:
         options = self.options
@@ -253,6 +269,7 @@ class Member:
 
     def pause_at(self, clock: int) -> None:
         if clock in self.options.holds:
+            self.options.holds.remove(clock)
             self.leave(str(clock))
             hold(self.directory, 10 * self.group + self.member, clock)
 

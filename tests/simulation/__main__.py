@@ -41,8 +41,7 @@ def main() -> None:
         for mode in modes[seed % len(modes) :][:1] if arguments.in_turn else modes:
             runs += 1
             more = {"tables": arguments.tables, "wholesale": seed % 3 == 0, "readers": arguments.readers}
-            more["relays"] = arguments.relays
-            more["members"] = 1 if "/" in mode else arguments.members  # no groups in rounds of fragments
+            more |= {"relays": arguments.relays, "members": arguments.members}
             cluster = Cluster(mode, seed, arguments.trace, **more)
             handler = Log(cluster.world)
             if arguments.trace:

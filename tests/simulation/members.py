@@ -52,7 +52,7 @@ class Members:
             host.spawn("heartbeat", partial(self._beat, number))
 
     def meet(self) -> None:
-        """Waits for a member that hangs: a place is taken by all."""
+        """Waits for a member that hangs, before what all do together."""
         while any(host.stopped for host in self.hosts):
             self._world.let_pass(MEET_SECONDS)
 

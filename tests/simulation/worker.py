@@ -679,6 +679,7 @@ class Worker:
         place = self._at
         assert place is not None
         try:
+            self.members.meet()  # they compare before a fragment leaves, and before it is mixed in
             if self.place is not place:
                 raise PlaceLost
             self._streamed.stepped(place)

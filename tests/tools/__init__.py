@@ -61,6 +61,7 @@ followed_trainer.py    A worker that trains what others follow; and relays in th
 remembering_trainer.py  A worker that trains any model, and remembers its weights
 forkserver.py           Processes that start in a moment: forks of one that has imported everything
 groups.py               Groups of processes that train: what they begin and end with
+islands.py              Rounds of local steps by hand, in plain torch
 framework_processes.py  Workers of Lightning or Hugging Face, each in a process of its own
 fuzzing.py              One shard and one coordinator without a network, which take any bytes; their state as a hash
 fuzz_requests.py        Well-formed requests by method: what fuzzers start from

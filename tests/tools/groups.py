@@ -121,6 +121,14 @@ def one_process(options: Options) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
+def mean_loss(weights: Tensors) -> float:
+    """The loss of weights on samples that no step has seen."""
+    model = make_model()
+    model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    with torch.no_grad():
+        return sum(float(loss(model, *batch(9000 + step, learns=True))) for step in range(20)) / 20
+
+
 def distance(found: Tensors, expected: Tensors) -> float:
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
@@ -143,9 +151,11 @@ def begun(cluster: Cluster, job: str) -> set[int | None]:
     return {capture.clock if capture is not None else None for capture in captures}
 
 
-def let_go_once_begun(groups: Groups, cluster: Cluster, job: str, clock: int, due: int) -> None:
+def let_go_once_begun(
+    groups: Groups, cluster: Cluster, job: str, clock: int, due: int, which: tuple[int, ...] = (0, 1)
+) -> None:
     """Lets groups go that stand at a clock, once the shards have begun the checkpoint that is due at another one."""
-    until(lambda: groups.are_held(clock), "the step before a checkpoint")
+    until(lambda: groups.are_held(clock, which), "the step before a checkpoint")
     until(lambda: begun(cluster, job) == {due}, "the beginning of the checkpoint")
     groups.let_go(clock)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ps_worker.state.inner import InnerWithWeights
@@ -23,11 +25,16 @@ class Own:
         self.weights = own[0]
 
 
+def states_of(own: Own, is_between: bool, rounds: Callable[[], int]) -> InnerWithWeights:
+    """The state of a worker without optimizers, before or after the first step of a round."""
+    return InnerWithWeights((), lambda: None, bool, own, lambda: is_between, rounds, lambda: None)
+
+
 def test_weights_of_an_earlier_round_stay_away_from_a_job_that_has_gone_on() -> None:
     rounds, own = [3], Own()
 
     def inner() -> InnerWithWeights:
-        return InnerWithWeights((), lambda: None, own, lambda: True, lambda: rounds[0])
+        return states_of(own, True, lambda: rounds[0])
 
     first = inner()
     own.weights += 1
@@ -47,7 +54,7 @@ def test_weights_of_an_earlier_round_stay_away_from_a_job_that_has_gone_on() -> 
 
 def test_what_is_left_in_the_middle_of_a_round_has_no_weights() -> None:
     own = Own()
-    states = InnerWithWeights((), lambda: None, own, lambda: False, lambda: 3).now()
+    states = states_of(own, False, lambda: 3).now()
     own.weights += 1
-    InnerWithWeights((), lambda: None, own, lambda: True, lambda: 3).restore(3, states)
+    states_of(own, True, lambda: 3).restore(3, states)
     assert own.weights.tolist() == [1, 1, 1]
