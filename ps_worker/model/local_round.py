@@ -55,7 +55,6 @@ class LocalRound:
         self.left_out = False
         self.fragments = local.fragments or Fragments(local.steps, 1)
         self._began = 0.0
-        self._agreed: bool | None = None  # whether all members of the group push what is next
         self._skipped = Troubles(log, None)  # ps_worker_non_finite_total counts them
         of_all = [bucket.index for bucket in steps.model.layout.buckets if not bucket.frozen]
         self._fragment_of = {index: self.fragments.of(position) for position, index in enumerate(of_all)}
@@ -70,7 +69,7 @@ class LocalRound:
         """Begins the round after `clock` rounds, with the pulled weights as its base."""
         if self.before is not None:
             self.before.begin(clock)
-        self.number, self.made, self.pushed, self._agreed = clock + 1, 0, 0, None
+        self.number, self.made, self.pushed = clock + 1, 0, 0
         self._base.keep()
         self._began = time.monotonic()
 
@@ -97,50 +96,23 @@ class LocalRound:
         self.made = 0
         self._base.go_back()
 
-    def agree(self, compare: Callable[[Callable[[], tuple[None, bool]]], tuple[None, bool]]) -> None:
-        """Decides with the other members of the group whether what is next is pushed: the round, or one fragment.
+    def agree(self, compare: Callable[[Callable[[], tuple[None, bool]]], tuple[None, bool]]) -> bool:
+        """Returns whether what is next is pushed, the round or one fragment: by all members of the group, or by none.
 
-        compare: as Group.any_through. Raises as `end`, on all of them; then nothing of it must be pushed.
+        compare: as Group.any_through. Raises as `may_count`, on all of them; then nothing of it must be pushed.
         """
-        made, self._agreed = self.made, None
+        made = self.made
         try:
-            _, self.left_out = compare(lambda: (None, not self._is_pushed()))
+            _, self.left_out = compare(lambda: (None, not self.may_count()))
         except NonFiniteGradient:
             self.made = max(0, made - 1)
             raise
-        self._agreed = not self.left_out
+        return not self.left_out
 
-    # -- the whole model -----------------------------------------------------------------------------------------------
-
-    def end(self, optimizer: int) -> EndedStep:
-        """Ends the round with its difference. Raises NonFiniteGradient, or as `Weights.gather`, if it must not be
+    def may_count(self) -> bool:
+        """Whether the weights at hand may count. Raises NonFiniteGradient, or as `Weights.gather`, if they must not be
         pushed.
         """
-        if not self._is_pushed():
-            return self.end_empty()
-        self._base.subtract()
-        weight = 0 if self._local.seconds is None else self.made
-        return EndedStep(optimizer, set(), self._now(), False, self._steps.tables.left_out(), float(weight))
-
-    def end_alone(self) -> bool:
-        """Ends the round of the only worker of a job; returns whether its weights are the round's result.
-
-        Raises as `end`.
-        """
-        return self._is_pushed()
-
-    def end_empty(self) -> EndedStep:
-        """Ends the round as one without a difference, which the mean leaves out."""
-        return EndedStep(None, set(), self._now(), drafts_hold=False, rows=self._steps.tables.left_out())
-
-    def _now(self) -> list[dict[str, Any]]:
-        return [dict(self._local.outer(self.number))]
-
-    def _is_pushed(self) -> bool:
-        """Whether the weights at hand may count. Raises NonFiniteGradient if they are to be refused."""
-        if self._agreed is not None:  # of this push alone
-            agreed, self._agreed = self._agreed, None
-            return agreed
         self.left_out = False
         if not self._base.is_there:  # calls have failed that were to push them: what no shard has got is lost
             return False
@@ -160,6 +132,21 @@ class LocalRound:
         self._skipped.met("weights", "%s is not finite after the steps of round %d; it is skipped", name, self.number)
         self.left_out = True
         return False
+
+    # -- the whole model -----------------------------------------------------------------------------------------------
+
+    def end(self, optimizer: int) -> EndedStep:
+        """Ends the round with its difference, if it may count."""
+        self._base.subtract()
+        weight = 0 if self._local.seconds is None else self.made
+        return EndedStep(optimizer, set(), self._now(), False, self._steps.tables.left_out(), float(weight))
+
+    def end_empty(self) -> EndedStep:
+        """Ends the round as one without a difference, which the mean leaves out."""
+        return EndedStep(None, set(), self._now(), drafts_hold=False, rows=self._steps.tables.left_out())
+
+    def _now(self) -> list[dict[str, Any]]:
+        return [dict(self._local.outer(self.number))]
 
     # -- fragment by fragment ------------------------------------------------------------------------------------------
 
@@ -184,28 +171,23 @@ class LocalRound:
         numbers = range(first, last + 1)
         return [bucket for bucket in self._trained if self._fragment_of[bucket.index] in numbers]
 
-    def leave(self, fragment: int, clock: int) -> list[BucketPush]:
-        """Returns the pushes of a fragment. Call `agree` before, and `left` once they are sent.
+    def leave(self, fragment: int, clock: int, is_pushed: bool) -> list[BucketPush]:
+        """Returns the pushes of a fragment. Call `left` once they are sent.
 
-        If the weights are not finite, and the job skips such steps, the pushes are empty and all weights go back to the
+        is_pushed: the answer of `agree`. If the weights are not finite, and the job skips such steps, the pushes are empty and all weights go back to the
         base.
         """
         buckets, step = self.buckets(fragment, fragment), self.end_empty()
-        if self._is_pushed():
+        if is_pushed:
             step = self.whole()
             self._base.leave(buckets)
         elif self.left_out:
             self._base.go_back()
         return self._steps.pushes(step, clock, (), buckets)
 
-    def leave_rest(self) -> bool:
-        """Computes the differences of all fragments that the round has not pushed. Returns whether they may be pushed;
-        raises as `end`.
-        """
-        if not self._is_pushed():
-            return False
+    def leave_rest(self) -> None:
+        """Computes the differences of all fragments that the round has not pushed, if they may count."""
         self._base.leave(self.buckets(self.pushed, self.fragments.count - 1))
-        return True
 
     def whole(self) -> EndedStep:
         """Returns the round as one step, whose differences are computed already."""

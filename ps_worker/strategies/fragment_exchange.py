@@ -96,7 +96,9 @@ class FragmentExchange:
         self._round.stepped()
         loop.stepped = True
         landed: list[bool] = []
-        if self._is_due and loop.in_place(lambda: landed.append(self._advance()), compares=True) is not None:
+        # One process looks in each step whether its place is lost. Members of a group would have to compare for that.
+        exchanges = loop.participation.group is None or self._is_due
+        if exchanges and loop.in_place(lambda: landed.append(self._advance()), compares=True) is not None:
             loop.data.lost()
         elif not any(landed):
             self._metrics.stepped_alone(self._round.steps)
@@ -143,8 +145,8 @@ class FragmentExchange:
     def _send(self, fragment: int) -> None:
         """Pushes a fragment, and asks for its weights."""
         at_hand, place = self._round, self._loop.participation.connection.place
-        at_hand.agree(partial(self._with_all, fragment, "leaves"))
-        pushes = at_hand.leave(fragment, at_hand.number)
+        is_pushed = at_hand.agree(partial(self._with_all, fragment, "leaves"))
+        pushes = at_hand.leave(fragment, at_hand.number, is_pushed)
         self._loop.model.begin_pull()
         with undisturbed():
             with named(PUSH):
@@ -161,13 +163,16 @@ class FragmentExchange:
     def _push(self, pushes: Sequence[BucketPush], is_last: bool) -> _Calls:
         """Sends the pushes of a fragment, and asks for its weights. Returns what Connection.push_pull does.
 
-        An error is that of a push: it is raised where the fragment is due, by all members, of which the others have
-        pushed theirs.
+        In a group an error is that of a push: it is raised where the fragment is due, by all members, of which the
+        others have pushed theirs. One process raises it at once, and pushes the fragment in its next step.
         """
         connection = self._loop.participation.connection
         try:
             return connection.push_pull(pushes, False, (), (), is_part=not is_last)
         except Exception as error:
+            if self._loop.participation.group is None:
+                connection.clock = self._round.number - 1
+                raise
             connection.fail(self._round.number - (not is_last))
             failed: Future[PushResult] = Future()
             failed.set_exception(error)
@@ -245,13 +250,12 @@ class FragmentExchange:
         if self.flight is not None:
             self._loop.sent = self.flight
 
-    def rest(self) -> Unfinished | None:
-        """Returns the remaining fragments of the current round as one step, to be pushed from the next place; None:
-        they are left out. Raises as LocalRound.leave_rest.
+    def rest(self) -> Unfinished:
+        """Returns the remaining fragments of the current round, which may count, as one step, to be pushed from the next
+        place.
         """
         at_hand, clock = self._round, self._loop.clock
-        if not at_hand.leave_rest():
-            return None
+        at_hand.leave_rest()
         return Unfinished(at_hand.whole(), clock, begun=clock + 1 if at_hand.pushed else None)
 
     def lost(self) -> None:

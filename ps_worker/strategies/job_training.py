@@ -172,13 +172,14 @@ class JobTraining:
 
     # -- step --------------------------------------------------------------------------------------------------------
 
-    def step(self, index: int) -> None:
-        """Makes one step of one optimizer, given by its number; takes another place first if it is lost."""
+    def step(self, index: int | None) -> None:
+        """Makes one step of one optimizer, given by its number; takes another place first if it is lost. None: of a
+        group that leaves its round out"""
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
         if self.is_past:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
-        if self._steps.stage.number:  # no optimizer is replaced before
+        if index is not None and self._steps.stage.number:  # no optimizer is replaced before
             self.stages.check_steps(index)
         self.rolled_back = False
         if self.script.is_late:
@@ -191,7 +192,7 @@ class JobTraining:
         self.stepped = True
         if staged is not None:
             (self.data.pushed if staged else self.data.lost)()
-        if self._added.groups:
+        if index is not None and self._added.groups:
             self._added.step(index)
 
     @property

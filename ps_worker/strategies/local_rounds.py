@@ -101,6 +101,8 @@ class LocalRounds:
 
     def _share_alike(self) -> None:
         """Has the members of the group hand on what they hold alike, once their own weights are put back."""
+        if self._model.base.alike is None:  # nobody is waited for: a signal acts where a worker without a group has it
+            return
         with interruptible(), in_call(self._loop.participation.group, LOADING):
             self._model.base.share_alike()
 
@@ -275,29 +277,30 @@ class LocalRounds:
     def _push_round(self) -> None:
         call = in_call(self._loop.participation.group, "optimizer.step")
         with self._metrics.rounds.exchanging(), call:
-            self._agree()
-            self._loop.step(0)
+            is_pushed = self._loop.participation.group is None or self._agree()  # one process decides in `end`
+            self._loop.step(0 if is_pushed else None)
 
-    def _agree(self) -> None:
-        """Has all members of a group push the round at hand, or none. Raises as LocalRound.end, on all of them."""
+    def _agree(self) -> bool:
+        """Whether the round at hand is pushed: by all members of a group, or by none. Raises as LocalRound.may_count, on
+        all of them.
+        """
         group = self._loop.participation.group
-        if group is not None:
-            self._round.agree(group.any_through)
+        return self._round.agree((lambda make: make()) if group is None else group.any_through)
 
     def end(self, index: int | None) -> Unfinished:
         """Ends the current round on this worker, with its difference. The only worker of an averaging job keeps its
         weights.
 
-        index: None: the round counts as empty
+        index: None: the round counts as empty. In a group all members have agreed on whether it does
         """
         loop, at_hand = self._loop, self._round
-        alone = loop.participation.options.world_size == 1 and self._local.averages(at_hand.number)
-        if index is not None and not alone:
-            return Unfinished(at_hand.end(index), loop.clock)
-        if index is not None and at_hand.end_alone():
+        if index is None or not (loop.participation.group is not None or at_hand.may_count()):
+            return Unfinished(at_hand.end_empty(), loop.clock)
+        if loop.participation.options.world_size == 1 and self._local.averages(at_hand.number):
             loop.assignments.set_all()
             loop.gather_assignments()
-        return Unfinished(at_hand.end_empty(), loop.clock)
+            return Unfinished(at_hand.end_empty(), loop.clock)
+        return Unfinished(at_hand.end(index), loop.clock)
 
     def finished(self) -> None:
         """Begins the next round, after the weights have landed."""
@@ -326,8 +329,7 @@ class LocalRounds:
         if self._on_all(self._ends_early):
             # Of what is not finite nothing is pushed: the round begins anew with the servers' weights.
             with suppress(NonFiniteGradient):
-                self._agree()
-                self._end_early()
+                self._end_early(self._agree())
         if self._fragments is not None:
             self._fragments.lost()
 
@@ -341,9 +343,11 @@ class LocalRounds:
             return bool(self._round.step)
         return bool(self._round.made and not loop.sent and self._model.base.is_there and not loop.data.accounts)
 
-    def _end_early(self) -> None:
-        streamed = self._fragments if self._round.is_streamed else None
-        self._loop.unfinished = self.end(0) if streamed is None else streamed.rest()
+    def _end_early(self, is_pushed: bool) -> None:
+        if self._fragments is None or not self._round.is_streamed:
+            self._loop.unfinished = self.end(0 if is_pushed else None)
+        elif is_pushed:
+            self._loop.unfinished = self._fragments.rest()
         if self._loop.unfinished is not None:
             self._loop.unfinished.is_early = True
 

@@ -1,0 +1,111 @@
+"""Fragments of one worker (mode local:H/F) whose place is lost, whose push fails, or which a signal interrupts."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ps_server.storage.checkpoints import CheckpointStore
+from ps_worker import LimitExceeded
+from ps_worker.model.local_round import LocalRound
+from ps_worker.strategies.job_training import JobTraining
+from ps_worker.strategies.local_rounds import LocalRounds
+from tests.tools.cluster import Cluster, until
+from tests.tools.small_models import step
+from tests.tools.small_steps import adamw, batch, make_net, sgd
+from tests.worker.test_streamed_rounds import BUCKET_BYTES, cut, spoil
+
+
+def participation_of(session: Any) -> Any:
+    return session._strategy._training.participation
+
+
+def test_a_lost_place_is_seen_in_the_next_step_whatever_is_due_there(shared: Cluster, job: str) -> None:
+    with shared.connect("local:6/2", job=job) as session:
+        model = make_net()
+        model, optimizer = session.prepare(model, adamw(model), bucket_bytes=BUCKET_BYTES, outer={"warm_up": 0})
+        participation = participation_of(session)
+        shared.end_lease(0, job)
+        until(lambda: not participation.has_place, "the worker to hear of it")
+        step(model, optimizer, batch(0, 0))  # fragments leave after the third and the sixth
+        assert participation.has_place
+
+
+@pytest.mark.parametrize("at", [2, 4], ids=["first fragment", "last fragment"])
+def test_a_fragment_that_cannot_be_pushed_is_told_of_at_once_and_pushed_by_the_next_step(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise LimitExceeded("no thread can be started")
+
+    with shared.connect("local:4/2", job=job) as session:
+        model = make_net()
+        model, optimizer = session.prepare(model, adamw(model), bucket_bytes=BUCKET_BYTES, outer={"warm_up": 0})
+        for number in range(1, at):
+            step(model, optimizer, batch(0, number))
+        with monkeypatch.context() as replaced, pytest.raises(LimitExceeded, match="no thread can be started"):
+            for transport in participation_of(session).connection._transports.values():
+                replaced.setattr(transport, "exchange", refused)
+            step(model, optimizer, batch(0, at))
+        assert session.round == 0
+        for number in range(at, 9):
+            model.zero_grad()
+            step(model, optimizer, batch(0, number))
+        assert session.round == 2
+
+
+def test_what_was_decided_of_a_fragment_does_not_outlive_an_interrupt(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are not finite by the time the place is lost, when all that is left of the round would leave."""
+    with shared.connect("local:4/2", job=job) as session:
+        model = make_net()
+        model, optimizer = session.prepare(model, sgd(model), bucket_bytes=BUCKET_BYTES, outer={"warm_up": 0})
+        step(model, optimizer, batch(0, 0))
+        with monkeypatch.context() as replaced, pytest.raises(KeyboardInterrupt):
+            replaced.setattr(LocalRound, "leave", cut)
+            step(model, optimizer, batch(0, 1))
+        spoil(model)
+        participation = participation_of(session)
+        shared.end_lease(0, job)
+        until(lambda: not participation.has_place, "the worker to hear of it")
+        step(model, optimizer, batch(0, 2))
+        assert all(value.isfinite().all() for value in session.global_weights().values())
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_signal_that_comes_while_a_worker_goes_back_acts_once_it_has_arrived(
+    make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster(lease=600.0, checkpoint_dir=tmp_path, checkpoint_every="2steps")
+    roll_back, moved, went = JobTraining._roll_back, LocalRounds.moved, list[str]()
+
+    def goes_back(loop: JobTraining, *given: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        roll_back(loop, *given)
+        went.append("back")
+
+    def arrives(rounds: LocalRounds, is_kept: bool) -> None:
+        moved(rounds, is_kept)
+        went.append("there")
+
+    monkeypatch.setattr(JobTraining, "_roll_back", goes_back)
+    monkeypatch.setattr(LocalRounds, "moved", arrives)
+    with cluster.connect("local:2/1", job=job) as session:
+        model = make_net()
+        model, optimizer = session.prepare(model, adamw(model), bucket_bytes=BUCKET_BYTES, outer={"warm_up": 0})
+
+        def make_step() -> None:
+            step(model, optimizer, batch(0, 0))
+
+        coordinated, store = cluster.coordinator.job(job), CheckpointStore(tmp_path)
+        until(lambda: (make_step(), store.names(job))[1] != [], "a checkpoint")
+        cluster.start_again(1)
+        with pytest.raises(KeyboardInterrupt):
+            until(lambda: (make_step(), coordinated.members.restore_count)[1] > 1, "the interrupt")
+        assert went == ["back", "there"]
+        make_step()
