@@ -174,8 +174,8 @@ class LocalRound:
     def leave(self, fragment: int, clock: int, is_pushed: bool) -> list[BucketPush]:
         """Returns the pushes of a fragment. Call `left` once they are sent.
 
-        is_pushed: the answer of `agree`. If the weights are not finite, and the job skips such steps, the pushes are empty and all weights go back to the
-        base.
+        is_pushed: the answer of `agree`. If it is that the weights are left out, the pushes are empty, and all weights
+                   go back to the base
         """
         buckets, step = self.buckets(fragment, fragment), self.end_empty()
         if is_pushed:
@@ -197,11 +197,11 @@ class LocalRound:
         """Notes that the next fragment has been pushed."""
         self.pushed += 1
 
-    def leave_out(self, clock: int) -> list[BucketPush]:
-        """Returns empty pushes of all fragments that the current round has not pushed, for a worker that leaves. So all
-        fragments reach the same round.
+    def leave_out(self, clock: int, first: int) -> list[BucketPush]:
+        """Returns empty pushes of the fragments from `first` on, which have not been pushed in the current round, for a
+        worker that leaves. So all fragments reach the same round.
         """
-        rest = self.buckets(self.pushed, self.fragments.count - 1)
+        rest = self.buckets(first, self.fragments.count - 1)
         self.pushed = self.fragments.count
         return self._steps.pushes(self.end_empty(), clock, (), rest)
 

@@ -234,7 +234,7 @@ class InnerWithWeights(InnerStates):
     is_between: returns whether a round is over and the next one has not begun. If a worker leaves within a round, the
                 steps of the round are lost, and so are their weights
     rounds:     returns the number of rounds that are over
-    put_back:   is called when a state was restored, by all members of the group: each has the weights of its own pieces
+    put_back:   is called at the end of `restore`, by all members of the group: each has the weights of its own pieces
     """
 
     def __init__(
@@ -251,6 +251,13 @@ class InnerWithWeights(InnerStates):
         self._weights, self._put_back = weights, put_back
         self._is_between, self._rounds = is_between, rounds
 
+    def restore(self, clock: int, saved: InnerState | None) -> None:
+        """Restores the state after `clock` rounds as InnerStates does, and the weights if they are of that round."""
+        try:
+            super().restore(clock, saved)
+        finally:
+            self._put_back()  # also where nothing fits, or a signal has come: the others wait for this member
+
     def now(self) -> InnerState | None:
         """Returns a copy of the present state if it is small; within a round without the weights."""
         states = super().now()
@@ -264,7 +271,6 @@ class InnerWithWeights(InnerStates):
         super()._put(states[:-1])
         if all(values.get(AT) == self._rounds() for values in states[-1].values()) and states[-1]:
             self._weights.put(_weights_of(states))
-        self._put_back()
 
     def _fits(self, states: InnerState) -> bool:
         if not states or not super()._fits(states[:-1]):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -86,6 +87,7 @@ class FragmentExchange:
         self._begin_round, self._left_out = begin_round, left_out
         self.flight: SentFragment | None = None
         self._wanted = False  # a checkpoint wants this worker's state after the round at hand
+        self._leaving = 0  # the last round of which members began to push a fragment
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -145,7 +147,9 @@ class FragmentExchange:
     def _send(self, fragment: int) -> None:
         """Pushes a fragment, and asks for its weights."""
         at_hand, place = self._round, self._loop.participation.connection.place
-        is_pushed = at_hand.agree(partial(self._with_all, fragment, "leaves"))
+        self._leaving = at_hand.number
+        with self._part(fragment, "leaves"):
+            is_pushed = at_hand.agree(self._with_all)
         pushes = at_hand.leave(fragment, at_hand.number, is_pushed)
         self._loop.model.begin_pull()
         with undisturbed():
@@ -178,35 +182,45 @@ class FragmentExchange:
             failed.set_exception(error)
             return [failed], [], []
 
-    def _with_all(self, fragment: int, what: str, make: Callable[[], tuple[T, bool]]) -> tuple[T, bool]:
-        """Makes a part of the exchange of a fragment from the place at hand: see Participation.together_or.
-
-        what: the part. It is in the name of the call: so a member that was interrupted in one part, and is in another
-              one than the rest, is found out
-        """
+    def _with_all(self, make: Callable[[], tuple[T, bool]]) -> tuple[T, bool]:
+        """Makes a part of the exchange of a fragment from the place at hand: see Participation.together_or."""
         part = self._loop.participation
-        with in_call(part.group, f"optimizer.step (fragment {fragment} of round {self._round.number} {what})"):
-            return part.together_or(partial(in_this_place, part, make))
+        return part.together_or(partial(in_this_place, part, make))
+
+    def _part(self, fragment: int, what: str) -> AbstractContextManager[None]:
+        """Returns a context in which members of a group make one part of the exchange of a fragment. `what` is in the
+        name of the call: so a member that was interrupted in one part, and is in another one than the rest, is found
+        out.
+        """
+        call = f"optimizer.step (fragment {fragment} of round {self._round.number} {what})"
+        return in_call(self._loop.participation.group, call)
 
     def _land_due(self) -> bool:
         """Mixes in the fragment that is under way, if its time has come; with the last one the round is over."""
-        flight, began = self.flight, self._metrics.timer.now()
+        flight = self.flight
         if flight is None or not self._has_to_land:
             return False
-        pulls, is_wanted = self._with_all(flight.fragment, "lands", lambda: self._landed(flight))
-        with undisturbed():
-            with named(PULL):
-                self._round.land(flight.fragment)
-            self._loop.sent = flight
-            self._loop.end_sent(counts=True)
-            is_over = bool(self._loop.lag)
-            self.forget_flight()
-            self._metrics.stepped([push.result() for push in flight.pushes], pulls, began, self._round.steps)
-            self._wanted |= is_wanted
-            if is_over:
-                self._end_round()
-        self._loop.model.base.share_alike()
+        with self._part(flight.fragment, "lands"):
+            self._land(flight)
         return True
+
+    def _land(self, flight: SentFragment) -> None:
+        began = self._metrics.timer.now()
+        pulls, is_wanted = self._with_all(lambda: self._landed(flight))
+        try:
+            with undisturbed():
+                with named(PULL):
+                    self._round.land(flight.fragment)
+                self._loop.sent = flight
+                self._loop.end_sent(counts=True)
+                is_over = bool(self._loop.lag)
+                self.forget_flight()
+                self._metrics.stepped([push.result() for push in flight.pushes], pulls, began, self._round.steps)
+                self._wanted |= is_wanted
+                if is_over:
+                    self._end_round()
+        finally:
+            self._loop.model.base.share_alike()  # also where a signal is to act: the others wait for this member
 
     def _landed(self, flight: SentFragment) -> tuple[list[PullResult], bool]:
         """Waits for the calls of a fragment. Returns its pulls, and whether a checkpoint wants this worker's state of
@@ -251,9 +265,7 @@ class FragmentExchange:
             self._loop.sent = self.flight
 
     def rest(self) -> Unfinished:
-        """Returns the remaining fragments of the current round, which may count, as one step, to be pushed from the next
-        place.
-        """
+        """Returns the remaining fragments of the current round, which may count, as one step for the next place."""
         at_hand, clock = self._round, self._loop.clock
         at_hand.leave_rest()
         return Unfinished(at_hand.whole(), clock, begun=clock + 1 if at_hand.pushed else None)
@@ -271,6 +283,11 @@ class FragmentExchange:
         if not self._loop.participation.has_place:
             return
         calls = list(self.flight.pushes) if self.flight is not None else []
-        if 0 < at_hand.pushed < at_hand.fragments.count:
-            calls += connection.push_apart(at_hand.leave_out(at_hand.number))
+        first = at_hand.pushed
+        if self.flight is not None and not self.flight.pulls:  # this member could not push it, and others have
+            first = self.flight.fragment
+        # Members of a group may have agreed on a fragment, and a signal has ended this one before it has pushed it.
+        is_group = self._loop.participation.group is not None
+        if at_hand.pushed or (is_group and self._leaving == at_hand.number):
+            calls += connection.push_apart(at_hand.leave_out(at_hand.number, first))
         wait(calls, LEAVING_SECONDS)

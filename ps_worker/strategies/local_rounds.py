@@ -281,9 +281,7 @@ class LocalRounds:
             self._loop.step(0 if is_pushed else None)
 
     def _agree(self) -> bool:
-        """Whether the round at hand is pushed: by all members of a group, or by none. Raises as LocalRound.may_count, on
-        all of them.
-        """
+        """Whether what is next is pushed: by all members of a group, or by none. Raises as LocalRound.agree."""
         group = self._loop.participation.group
         return self._round.agree((lambda make: make()) if group is None else group.any_through)
 

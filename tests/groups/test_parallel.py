@@ -148,6 +148,17 @@ def test_tensor_parallel_members_train_as_a_worker_of_one_process_in_other_modes
     assert relative_distance(end, expected) <= 1e-6
 
 
+def test_a_member_that_is_interrupted_while_a_fragment_lands_hands_on_what_it_holds_alike_first(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    options = Options(groups=1, mode="local:2/1", steps=8, prepared={"outer": {"warm_up": 1}})
+    _, expected = begun_and_ended(nursery, shared.address, job, tmp_path / "undisturbed", options)
+    cut = replace(options, cut_short=4)
+    _, found = begun_and_ended(nursery, shared.address, f"{job}-cut", tmp_path / "cut", cut)
+    assert (tmp_path / "cut" / "cut-short-0-1").exists()
+    assert same(found, expected)
+
+
 def test_tensor_parallel_members_that_lost_a_shard_end_as_undisturbed(
     nursery: Nursery, shared: Cluster, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
 ) -> None:

@@ -197,6 +197,16 @@ def test_a_member_that_was_interrupted_before_a_fragment_leaves_is_not_taken_for
     assert all(said in (tmp_path / f"refused-0-{member}").read_text() for member in (0, 1))
 
 
+def test_a_member_that_asks_alone_for_the_servers_weights_is_told_so_with_a_fragment_under_way(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    options = replace(options_of(groups=1, steps=2, part_ways=True), servers=False)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        groups.ended()
+    said = "member 0 of this worker's group is in session.global_weights, and member 1 in session.barrier"
+    assert all(said in (tmp_path / f"refused-0-{member}").read_text() for member in (0, 1))
+
+
 # -- groups come and go ------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ class Options:
     unpushed:  the clock after which member 0 fails before it has pushed anything
     lost:      the clock after which member 1 loses the place before it has pushed, and fails in the next one. All leave
                what they have then
+    cut_short: the clock after which Ctrl-C comes to member 1 while it mixes in a fragment
     meets:     the clock at which it meets all others in a barrier, and leaves what it has then
     frozen:    the layer that is frozen until `thaws`; empty: none is
     thaws:     the clock before which it is trained again
@@ -81,6 +83,7 @@ class Options:
     unlike: bool = False
     unpushed: int = -1
     lost: int = -1
+    cut_short: int = -1
     meets: int = -1
     frozen: str = ""
     thaws: int = 0
@@ -155,6 +158,20 @@ def one_process(options: Options) -> dict[str, torch.Tensor]:
     }
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return {**weights, **state} if options.asks else weights
+
+
+def interrupt_landing(session: Session) -> None:
+    """Has Ctrl-C come in the next step of this member, while it mixes in a fragment."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    at_hand: Any = session._strategy._training.kind._round  # type: ignore[attr-defined]
+    land = at_hand.land
+
+    def landing(fragment: int) -> None:
+        at_hand.land = land
+        signal.raise_signal(signal.SIGINT)
+        land(fragment)
+
+    at_hand.land = landing
 
 
 def lose_place_and_fail(session: Session) -> None:
@@ -259,8 +276,12 @@ class Member:
                 fail_before_push(session)
             if step == options.lost and (self.group, self.member) == (0, 1):
                 lose_place_and_fail(session)
+            if step == options.cut_short and self.member:
+                interrupt_landing(session)
             try:
                 self.optimizer.step()
+            except KeyboardInterrupt:
+                (self.directory / f"cut-short-{self.group}-{self.member}").touch()
             except (NonFiniteGradient, LimitExceeded) as error:
                 (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
                 if step == options.lost:

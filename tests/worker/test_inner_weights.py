@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
+import pytest
 import torch
 
 from ps_worker.state.inner import InnerWithWeights
@@ -50,6 +52,22 @@ def test_weights_of_an_earlier_round_stay_away_from_a_job_that_has_gone_on() -> 
     inner().restore(3, saved)
     inner().restore(5, saved)  # a state that a worker left keeps its weights, whatever the job's round is called
     assert own.weights.tolist() == [9, 9, 9]
+
+
+def interrupted(_: bool) -> bool:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("on_all", [bool, lambda _: False, interrupted], ids=["it fits", "not on all", "interrupted"])
+def test_members_meet_at_the_end_of_each_restore(on_all: Callable[[bool], bool]) -> None:
+    """Whether what one of them has fits or not: the others hand on what they hold alike."""
+    met: list[str] = []
+    own = Own()
+    given = own, lambda: True, lambda: 3, lambda: met.append("all")
+    states = InnerWithWeights((), lambda: None, on_all, *given)
+    with suppress(KeyboardInterrupt):
+        states.restore(3, states.captured(3))
+    assert met == ["all"]
 
 
 def test_what_is_left_in_the_middle_of_a_round_has_no_weights() -> None:
