@@ -36,7 +36,7 @@ from ps_worker.strategies.unfinished import Unfinished
 from ps_worker.values import PullResult, PushResult
 
 T = TypeVar("T")
-_Calls = tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]
+_Sent = tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class FragmentExchange:
     calls.
 
     begin_round: begins the next round; called when one is over
-    left_out:    is called when a fragment was left out, or may have been
+    sent:        is called when a fragment was pushed, or left out
     flight:      the fragment that was pushed and is not mixed in yet; None: there is none
     """
 
@@ -81,10 +81,10 @@ class FragmentExchange:
         at_hand: LocalRound,
         metrics: WorkerMetrics,
         begin_round: Callable[[], None],
-        left_out: Callable[[], None],
+        sent: Callable[[], None],
     ) -> None:
         self._loop, self._round, self._metrics = loop, at_hand, metrics
-        self._begin_round, self._left_out = begin_round, left_out
+        self._begin_round, self._on_sent = begin_round, sent
         self.flight: SentFragment | None = None
         self._wanted = False  # a checkpoint wants this worker's state after the round at hand
         self._leaving = 0  # the last round of which members began to push a fragment
@@ -162,9 +162,9 @@ class FragmentExchange:
             self._loop.sent = self.flight = flight
             self._loop.lag = int(is_last)
             at_hand.left()
-        self._left_out()
+        self._on_sent()
 
-    def _push(self, pushes: Sequence[BucketPush], is_last: bool) -> _Calls:
+    def _push(self, pushes: Sequence[BucketPush], is_last: bool) -> _Sent:
         """Sends the pushes of a fragment, and asks for its weights. Returns what Connection.push_pull does.
 
         In a group an error is that of a push: it is raised where the fragment is due, by all members, of which the

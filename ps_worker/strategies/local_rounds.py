@@ -170,7 +170,8 @@ class LocalRounds:
         """
         base, fragments = self._model.base, self._fragments
         if fragments is not None and fragments.flight is not None:
-            with self._metrics.rounds.exchanging():
+            call = in_call(self._loop.participation.group, "session.global_weights")
+            with self._metrics.rounds.exchanging(), call:
                 self._loop.in_place(fragments.await_flight)
             if fragments.flight is not None:
                 return base.values()
