@@ -65,25 +65,24 @@ class _Awaited:
 class Attending:
     """A thread's waits for answers over connections. For one thread.
 
-    begun: the connections of `begin`, until `end`
     Raises OSError if this process has too many files open.
     """
 
     def __init__(self) -> None:
         self._bell = _Bell()
-        self.begun: Sequence[ClientConnection] = ()
+        self._attended: Sequence[ClientConnection] = ()
         self._taken: set[ClientConnection] = set()  # over, and some that are about to be
 
     def begin(self, connections: Sequence[ClientConnection]) -> None:
         """Says that this thread is about to `wait` on connections: no other one need be woken for answers there."""
-        self.begun = connections
+        self._attended = connections
         for each in connections:
             each.attend(True)
 
     def end(self) -> None:
         """Takes back what `begin` said: other threads are woken for answers that are still to come."""
         self._give_back()  # what an interrupted `wait` has left
-        connections, self.begun = self.begun, ()
+        connections, self._attended = self._attended, ()
         for each in connections:
             each.attend(False)
 
@@ -93,8 +92,7 @@ class Attending:
         connection ends."""
         with undisturbed():
             try:
-                if self._taken:
-                    self._give_back()  # what an interrupt has left, and another wait needs
+                self._give_back()  # what an interrupt has left, and another wait needs
                 awaited = _Awaited(futures, self._bell)
                 while not awaited.is_over():
                     for each in connections:

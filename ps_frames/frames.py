@@ -116,8 +116,7 @@ def write_header(call: int, kind: Kind, head: int, payload: int = 0) -> bytes:
 def frame(call: int, kind: Kind, message: Parts) -> list[Buffer]:
     """Returns a frame as parts that follow each other on the wire. The payload is not copied."""
     payload = b"" if message.payload is None else message.payload
-    head = len(message.head)
-    return [_HEADER.pack(call, head + len(payload), head, kind) + message.head, payload]
+    return [write_header(call, kind, len(message.head), len(payload)) + message.head, payload]
 
 
 def read_header(data: bytes | bytearray | memoryview, largest: int) -> Header:
@@ -274,10 +273,9 @@ class PlainSocket(_Socket):
         left = _views(parts)
         while left:
             try:
-                sent = self._socket.sendmsg(left, [], socket.MSG_DONTWAIT)
+                left = _without(left, self._socket.sendmsg(left, [], socket.MSG_DONTWAIT))
             except BlockingIOError:
                 break
-            left = [] if len(left) == 1 and sent == len(left[0]) else _without(left, sent)
         return left
 
     def receive_into(self, target: memoryview, moved: Moved = nothing) -> None:

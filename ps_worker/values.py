@@ -83,14 +83,11 @@ class BucketAssignment:
 
 @dataclass(frozen=True)
 class PushResult:
-    """Pushes that are staged.
+    """A push that is staged: its bytes, when it was, on the clock of time.perf_counter, and what they travelled as."""
 
-    sizes:  their bytes, by what they travelled as
-    staged: when they were, on the clock of time.perf_counter
-    """
-
-    sizes: Mapping[str, int]
+    size: int
     staged: float
+    wire: str
 
 
 @dataclass(frozen=True)

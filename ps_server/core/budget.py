@@ -41,20 +41,19 @@ class PrincipalBudget:
         others = self._bytes.get(principal, 0) - instead_of
         if others and others + size > self.limit and not always:
             return False
-        if others + size:
-            self._bytes[principal] = others + size
-        else:
-            self._bytes.pop(principal, None)  # or principals that are gone would add up
+        self._set(principal, others + size)
         return True
 
     def release(self, principal: str, size: int) -> None:
         """Gives bytes back. Of a principal that has reserved none, none: what is not there may be asked for."""
         if size:
-            left = self._bytes.get(principal, 0) - size
-            if left:
-                self._bytes[principal] = left
-            else:
-                self._bytes.pop(principal, None)
+            self._set(principal, self.bytes_of(principal) - size)
+
+    def _set(self, principal: str, size: int) -> None:
+        if size:
+            self._bytes[principal] = size
+        else:
+            self._bytes.pop(principal, None)  # or principals that are gone would add up
 
 
 class _Reservation(NamedTuple):
@@ -181,13 +180,12 @@ class StagingRoom:
         always:        returns whether an update waits for the contribution. Then it is taken past the limit, because
                        all that is staged may wait for it
         """
-        if borrowed:
-            self.staged.reserve(unit, rank, 0, math.inf, principal=principal, charge=size, always=always)
-            return
         limit = self.limit()
         drafts = self.drafts.bytes_besides(unit, rank) if beside_drafts else 0
-        room = max(0, limit - drafts)
-        if not self.staged.reserve(unit, rank, size, room, principal=principal, charge=size, always=always):
+        room = math.inf if borrowed else max(0, limit - drafts)
+        if not self.staged.reserve(
+            unit, rank, 0 if borrowed else size, room, principal=principal, charge=size, always=always
+        ):
             raise self.staged.full(limit, drafts)
 
     def draft(self, unit: int, rank: int, size: int, principal: str, *, beside_staged: bool, is_awaited: bool) -> None:

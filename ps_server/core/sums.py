@@ -70,8 +70,7 @@ class Sum:
         copy:    the term's owner may overwrite it while the sum exists: copy it
         is_last: as far as is known, no other term comes: it may be kept as `last`
         """
-        if self.last is not None:
-            self.complete()
+        self.complete()
         if self.total is None and copy and not own:
             self.total = self._scratch.take(values.numel(), values.dtype).copy_(values)
             self._owns = self._is_scratch = True

@@ -90,14 +90,12 @@ class Unit(ABC, Generic[C, W, P]):
     """A bucket or a table of a job on this shard. Not thread-safe, but its weights have a lock of their own.
 
     index:   that of a bucket in the job, or of a table: tables follow the buckets
-    is_trained: an optimizer steps it
     rule:    the rule of its updates
     pending: by rank, what is pending for the worker's next clock
     first:   the name, in error texts, of what rank 0 must send before any push
     """
 
     first: ClassVar[str]
-    is_trained = True
 
     def __init__(self, index: int, rule: UpdateRule[C], weights: W, room: StagingRoom, data: DataCommits) -> None:
         self.index, self.rule, self.weights = index, rule, weights
@@ -112,7 +110,7 @@ class Unit(ABC, Generic[C, W, P]):
             self._check_begun(command)
             if self.rule.is_repeat(command.worker.rank, command.clock):
                 return self._duplicate()
-            if self.pending and self._pending_at(command.worker.rank, command.clock) is None:
+            if self._pending_at(command.worker.rank, command.clock) is None:
                 self.drop_pending(command.worker.rank)  # of another clock; before anything is reserved for this one
             return self._push(command)
         if command.worker.rank != 0:
@@ -228,6 +226,11 @@ class Unit(ABC, Generic[C, W, P]):
         """Returns for pulls, each a rank and a clock, whether it may be answered."""
         return self.rule.admit_all(pulls)
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer steps this unit."""
+        return True
+
     def committed(self) -> Committed:
         """Returns the leased data in the weights, without that of contributions that are only staged."""
         return self._data.of(self.index, self.rule.unapplied() if self.is_trained else ())
@@ -278,8 +281,12 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
     ) -> None:
         super().__init__(spec.index, rule, weights, room, data)
         self.spec, self._checker = spec, checker
-        self.is_trained = not spec.frozen
         self._told: tuple[int, torch.Tensor] | None = None  # for readers: rank 0's steps by then, and its values
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer steps this bucket."""
+        return not self.spec.frozen
 
     def _begin(self, command: UnitCommand) -> Staged:
         """Takes the first weights, or optimizer state that goes with them and comes before."""
@@ -379,7 +386,7 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
     def _stage(self, command: StageGradient, is_here: bool = False) -> Staged:
         """Stages a contribution, with what was assigned for its clock. is_here: as a draft: it is never refused"""
         gradient = command.gradient
-        pending = self._pending_at(command.worker.rank, command.clock) if self.pending else None
+        pending = self._pending_at(command.worker.rank, command.clock)
         assignment = None if pending is None else pending.assignment
         if assignment is not None:
             self._checker.check_assigned(self.spec, assignment)

@@ -39,8 +39,13 @@ def check_once(values: Sequence[Hashable], what: str) -> None:
     bucket"
     """
     if len(set(values)) != len(values):
-        [(twice, _)] = Counter(values).most_common(1)
-        raise InvalidRequest(f"{what} at most once, got {twice!r} twice")
+        raise named_twice(values, what)
+
+
+def named_twice(values: Sequence[Hashable], what: str) -> InvalidRequest:
+    """Returns the error for values of which one occurs twice. what: as in `check_once`"""
+    [(twice, _)] = Counter(values).most_common(1)
+    return InvalidRequest(f"{what} at most once, got {twice!r} twice")
 
 
 def check_address(address: str, what: str) -> None:

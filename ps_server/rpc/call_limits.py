@@ -40,9 +40,8 @@ FRAME_BYTES = 1 << 20  # of what clients send: with frames of gRPC's 16 KiB a ro
 # all that others have begun: beside eight principals that cancel calls at once, 11 to 22 ms with 24 to 48 of these,
 # 140 to 170 ms with 128 (`bench flood`).
 STREAMS_OF_A_CONNECTION = 48
-# Of a request on a data connection that waits for no place: each connection receives one at a time, and 8,192 of these
-# take 32 MiB. Most exchanges are as small, and a worker waits for each. What is kept of its last exchange has a bound
-# of its own: MOST_REPEATED.
+# Of a request on a data connection that waits for no place: each connection has one at a time, and 8,192 of these take
+# 32 MiB. Most exchanges are as small, and a worker waits for each.
 SMALL_BYTES = 4096
 TOLD_AT_ONCE = 20  # errors in a second, before requests are read; the others are kept back
 PRESSED_SECONDS = 60.0  # after one was
@@ -51,14 +50,14 @@ UNKNOWN = "unknown"  # whose call shows nothing that is known
 _MOST_MILLISECONDS = 2**31 - 1  # that an option takes
 
 
+# Set while a method runs, for what can only be checked once its request is read.
 @dataclass
-class Admitted:
-    """A call that was let in: its method, for whom and from where, what counts it, and its job, once that is known."""
+class _Running:
+    """A method that runs: for whom, and for which job, once that is known."""
 
     caller: Principal
     method: str
     host: str
-    call: CallInFlight
     job: str = ""
 
     def check(self, job: str) -> None:
@@ -67,8 +66,7 @@ class Admitted:
             self.caller.check(self.method, job)
 
 
-# Set while its method runs, for what can only be checked once the request is read.
-_CALL: ContextVar[Admitted | None] = ContextVar("call", default=None)
+_CALL: ContextVar[_Running | None] = ContextVar("call", default=None)
 
 
 def check_job(job: str) -> None:
@@ -195,8 +193,7 @@ class CallInFlight:
 
     def wait(self) -> None:
         """Notes that it waits from now on and has no thread; it goes on to count as before where too many wait."""
-        if not self.is_over:
-            self._calls.wait(self)
+        self._calls.wait(self)
 
     def end(self) -> None:
         """Stops counting the call."""
@@ -277,6 +274,14 @@ def _busy(text: str) -> Backlogged:
     return error
 
 
+@dataclass(frozen=True)
+class Admitted:
+    """A call that was let in: its caller, and what counts it."""
+
+    caller: Principal
+    call: CallInFlight
+
+
 class CallLimits:
     """Counts calls in and out, each under its principal, and watches over their waits. Thread-safe.
 
@@ -348,7 +353,7 @@ class CallLimits:
         counted = self._in_flight.begin(caller.name, host, method, is_listed)
         if not call.add_callback(counted.end):
             counted.end()
-        return Admitted(caller, method, host, counted)
+        return Admitted(caller, counted)
 
     def _identify(self, call: ServerCall, host: str) -> Principal:
         """Returns the caller of a method. Raises Unauthenticated."""
@@ -359,14 +364,15 @@ class CallLimits:
             raise
 
     @contextlib.contextmanager
-    def running(self, admitted: Admitted) -> Iterator[None]:
-        """Tells `check_job` which call this thread carries out."""
-        token = _CALL.set(admitted)
+    def running(self, caller: Principal, method: str, call: ServerCall) -> Iterator[None]:
+        """Tells `check_job` the caller and the method of this thread."""
+        running = _Running(caller, method, host_of(call.peer()))
+        token = _CALL.set(running)
         try:
             yield
         except Forbidden as error:
-            job = admitted.job[:MAX_NAME_LENGTH]
-            audit.note(audit.REFUSED, str(error), admitted.caller.name, admitted.host, job, admitted.method)
+            job = running.job[:MAX_NAME_LENGTH]
+            audit.note(audit.REFUSED, str(error), caller.name, running.host, job, method)
             raise
         finally:
             _CALL.reset(token)
@@ -378,11 +384,10 @@ class CallLimits:
 
         Raises Refused if too many wait for a place.
         """
-        size = call.request_bytes
-        if size is not None and size <= SMALL_BYTES:
+        if call.request_bytes is not None and call.request_bytes <= SMALL_BYTES:
             return self._within(self._limits.upload_seconds, call)
         # A frame says its size before it comes, a message of gRPC does not.
-        kind = RequestKind.FRAMED if size is not None else kind_of(method)
+        kind = RequestKind.FRAMED if call.request_bytes is not None else kind_of(method)
         peer = call.peer()
         return self._receiving.place(kind, (caller.name, host_of(peer), peer), call)
 

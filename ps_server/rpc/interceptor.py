@@ -187,6 +187,10 @@ class _Reader:
         self._parse = parse
         self._is_read = _waits(method)
 
+    def enter(self, call: ServerCall) -> Admitted:
+        """Counts the call in. Raises what CallLimits.enter does."""
+        return self.limits.enter(self.method, call)
+
     def read(self, call: ServerCall, place: AbstractContextManager[None]) -> Any:
         """Returns the one request, which is received in a place. Raises InvalidRequest if it does not come or cannot be
         parsed."""
@@ -289,20 +293,20 @@ def _refuse(call: ServerCall, error: Exception, metrics: _MethodMetrics, begun: 
 # -- calls of both kinds ---------------------------------------------------------------------------------------------
 
 
-def _entered(reader: _Reader, call: ServerCall) -> Admitted:
-    """Counts a call in. An error is told at once; it counts, and later ones are kept back."""
+def _entered(reader: _Reader, call: ServerCall) -> Principal:
+    """Counts a call in; returns its caller. An error is told at once; it counts, and later ones are kept back."""
     try:
-        return reader.limits.enter(reader.method, call)
+        return reader.enter(call).caller
     except Exception as error:
         reader.limits.held_seconds(error)
         raise
 
 
-def _received(reader: _Reader, call: ServerCall, read: Callable[[], None]) -> tuple[Admitted, Any]:
-    """Returns the call and its request, for which this thread waits. read: is called then, or when it is refused"""
+def _received(reader: _Reader, call: ServerCall, read: Callable[[], None]) -> tuple[Principal, Any]:
+    """Returns the caller and its request, for which this thread waits. read: is called then, or when it is refused"""
     try:
-        admitted = _entered(reader, call)
-        return admitted, reader.read(call, reader.place(call, admitted.caller))
+        caller = _entered(reader, call)
+        return caller, reader.read(call, reader.place(call, caller))
     finally:
         read()
 
@@ -321,9 +325,9 @@ def _answer(
     begun = time.perf_counter()
     metrics.started.inc()
     try:
-        admitted, request = _received(reader, call, read)
+        caller, request = _received(reader, call, read)
         metrics.received.inc()
-        with reader.limits.running(admitted):
+        with reader.limits.running(caller, reader.method, call):
             response = behaviour(request)
     except CallBroken:  # the caller is gone, or was too slow
         metrics.ended("CANCELLED", begun)
@@ -337,10 +341,7 @@ def _answer(
 
 
 class _Sending:
-    """The messages of one call that answers in a stream, and its end, counted.
-
-    send: sends a message; None: the end
-    """
+    """The messages of one call that answers in a stream, and its end, counted."""
 
     def __init__(self, call: ServerCall, send: Send, metrics: _MethodMetrics, limits: CallLimits) -> None:
         self.call, self.metrics = call, metrics
@@ -356,7 +357,8 @@ class _Sending:
             self._send(None)
             return
         self.metrics.sent.inc()
-        self._send(message)
+        with self._limits.sending(self.call):
+            self._send(message)
 
     def ended(self) -> None:
         """Counts a call that has ended."""
@@ -385,7 +387,7 @@ def _answer_in_parts(
         try:
             request = reader.read(call, place)
             answers.metrics.received.inc()
-            with reader.limits.running(admitted):
+            with reader.limits.running(admitted.caller, reader.method, call):
                 behaviour(request, answers.send)
             admitted.call.wait()
         except CallBroken:  # the caller is gone, or was too slow
@@ -398,7 +400,7 @@ def _answer_in_parts(
     if not call.add_callback(answers.ended):
         return
     try:
-        admitted = reader.limits.enter(reader.method, call)
+        admitted = reader.enter(call)
     except Exception as error:
         answers.refuse(error)
     else:
@@ -430,16 +432,7 @@ def _stream_by_grpc(
     pool = getattr(behaviour, "experimental_thread_pool", server_pool)
 
     def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext, send: Send) -> None:
-        call = GrpcCall(context, requests)
-
-        def limited(message: Any) -> None:
-            if message is None:
-                send(None)
-                return
-            with reader.limits.sending(call):
-                send(message)
-
-        answers = _Sending(call, limited, metrics, reader.limits)
+        answers = _Sending(GrpcCall(context, requests), send, metrics, reader.limits)
         _answer_in_parts(answers, reader, pool, lambda request, counted: behaviour(request, context, counted))
 
     _keep_pool(wrapped, behaviour)
@@ -462,7 +455,7 @@ def _guard(behaviour: Callable[..., Any], reader: _Reader) -> Callable[..., Any]
                 yield reader.parse(raw)
 
         try:
-            yield from behaviour(timely(reader.limits.enter(reader.method, call).caller), context)
+            yield from behaviour(timely(reader.enter(call).caller), context)
         except (PSError, Refused) as error:
             call.fail(error.error if isinstance(error, Refused) else error)
             call.abort()

@@ -32,7 +32,7 @@ class GrpcCall(ServerCall):
     """A call over gRPC. requests: what its caller sends"""
 
     worker = None
-    request_bytes = kept = None
+    request_bytes = None
 
     def __init__(self, context: grpc.ServicerContext, requests: Iterator[bytes] | None = None) -> None:
         self._context, self._requests = context, requests

@@ -236,7 +236,6 @@ class PulledBuckets:
 
         def over() -> None:
             budget.release(principal, count)
-            if copy_bytes:
-                self._copies.release(principal, copy_bytes)
+            self._copies.release(principal, copy_bytes)
 
         return over

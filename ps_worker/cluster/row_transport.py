@@ -221,7 +221,7 @@ class RowTransport:
 
         def is_staged(when: float) -> None:
             if not staged.done():
-                staged.set_result(PushResult({"float32": size}, when))
+                staged.set_result(PushResult(size, when, "float32"))
 
         landing = ExchangeLanding(
             *self._landing(asked, messages.write_exchange(push, places), shared), staged=is_staged
@@ -289,7 +289,7 @@ class RowTransport:
     def _push(self, shard: int, push: RowsPush, size: int, wire: str) -> Future[PushResult]:
         """Sends one message. size: the bytes of rows in it, or that it names; wire: what their elements are there"""
         message = messages.write_push(push)
-        return self._calls[shard].push_rows(message, lambda: PushResult({wire: size}, time.perf_counter()), self._pool)
+        return self._calls[shard].push_rows(message, lambda: PushResult(size, time.perf_counter(), wire), self._pool)
 
     @staticmethod
     def _put(push: RowsPush, rows: RowGradients, room: Room) -> tuple[RowsPush, int]:

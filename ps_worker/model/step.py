@@ -268,11 +268,10 @@ class StepMaker:
         """Ends the step of one optimizer. Raises InvalidRequest or NonFiniteGradient if it must not be pushed."""
         rows = self.tables.take() if self.tables.are_some else []
         overlap, gradients = self._overlaps[optimizer], self.model.gradients
-        parameters = overlap.parameters
-        absent = gradients.gather(parameters)
+        absent = gradients.gather(overlap.parameters)
         groups = self._groups.read()
         changed, drafts_hold = overlap.finish(gradients.marks(overlap.spaces), absent)
-        name = gradients.not_finite(parameters - absent, changed or self._is_late)
+        name = gradients.not_finite(overlap.parameters - absent, changed or self._is_late)
         if name is None and rows:
             name = self.tables.not_finite(rows)
         if name is not None:
@@ -323,8 +322,7 @@ class StepMaker:
 
     def _gradient_ready(self, parameter: int) -> None:
         """Has the buckets leave that are full with this gradient, if they may. Runs on autograd's thread."""
-        if self._metrics.timer.phase != "backward":
-            self._metrics.timer.gradient()
+        self._metrics.timer.gradient()
         if self._timeline.step is not None:
             self._timeline.step.gradient(parameter)
         overlap = self._overlaps.get(self.stage.owner.get(parameter, -1))

@@ -186,8 +186,7 @@ class JobTraining:
             self.script.follow()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
-        if self.unfinished is not None:
-            self._drop_unfinished()  # it was interrupted: its gradient is here no more
+        self._drop_unfinished()  # one that was interrupted: its gradient is here no more
         staged = self._step_in_place(index)
         self.stepped = True
         if staged is not None:
@@ -286,8 +285,8 @@ class JobTraining:
         self.data.failed()
 
     def _drop_unfinished(self) -> None:
-        self.participation.connection.end_step()
         self.unfinished = None
+        self.participation.connection.end_step()
 
     def _exchange(self, index: int | None) -> None:
         """Pushes a step of one optimizer, or of none, and pulls all weights."""
@@ -357,10 +356,7 @@ class JobTraining:
         with named(WAIT):
             self.participation.settle()
         through.append((pushed, pulls, began))
-        is_wanted = False
-        for pull in pulls:
-            is_wanted |= pull.result().checkpoint
-        return through[0], is_wanted
+        return through[0], any(pull.result().checkpoint for pull in pulls)
 
     def _finish(self, calls: _Calls, is_wanted: bool) -> None:
         """Counts a step's pushes and pulls, which are over. is_wanted: a checkpoint wants this worker's state, too"""

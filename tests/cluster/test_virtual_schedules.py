@@ -33,7 +33,7 @@ def test_a_schedule_goes_back_with_the_job(seeds: range) -> None:
 @pytest.mark.timeout(600)
 def test_a_schedule_that_stays_where_the_job_was_rolled_back_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerCheckpoint, "rollback", lambda *_: None)
-    found = {each.kind for each in Cluster("sync", 21, faults=ROLLBACKS, schedules=True).run()}
+    found = {each.kind for each in Cluster("sync", 2, faults=ROLLBACKS, schedules=True).run()}
     assert "torn" in found
 
 

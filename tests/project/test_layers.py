@@ -153,7 +153,6 @@ CORE_MAY_IMPORT = {
     "enum",
     "hmac",
     "math",
-    "operator",
     "typing",
     *_ARRAYS,
 }

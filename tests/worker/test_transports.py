@@ -14,8 +14,7 @@ import pytest
 
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
-from ps_protocol.messages.data import BucketPush, PullCall, push_of, read_exchange
-from ps_protocol.v1 import data_pb2
+from ps_protocol.messages.data import BucketPush
 from ps_protocol.v1.data_pb2 import PushRequest
 from ps_runtime.pools import Closed
 from ps_worker.cluster.calls import DATA_SERVICE, ShardCalls
@@ -42,12 +41,9 @@ class Peer:
         self.came = 0
         self._lock = threading.Lock()
         self.requests: list[bytes] = []
-        methods = {
-            "Push": grpc.unary_unary_rpc_method_handler(self._push),
-            "Exchange": grpc.unary_stream_rpc_method_handler(self._exchange),
-        }
+        push = grpc.unary_unary_rpc_method_handler(self._push)
         self._server = grpc.server(ThreadPoolExecutor(16))
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DATA_SERVICE, methods),))
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DATA_SERVICE, {"Push": push}),))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
@@ -57,11 +53,6 @@ class Peer:
             self.requests.append(request)
         self.open.wait(20.0)
         return b""
-
-    def _exchange(self, request: bytes, context: Any) -> Iterator[bytes]:
-        self.requests.append(request)
-        there = [data_pb2.PulledBucket(bucket=index) for index in data_pb2.ExchangeRequest.FromString(request).buckets]
-        yield data_pb2.ExchangeResponse(buckets=there, in_segment=data_pb2.InSegment()).SerializeToString()
 
     def stop(self) -> None:
         self.open.set()
@@ -133,12 +124,11 @@ class CopiedGradients:
         self.copied.append(bucket.index)
 
     is_checked = True
-    lands_in_place = False
 
 
-@pytest.fixture(params=[CopiedGradients])
-def shared(request: pytest.FixtureRequest) -> Iterator[tuple[Peer, CopiedGradients, SharedTransport]]:
-    peer, flat = Peer(), request.param()
+@pytest.fixture
+def shared() -> Iterator[tuple[Peer, CopiedGradients, SharedTransport]]:
+    peer, flat = Peer(), CopiedGradients()
     with closing(pullers(1)) as pool:
         way = SharedTransport(ShardCalls(0, peer.address, 20.0), WHO, cast(FlatModel, flat), pool, Timeline())
         yield peer, flat, way
@@ -168,7 +158,7 @@ def test_gradients_that_are_copied_leave_with_those_that_came_while_a_message_wa
     ]
     assert [message.clock for message in messages] == [1, 1, 2]
     assert flat.copied == [0, 1, 2, 3]
-    assert [result.sizes for result in results] == [{"float32": 16}] * 4
+    assert [result.size for result in results] == [16] * 4
     assert results[0].staged < results[1].staged == results[2].staged < results[3].staged
 
 
@@ -189,65 +179,6 @@ def test_what_leaves_together_fails_together_and_what_follows_does_not(
     flat.full = False
     way.push(full_push(1)).result(20.0)
     assert peer.came == 2
-
-
-# -- one call a step -------------------------------------------------------------------------------------------------
-
-
-class MadeInSegment(CopiedGradients):
-    """Stands for a model whose gradients and weights lie in the segment."""
-
-    in_segment = lands_in_place = True
-
-    def land_shared(self, bucket: BucketSpec, wire_format: str) -> None:
-        pass
-
-
-@pytest.mark.parametrize("shared", [MadeInSegment], indirect=True)
-def test_each_step_asks_for_what_it_has_at_its_own_clock(
-    shared: tuple[Peer, MadeInSegment, SharedTransport],
-) -> None:
-    """Requests that differ in their clock alone are written once: what differs in more is written anew."""
-    peer, _, way = shared
-    lower = {0: {"lr": 0.5}}
-    steps = [
-        [full_push(1), full_push(2)],
-        [full_push(1), full_push(2)],
-        [full_push(1), full_push(2)],
-        [replace(full_push(1), groups=lower), full_push(2)],
-        [replace(full_push(1), groups=lower), full_push(2)],
-        [replace(full_push(1), groups=lower, absent=[0]), full_push(2)],
-        [full_push(1), replace(empty_push(2), absent=[0])],
-        [full_push(2)],
-        [full_push(1), full_push(2)],
-    ]
-    for clock, pushes in enumerate(steps, 124):  # the number of bytes of a clock changes on the way, too
-        now = [replace(push, clock=clock) for push in pushes]
-        step = way.exchange(clock, now, [push.bucket for push in now], {})
-        assert step.pull.result(20.0).sizes == {"float32": 16 * len(now)}
-        [staged] = step.pushes
-        assert staged.result(20.0).sizes == {"float32": 16 * sum(not push.empty for push in now)}
-        call = push_of(WHO, clock, now, None, finite={push.bucket.index for push in now})
-        indices = tuple(push.bucket.index for push in now)
-        assert read_exchange(peer.requests[-1]) == (call, PullCall(WHO, clock, indices, in_segment=True))
-
-
-@pytest.mark.parametrize("shared", [MadeInSegment], indirect=True)
-def test_a_request_that_is_repeated_while_another_is_written_is_its_own(
-    shared: tuple[Peer, MadeInSegment, SharedTransport],
-) -> None:
-    """A thread of the pool asks again for the step before, after its connection has broken."""
-    _, _, way = shared
-    first, later = full_push(1), replace(full_push(1), groups={0: {"lr": 0.5}})
-    before = way._request(1, [first], [1], None)
-
-    class Compared(list[BucketPush]):
-        def __eq__(self, other: object) -> bool:
-            way._request(1, [later], [1], None)  # as the other thread, at this moment
-            return super().__eq__(other)
-
-    assert way._request(1, Compared([first]), [1], None) == before
-    assert read_exchange(before)[0].groups == {}
 
 
 def test_a_push_after_the_end_fails(shared: tuple[Peer, CopiedGradients, SharedTransport]) -> None:
