@@ -197,6 +197,7 @@ class TablePlaces:
 
 log = logging.getLogger("ps_server")
 
+COLLECTED_BYTES = 16 * 2**20  # of jobs that have gone: see `_Leftovers`
 _UNKNOWN_BYTES = 2**34  # of memory, where the system does not say how much is free
 
 
@@ -224,6 +225,7 @@ class HostedJobs:
         self._threads, self._pulls, self._metrics = threads, pulls, metrics
         self.jobs: dict[str, HostedJob] = {}  # by name; changed under the lock, and read without it
         self._last: dict[str, LastWeights] = {}  # of jobs that have ended, by name
+        self._leftovers = _Leftovers()
         self._ending: set[tuple[str, str]] = set()  # runs of jobs whose last weights are being copied
         self._restores = Restores()
         self._troubles = Troubles(log, "restore")
@@ -249,8 +251,8 @@ class HostedJobs:
             known = self.jobs.get(spec.name)
             if known is not None and known.run < run:  # what its coordinator could not drop
                 self._end(self.jobs.pop(spec.name), RunEnded(f"run {known.run} of job {spec.name!r} has ended"))
-                known = None
-                _collect()
+                gone, known = known.nbytes(), None
+                self._leftovers.add(gone)
             if known is None:
                 self._restores.forget(spec.name)
                 job = self.jobs[spec.name] = self._make(spec, buckets, run, shards)
@@ -336,9 +338,10 @@ class HostedJobs:
             restoring.read(0)
             before = self.jobs.pop(name, None)
         if before is not None:
+            gone = before.nbytes()
             self._end(before, UnknownWorker(f"job {name!r} was rolled back to a checkpoint: join again"))
             del before
-            _collect()
+            self._leftovers.add(gone)
 
     def drop(self, name: str, run: str = "", now: float = 0.0) -> None:
         """Drops a run of a job and frees its memory. run: empty: any; another run of the name stays
@@ -354,7 +357,7 @@ class HostedJobs:
             ending = name, job.run
             self._ending.add(ending)
         reason = NotFound(f"job {name!r} ended")
-        last = None
+        last, gone = None, job.nbytes()
         try:
             job.close(reason)
             last = last_weights(job, now)
@@ -366,7 +369,7 @@ class HostedJobs:
         self._pulls.fail(job, reason)
         self._metrics.forget(name)
         del job
-        _collect()
+        self._leftovers.add(gone)
         log.info("job %s: shard %d has given its memory back", name, self._index)
 
     def last(self, name: str, run: str) -> LastWeights | None:
@@ -471,10 +474,21 @@ def _making_room(name: str, room: JobRoom, promised: int) -> Iterator[None]:
         raise LimitExceeded(f"job {name!r} does not fit into this shard's memory") from None
 
 
-def _collect() -> None:
-    """Frees the memory of jobs that are no longer here.
+class _Leftovers:
+    """Jobs that are no longer on this shard, and whose memory only Python's collector of cycles frees.
 
-    A job and its parts know each other, and so do errors and their frames. Weights are few objects, however large, so
-    that the collector by itself would look for them after many jobs only.
+    A job and its parts refer to each other, and so do errors and their frames. Weights are few objects, however large,
+    so the collector by itself would look for them after many jobs only. It is called as soon as the jobs that have gone
+    since its last turn took COLLECTED_BYTES. A turn walks through every object of the process while all other threads
+    wait, some 10 to 40 ms: whoever makes and ends small jobs one after the other does not cause one each time.
     """
-    gc.collect()
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Notes that a job of so many bytes is no longer referred to."""
+        self._bytes += nbytes
+        if self._bytes >= COLLECTED_BYTES:
+            self._bytes = 0
+            gc.collect()

@@ -463,6 +463,13 @@ class HostedJob:
         left = (optimizer - state.optimizer_bytes, self._room.staged - state.reserved_bytes)
         return sum(max(0, size) for size in left) + state.promised_bytes
 
+    def nbytes(self) -> int:
+        """Returns about how many bytes of memory and files the job takes on this shard."""
+        with self.lock:
+            shared = len(self.of_workers.segments) * self.plan.size
+        tables = self.state.table_figures()
+        return self._room.total + shared + sum(each.nbytes + each.file_bytes for each in tables)
+
     def statistics(self, now: float) -> ShardJobStatistics:
         """Returns the job's statistics on this shard."""
         with self.lock:

@@ -82,7 +82,7 @@ def start(nursery: Nursery, folder: Path, address: str, transport: str, how: str
     if not script.exists():
         script.write_text(SCRIPT)
     words = [address, folder.name, rank, of, transport, how, "slow" if of == 1 else "quick"]
-    return nursery.run(script, words, folder / f"out-{rank}", OMP_NUM_THREADS="1")
+    return nursery.run(script, words, folder / f"out-{rank}", finalizes=True, OMP_NUM_THREADS="1")
 
 
 def out(folder: Path, rank: int = 0) -> str:

@@ -45,7 +45,7 @@ def start(nursery: Nursery, tmp_path: Path) -> Start:
 
     def begin(cluster: Cluster, world_size: int, *arguments: str) -> Forked:
         told = {"PS_SERVER": cluster.address, "PS_RANK": "0", "PS_WORLD_SIZE": str(world_size)}
-        return nursery.run(script, arguments, tmp_path / "log", **told)
+        return nursery.run(script, arguments, tmp_path / "log", finalizes=True, **told)
 
     return begin
 
