@@ -4,25 +4,25 @@ accounting.py    Steps that workers lost, or made again, because shards were rol
 admission.py     Admission: which requests may be received now, and which wait for a place
 agreement.py     How alike workers move in a round of local steps
 budget.py        How many bytes a job may take on a shard, and how many may wait there, by job and by principal
-checking.py      What a push contributes: checks it against the job and makes the command that stages it
-checking_rows.py  What a push of rows contributes: as checking.py, for tables
+checking.py      Checks a pushed bucket against the job, and makes the command that stages it
+checking_rows.py Checks pushed rows against the job's tables, and makes the commands that stage them
 commands.py      Everything that changes a partition, as values
 consistency.py   The rule of one bucket's updates in each mode: what is staged, what comes next, which pull is admitted
 data_commits.py  Counts each sample into each bucket of a shard exactly once; sets of numbers as intervals
 data_leases.py   One loader's data, as the coordinator gives it out: batch by batch, each to one worker
 dense.py         One bucket's tensors: its weights, its optimizer, and the gradients being added up for the open update
-sums.py          What contributions to one update add up to: the sum of gradients, and the hyper-parameters they name
-feed_figures.py  How a job's weights are read, for people who watch
+sums.py          The sum of the contributions to one update: their gradients, and the hyper-parameters they name
+feed_figures.py  Measurements of the readers of a job's weights, for status and metrics
 extent.py        Checks how large a job is, and that its parts fit together
-server_figures.py What processes measure of their own work, for people who watch
-limits.py        How much anyone may take: every limit of a server by name, with its default
+server_figures.py Measurements of processes' own work, for status and metrics
+limits.py        Every limit of a server by name, with its default
 membership.py    The live workers of a job: leases, incarnations, ranks
-other_cut.py     Buckets of a job, put together from those of the same job whose parameters were cut otherwise
+other_cut.py     Assembles a job's buckets from a checkpoint whose parameters were cut into other pieces
 partition.py     One job's buckets and tables on one shard: roster, rules and weights, changed by commands alone
 placement.py     How large a job's buckets are, and which shard holds which: by bytes, largest first
-rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
+rounds.py        Rounds of values: all live workers of a job exchange values, one round after the other
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
-statistics.py    What a shard or a coordinator says about itself: frozen records
+statistics.py    The statistics of a shard or a coordinator: frozen records
 table_rows.py    A table's rows on one shard, what workers contribute to them, and how many there may be
 shard_table.py   A table of a job on one shard: a unit whose contributions are rows, in several messages
 thread_shares.py How the threads that a process may have are divided

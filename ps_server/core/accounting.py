@@ -1,9 +1,10 @@
 """Steps that workers lost, or made again, because shards were rolled back to a checkpoint.
 
-A rollback leaves a debt for each worker: the clock that the shards still have of it, and the one it was heard at last.
-The debt is settled when the worker comes back and says how far it was, or when it is given up. In sync every shard goes
-back, and the steps between are made again; in ssp and async they are lost on the shards that went back, also those of
-workers that were gone before: their debts are settled at once.
+A rollback leaves a debt for each worker: the clock that the shards still have of it, and the last one that it reported.
+The debt is settled when the worker comes back and reports its clock, or when the worker is given up. In sync every
+shard goes back, and the workers make the steps between the two clocks again. In ssp and async these steps are lost on
+the shards that went back. So are the steps of workers that had left before the rollback: their debts are settled at
+once.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class StepAccounting:
         self.departed[rank] = clock
 
     def settle(self, rank: int, clock: int | None = None) -> None:
-        """Settles a worker's debt, if it has one. clock: how far the worker was; None: its last known clock"""
+        """Settles a worker's debt, if it has one. clock: the worker's clock before the rollback; None: its last known
+        clock
+        """
         if rank not in self.unaccounted:
             return
         restored, heard = self.unaccounted.pop(rank)
@@ -73,7 +76,7 @@ class StepAccounting:
             self._add(rank, restored, clock)
 
     def give_up(self, rank: int) -> None:
-        """Settles the debt of a worker that did not come back, up to the clock at which it was heard of last.
+        """Settles the debt of a worker that did not come back, up to its last known clock.
 
         Steps that it made after that clock stay a debt, which is settled if it comes back after all.
         """
@@ -87,20 +90,20 @@ class StepAccounting:
     ) -> None:
         """Notes each worker's debt after a rollback.
 
-        reached: how far each shard is that was rolled back
+        reached: the versions and clocks of each shard that was rolled back
         heard:   by rank, the last known clock of a worker that was live
         gone:    by rank of a worker that was not live, its clock on the shards that were not rolled back; None: there
                  are none
         """
         for rank in heard:
-            self.settle(rank)  # of an earlier rollback, after which it never came back
+            self.settle(rank)  # the debt of an earlier rollback, after which the worker never came back
         reached = [extent for extent in reached if extent.clocks]  # a shard that trains no bucket has nothing to lose
         if not reached:
             return
         for rank in heard.keys() | self.unaccounted.keys():
             restored = self._restored(rank, reached)
             before, clock = (restored, heard[rank]) if rank in heard else self.unaccounted[rank]
-            if rank in heard or before < clock:  # otherwise it was given up, and that is booked
+            if rank in heard or before < clock:  # otherwise the worker was given up, and its debt is settled
                 self.unaccounted[rank] = min(before, restored), clock
         if self.goes_back_together:
             return  # the others make these steps again
@@ -114,13 +117,13 @@ class StepAccounting:
         return self.settled.get(rank, ())
 
     def _add(self, rank: int, start: int, end: int) -> None:
-        """Has steps from one clock to another count no more."""
+        """Marks the clocks from `start` to `end` as settled: later rollbacks do not count them again."""
         if start < end:
             settled = Intervals(self._spans(rank))
             settled.add(start, end)
             self.settled[rank] = tuple(settled.spans()[-SPANS_KEPT:])
 
     def _restored(self, rank: int, reached: Sequence[VersionRange]) -> int:
-        """Returns how far the shards that went back are with a worker now."""
+        """Returns the worker's clock on the shards that were rolled back."""
         known = [extent.clocks[rank] for extent in reached if rank in extent.clocks]
         return min(known, default=self.began.get(rank, 0))

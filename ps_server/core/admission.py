@@ -1,8 +1,9 @@
-"""Admission: which requests may be received now, and which wait for a place, taking turns by where they come from.
+"""Admission: decides which requests a server receives now, and which wait. Callers take turns.
 
-gRPC takes in as much of a request as its largest message, whatever the method, from the moment when the server reads;
-before that it takes in one window. So a request gets a place before it is read, every place counts as the largest
-message, and there are as many as fit into a budget. Each kind of request has places of its own.
+Once a server reads a request, gRPC buffers up to the largest message that is allowed, whatever the method. Before that
+it buffers one window of the stream. So the server reads a request only when one of a limited number of *places* is
+free. Each place counts as one largest message, and the memory budget divided by that size is their number. Each kind of
+request has places of its own.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from ps_protocol.errors import InvalidRequest
 from ps_server.core.limits import Limits
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 
-# Bytes of each stream that are taken in before its request is read: enough for a heartbeat.
+# Bytes of each stream that gRPC buffers before the server reads its request: enough for a heartbeat.
 WINDOW_BYTES = 512
-ACTIVE_SECONDS = 60.0  # after its last request; meanwhile nothing else of its like takes all places
+ACTIVE_SECONDS = 60.0  # after its last request an origin counts as active: another one may not take all places
 
-_WAITING = 4_096  # requests of a kind for a place, at most; few of them have a thread
+_WAITING = 4_096  # most requests of a kind that wait for a place; few of them have a thread
 _FEW = 8
 
-# For which those whose request was broken off together leave a place to others: the first time, doubled with each.
+# How long a principal whose request was broken off is penalised: the first time, and at most. Each time doubles it.
 PENALTY_SECONDS, LONGEST_PENALTY_SECONDS = 60.0, 600.0
 
-HELD_SECONDS = 5.0  # for which a refusal to one of these is kept back: told at once, it would come again at once
+HELD_SECONDS = 5.0  # by which a refusal to a penalised caller is delayed: refused at once, it would call again at once
 
 C = TypeVar("C", bound=Hashable)
 
@@ -35,7 +36,7 @@ C = TypeVar("C", bound=Hashable)
 class RequestKind(enum.Enum):
     """The kinds of requests. Each kind has its own places."""
 
-    QUICK = "quick"  # of a few bytes: they come with their headers
+    QUICK = "quick"  # requests of a few bytes, which arrive with their headers
     LARGE = "large"  # jobs, states, values
     EXCHANGE = "exchange"  # pushes that come with a pull: mostly without a payload, and the pull waits for them
     DATA = "data"  # pushes
@@ -49,8 +50,8 @@ class Terms:
     places:   how many requests are received at a time
     waiting:  how many wait for a place at most
     seconds:  how long a request may take to arrive
-    patience: after this many seconds a request that is still arriving makes room for one that has waited as long, if
-              fewer requests are received from where that comes from
+    patience: after this many seconds a request that is still arriving gives its place to one that has waited as long,
+              if the origin of the waiting request has fewer places
     """
 
     places: int
@@ -74,7 +75,7 @@ def terms(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[Re
     """Returns the terms of each kind of request on a server.
 
     pool: the number of threads in each pool for calls. A request that has a place has a thread; most threads are left
-          for others
+          for other calls
 
     Raises InvalidRequest if the budget has no room for one request of each kind.
     """
@@ -115,8 +116,9 @@ def terms(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[Re
 
 
 def waiting_threads(pool: int) -> int:
-    """Returns how many unary calls of one kind may hold a thread before they are read. pool: the threads
-    of each pool
+    """Returns how many unary calls of one kind may hold a thread before they are read.
+
+    pool: the threads of each pool
     """
     return max(1, min(_FEW, pool // 8))
 
@@ -124,10 +126,10 @@ def waiting_threads(pool: int) -> int:
 class RequestPlaces(Generic[C]):
     """The places of one kind of request. A call is any hashable value.
 
-    Principals take turns, then the hosts of each, then the connections of each host: the next place goes to the one
-    whose last turn is the longest ago. None of them gets the last place while another of its level is active, so one
-    whose requests never end cannot keep all places. The same holds for all principals together that had a request
-    broken off lately.
+    Principals take turns, then the hosts of each principal, then the connections of each host: the next place goes to
+    the principal, host or connection whose last turn is the longest ago. None of them gets the last place while another
+    one of the same level is active. So a caller whose requests never end cannot keep all places. All principals whose
+    requests were broken off lately count as one caller in this.
     """
 
     def __init__(self, given: Terms) -> None:
@@ -135,14 +137,14 @@ class RequestPlaces(Generic[C]):
         self._received: dict[C, tuple[Origin, float]] = {}  # since when, the longest first
         self._held: Counter[Origin] = Counter()  # how many of these, by every beginning of an origin
         self._waiting: dict[C, tuple[Origin, float]] = {}  # since when, the longest first
-        self._queued: Counter[Origin] = Counter()  # likewise
-        # Those that wait, by principal, host and connection; whose turn is next comes first.
+        self._queued: Counter[Origin] = Counter()  # how many calls wait, by every beginning of an origin
+        # The waiting calls, by principal, host and connection. The next turn is that of the first one.
         self._turns: dict[Any, Any] = {}
-        self._turn: dict[Origin, int] = {}  # of those that are active, the number of their last turn
+        self._turn: dict[Origin, int] = {}  # of active origins, the number of their last turn
         self._turns_taken = 0
         self._penalties: dict[Origin, tuple[float, float]] = {}  # by principal: until when, and how long that was
-        self._broken_off: set[C] = set()  # of those that are received
-        # By length, the beginnings of origins that asked of late, and when: the longest ago first.
+        self._broken_off: set[C] = set()  # calls that are being received, and were told to end
+        # By length, the beginnings of origins that asked lately, with the time: the longest ago first.
         self._active: dict[int, dict[Origin, float]] = {}
 
     @property
@@ -189,7 +191,9 @@ class RequestPlaces(Generic[C]):
         return AdmissionChanges(self._admit(now))
 
     def overdue(self, now: float) -> list[C]:
-        """Returns the calls that have to give back their places: their time is over, or others have waited too long."""
+        """Returns the calls that must give back their places: they took too long, or other calls have waited
+        too long.
+        """
         given = self._terms
         waiting = Counter(origin for origin, since in self._waiting.values() if now - since >= given.patience)
         overdue: list[C] = []
@@ -218,7 +222,7 @@ class RequestPlaces(Generic[C]):
         seconds = min(2 * before, LONGEST_PENALTY_SECONDS)
         self._penalties[principal] = now + seconds, seconds
         for other, (until, last) in list(self._penalties.items()):
-            if until + last < now:  # it has behaved for as long again
+            if until + last < now:  # no request was broken off for as long again
                 del self._penalties[other]
 
     def _is_penalised(self, principal: Origin, now: float) -> bool:
@@ -226,10 +230,13 @@ class RequestPlaces(Generic[C]):
         return now < until
 
     def _has_claim(self, waiting: Origin, received: Origin, now: float) -> bool:
-        """Returns whether a place is for one that waits rather than for one that is received already.
+        """Returns whether a waiting request may take the place of one that is being received.
 
-        It is if they come from the same connection. Otherwise, where the two part, the one that waits must have fewer.
-        A principal whose request was broken off lately has none to that of another.
+        It may if both come from the same connection. Otherwise they are compared at the first level at which their
+        origins
+        differ: the waiting request's principal, host or connection must hold fewer places. A principal whose request
+                was
+        broken off lately has no claim on the place of a principal without a penalty.
         """
         if self._is_penalised(waiting[:1], now) and not self._is_penalised(received[:1], now):
             return False
@@ -252,8 +259,9 @@ class RequestPlaces(Generic[C]):
         return tuple(admitted)
 
     def _next(self, turns: dict[Any, Any], origin: Origin, now: float) -> C | None:
-        """Returns the call whose turn it is, and notes the turn of all that it comes from."""
-        for name in sorted(turns, key=lambda name: self._turn.get((*origin, name), 0)):  # calls: in their own order
+        """Returns the call whose turn it is, and records the turn of its principal, host and connection."""
+        # Calls stay in their order of arrival
+        for name in sorted(turns, key=lambda name: self._turn.get((*origin, name), 0)):
             beginning, below = (*origin, name), turns[name]
             if below is None:
                 return name  # type: ignore[no-any-return]
@@ -286,7 +294,7 @@ class RequestPlaces(Generic[C]):
                 self._turn.pop(gone, None)
 
     def _last_of_most(self) -> Any:
-        """Returns the call that came last from where most wait."""
+        """Returns the latest call of the principal, host and connection that have most calls waiting."""
         turns: dict[Any, Any] = self._turns
         origin: Origin = ()
         while next(iter(turns.values())) is not None:

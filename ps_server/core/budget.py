@@ -45,7 +45,7 @@ class PrincipalBudget:
         return True
 
     def release(self, principal: str, size: int) -> None:
-        """Gives bytes back. Of a principal that has reserved none, none: what is not there may be asked for."""
+        """Gives bytes back. A principal that has reserved nothing gives back nothing: callers may release twice."""
         if size:
             self._set(principal, self.bytes_of(principal) - size)
 
@@ -90,7 +90,7 @@ class StagingBudget:
         Returns False, and changes nothing, past the job's `limit`; but the first reservation of a job may have any
         size. Raises Backlogged past the principal's limit.
 
-        always: is called if there is no room: if it returns True, the bytes are reserved all the same
+        always: called if there is no room. If it returns True, the bytes are reserved nevertheless
         """
         before = self._reserved.get((bucket, rank), _NOTHING)
         others = self.bytes - before.size
@@ -116,8 +116,8 @@ class StagingBudget:
         return self.bytes - self._reserved.get((bucket, rank), _NOTHING).size
 
     def full(self, limit: float, drafts: int = 0) -> Backlogged:
-        """Returns the error for a contribution for which `reserve` had no room. drafts: bytes of the drafts that take
-        room, too
+        """Returns the error for a contribution that `reserve` refused. drafts: bytes of the drafts that share the
+        budget
         """
         return Backlogged(
             f"{self.bytes} bytes are staged here and wait for other workers, {drafts} are here before their step, and "
@@ -148,7 +148,7 @@ class StagingRoom:
 
     staged:         contributions, until they are added to an update
     drafts:         drafts, until their commit
-    assigned:       what scripts have set, until the worker's next step
+    assigned:       assignments of scripts, until the worker's next step
     limit:          returns the bytes that may be staged; a contribution for which an update waits may exceed it
     assigned_limit: returns the bytes that may be assigned
     """
@@ -177,8 +177,8 @@ class StagingRoom:
 
         borrowed:      the bytes lie in the worker's memory: they take no room here, but count for the principal
         beside_drafts: drafts and contributions share the room: see UpdateRule.drafts_take_room
-        always:        returns whether an update waits for the contribution. Then it is taken past the limit, because
-                       all that is staged may wait for it
+        always:        returns whether an update waits for the contribution. Then it is staged past the limit, because
+                       everything that is staged may wait for it
         """
         limit = self.limit()
         drafts = self.drafts.bytes_besides(unit, rank) if beside_drafts else 0
@@ -192,8 +192,8 @@ class StagingRoom:
         """Reserves the bytes of a draft. Raises Backlogged if there is no room.
 
         beside_staged: drafts and contributions share the room: see UpdateRule.drafts_take_room
-        is_awaited:    the next update waits for this draft. Then it is taken past the limit and takes no room: once it
-                       counts, it becomes the open sum, which is not part of the budget
+        is_awaited:    the next update waits for this draft. Then it is accepted past the limit, and its bytes are not
+                       counted: once committed it becomes the open sum, which is not part of the budget
         """
         room = max(0, self.limit() - (self.staged.bytes if beside_staged else 0))
         taken = 0 if is_awaited else size
@@ -203,10 +203,10 @@ class StagingRoom:
             raise Backlogged(f"{self.drafts.bytes} bytes are here before their step, and there is no room for more")
 
     def assign(self, unit: int, rank: int, size: int, principal: str, always: Callable[[], bool]) -> None:
-        """Reserves the bytes of what a script has set. Raises Backlogged if there is no room.
+        """Reserves the bytes of a script's assignment. Raises Backlogged if there is no room.
 
-        The worker with the oldest reservation is never refused: two workers that have each sent a half would otherwise
-        wait for each other's room for ever.
+        The worker with the oldest reservation is never refused: two workers that have each sent half of an assignment
+        would otherwise wait for each other's bytes for ever.
         """
         if not self.assigned.reserve(
             unit,
@@ -221,11 +221,11 @@ class StagingRoom:
 
     @property
     def bytes(self) -> tuple[int, int, int]:
-        """Bytes reserved for contributions, for drafts, and for what is assigned."""
+        """Bytes reserved for contributions, for drafts, and for assignments."""
         return self.staged.bytes, self.drafts.bytes, self.assigned.bytes
 
     def release_pending(self, unit: int, rank: int) -> None:
-        """Releases what a rank has reserved for a unit, except for its contribution."""
+        """Releases the bytes of a rank's draft and assignment for a unit. Its contribution stays reserved."""
         self.drafts.release(unit, rank)
         self.assigned.release(unit, rank)
 
@@ -250,7 +250,7 @@ def derived_limit(weights: int, bucket: int, workers: int, tables: int = 0) -> i
     return max(weights, 2 * bucket * workers) + tables * ROWS_BYTES * workers
 
 
-# What a job costs beside its tensors, whatever they hold (measured).
+# Bytes of a job beside its tensors' elements (measured).
 BUCKET_BYTES, SLICE_BYTES, GROUP_BYTES = 5 * 1024, 1536, 1024
 
 

@@ -33,11 +33,10 @@ MAX_WEIGHT = 2.0**53  # the whole numbers up to there are exact
 
 
 class GradientChecks:
-    """The checks of a job's gradients, of buckets and of tables: that they are finite, and within the limit of the
-    norm.
+    """Checks the gradients of a job's buckets and tables: they must be finite, and their norm within a limit.
 
-    looks:  gradients are checked for infinities and NaNs
-    limits: there is a limit of the norm
+    looks:  infinities and NaNs are looked for
+    limits: the norm is limited
     """
 
     def __init__(self, spec: JobSpec, norm_limit: float) -> None:
@@ -46,8 +45,9 @@ class GradientChecks:
         self.looks, self.limits = spec.non_finite is not NonFinite.ALLOW, norm_limit < math.inf
 
     def refuse_or_skip(self, rank: int, what: str) -> None:
-        """Raises NonFiniteGradient, unless the job skips steps whose gradient is not finite; then the caller leaves it
-        out.
+        """Raises NonFiniteGradient, unless the job skips steps whose gradient is not finite. Then the caller must leave
+        the
+        gradient out.
         """
         if not self._skips:
             raise NonFiniteGradient(f"the gradient of {what} from worker {rank} is not finite")
@@ -71,7 +71,7 @@ class PushChecker:
         self._buckets = buckets
         self._gradients = GradientChecks(spec, norm_limit)
         self._good = GoodValues()  # by stage and group
-        # What trains each bucket in each stage. Commands add to it, and none takes away: it is read without a lock.
+        # By bucket, its stages by number. Commands only add to it, so it is read without a lock.
         self._stages = {index: {0: first_stage(spec, bucket)} for index, bucket in buckets.items()}
 
     def bucket(self, index: int) -> BucketSpec:
@@ -110,7 +110,7 @@ class PushChecker:
         """Returns the command that stages one bucket of a call. Raises InvalidRequest with what was expected and what
         came.
 
-        payload:   that of the bucket
+        payload:   the bucket's bytes
         principal: the caller, to whom the bytes are accounted
         """
         kind = pushed.kind
@@ -143,7 +143,9 @@ class PushChecker:
     def _next(
         self, call: PushCall, pushed: PushedBucket, bucket: BucketSpec, payload: Buffer, principal: str
     ) -> Assign:
-        """Returns the command that has something else train a bucket."""
+        """Returns the command that begins the next stage of the script in a bucket: another optimizer trains it, or
+        none.
+        """
         following = pushed.next_optimizer
         if following is None or call.clock == 0 or len(payload):
             raise InvalidRequest(
@@ -155,8 +157,9 @@ class PushChecker:
         return Assign(call.worker, pushed.bucket, call.clock, assignment, principal=principal)
 
     def payload_size(self, index: int, kind: PushKind, state: str, stage: int = 0) -> int:
-        """Returns the bytes of the payload of such a push in a message. state: the name of the optimizer state, if it
-        is assigned
+        """Returns the bytes of the payload of a push in a message.
+
+        state: the name of the optimizer state, if the push assigns one
         """
         bucket = self.bucket(index)
         codec, count = self._encoding(bucket, kind, state, self.stage(bucket, stage).optimizer)
@@ -165,10 +168,10 @@ class PushChecker:
     def _encoding(
         self, bucket: BucketSpec, kind: PushKind, state: str, optimizer: str, shared: bool = False
     ) -> tuple[Codec, int]:
-        """Returns how the payload of a push is encoded, and of how many elements.
+        """Returns the codec of a push's payload, and the number of its elements.
 
-        optimizer: that of the worker's stage
-        shared:    it lies in a segment
+        optimizer: the optimizer of the worker's stage
+        shared:    the payload lies in a segment
         """
         if kind in GRADIENTS and not shared:
             return gradient_codec(self._spec, bucket), bucket.numel
@@ -180,7 +183,9 @@ class PushChecker:
         return plain_codec(bucket), bucket.numel
 
     def _values(self, call: PushCall, pushed: PushedBucket, bucket: BucketSpec, payload: Buffer) -> torch.Tensor | None:
-        """Returns the payload of a bucket as a flat tensor; None where it has none to have."""
+        """Returns the payload of a bucket as a flat tensor; None for an empty payload, or for a gradient to
+        leave out.
+        """
         optimizer = self.stage(bucket, call.stage).optimizer
         codec, count = self._encoding(bucket, pushed.kind, pushed.state, optimizer, call.payload is None)
         if pushed.kind in GRADIENTS:  # those in a segment have the bucket's type
@@ -203,7 +208,7 @@ class PushChecker:
         if values is None:
             return none
         borrowed = call.payload is None
-        is_checked = borrowed and pushed.finite  # only the owner of a segment has looked at what lies there
+        is_checked = borrowed and pushed.finite  # only the segment's owner has checked the values in it
         codec, _ = self._encoding(bucket, pushed.kind, pushed.state, "", borrowed)
         own = codec.copies or not (borrowed or memoryview(payload).readonly)
         if self._gradients.limits and borrowed:
@@ -250,7 +255,7 @@ class PushChecker:
                 raise InvalidRequest(f"the state assigned to {name} lacks {lacks}, which {stage.optimizer} needs")
 
     def _check_groups(self, groups: Mapping[int, HyperParameters], stage: StageSpec) -> None:
-        """stage: of the bucket at hand. A message of several buckets names the groups of all of them"""
+        """stage: the stage of the checked bucket. A message of several buckets names the groups of all of them"""
         for group, values in groups.items():
             if stage.number == 0:
                 if not 0 <= group < len(self._spec.groups):

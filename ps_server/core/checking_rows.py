@@ -1,6 +1,6 @@
 """Checks pushed rows against the job's tables, and makes the commands that stage them. Changes no state.
 
-As checking.py, it runs outside of the lock of a partition.
+This runs outside of a partition's lock, as checking.py does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ps_tables.row_sums import are_finite
 class RowChecker:
     """Checks pushes and pulls of one job's rows. Raises InvalidRequest with what was expected and what came.
 
-    place:      that of this shard among those that share the tables
+    place:      this shard's number among the shards that share the tables, and their count
     first:      the index of the job's first table, which follows its buckets
     norm_limit: the largest L2 norm of the gradient in one push
     """
@@ -130,7 +130,7 @@ class RowChecker:
         return BeginRows(push.worker, self.first + push.table, beginning, push.first, part, count, push.last)
 
     def _part(self, table: JobTable, push: TablePush) -> dict[str, torch.Tensor]:
-        """Returns the rows of a payload, or the ids that wait, as Table.restore takes them."""
+        """Decodes a payload into the tensors that Table.restore expects: rows, or ids that wait for admission."""
         rows, version = table.rows, push.beginning.version
         part = {
             "ids": torch.empty(0, dtype=torch.int64, device="cpu"),
@@ -174,7 +174,7 @@ class RowChecker:
         return self._spec.tables[number]
 
     def _rows(self, table: JobTable, push: RowsPush) -> RowGradients:
-        """Returns what a payload holds: ids, counts and gradients."""
+        """Decodes a payload: ids, counts and gradients."""
         name, dim, codec = table.rows.name, table.rows.dim, self._codec
         if push.place is not None:
             codec = PLAIN["float32"]

@@ -1,5 +1,7 @@
-"""Everything that changes a partition, as values. Two partitions that execute the same commands in the same order are
-the same afterwards. What is applied to the weights follows from the commands, and is none itself.
+"""Commands: the values that change a partition.
+
+Two partitions that execute the same commands in the same order are equal afterwards. Applying contributions to the
+weights is not a command: it follows from the commands.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Staged:
     duplicate: the push was staged before
     skipped:   the gradient was left out
     use:       the outcome for the leased data that the push names
-    kept:      the push takes effect only with a later one: it is a draft or an assignment
+    kept:      the push is a draft or an assignment, which takes effect with a later push
     seed:      the table's seed, if the table had begun before with another beginning
     """
 
@@ -61,7 +63,7 @@ class AddWorker(Command[Counted]):
     """Counts a worker as live from `clock` on. clock: None: from this shard's frontier on
 
     An older incarnation of the rank is fenced at once. A repetition changes nothing. Raises Fenced for an incarnation
-    that was removed already, because the coordinator had given up on it: it would never be removed again.
+    that was removed already, because the coordinator had given it up. Counted once more, it would never be removed.
     """
 
     rank: int
@@ -99,7 +101,7 @@ class RestoreSnapshot(Command[None]):
 
 @dataclass(frozen=True)
 class Close(Command[None]):
-    """Ends the partition: from here on every command of a worker raises `reason`, and nothing is reserved any more."""
+    """Ends the partition: every later command of a worker raises `reason`, and all reservations are released."""
 
     reason: PSError
 
@@ -134,7 +136,8 @@ class Initialise(UnitCommand):
 
     Raises InvalidRequest if the worker is not rank 0. The first weights count; later ones are repeats.
 
-    clock: 0; later: these are what rank 0 has of a bucket that no optimizer steps, for readers of the weights alone
+    clock: 0 for initial values. Above 0, rank 0 sends its current values of a bucket that no optimizer steps: only
+           readers of the weights get them
     """
 
     value: torch.Tensor | Assignment
@@ -158,8 +161,9 @@ class DraftGradient(PushCommand):
 
 @dataclass(frozen=True)
 class Assign(PushCommand):
-    """Weights or optimizer state that a worker's script has set. Kept until the contribution of its clock. Raises as
-    PushCommand.
+    """Weights or optimizer state that a worker's script has set. Kept until the contribution of its clock.
+
+    Raises as PushCommand.
     """
 
     assignment: Assignment
@@ -167,9 +171,9 @@ class Assign(PushCommand):
 
 @dataclass(frozen=True)
 class Commit(PushCommand):
-    """Makes the draft of a clock count, now or as soon as it comes. Raises as PushCommand.
+    """Makes the draft of a clock count: at once, or when the draft arrives. Raises as PushCommand.
 
-    groups, ranges: those of the whole step, in place of the draft's
+    groups, ranges: those of the whole step; they replace the draft's
     stage:          the script's stage, to which the groups belong
     """
 
@@ -180,13 +184,13 @@ class Commit(PushCommand):
 
 @dataclass(frozen=True)
 class StageRows(PushCommand):
-    """One message of a worker's contribution to a table at its next clock. It is staged once all messages are here.
+    """One message of a worker's contribution to a table at its next clock. It is staged once all messages have come.
 
     rows:    the rows of this message; empty if the step is left out
     first:   the number of the message's first row among those of all messages
     count:   the number of its rows
     total:   the number of rows of all messages
-    present: the step has a gradient for the table, here or on another shard
+    present: the step has a gradient for the table, on this shard or on another one
     in_mean: the step counts as a term of the mean
     values:  hyper-parameters to use from this update on; None: unchanged
     assignment: the number of the assignment that the step includes; 0: none
@@ -227,8 +231,8 @@ class AssignRows(PushCommand):
 
 @dataclass(frozen=True)
 class BeginRows(UnitCommand):
-    """One message of rank 0 with a table's initial content on this shard. Messages come in order; the last one begins
-    it.
+    """One message of rank 0 with a table's initial content on this shard. Messages come in order; with the last one the
+    table has begun.
 
     beginning: describes the whole content; the same in each message of an incarnation
     first:     the number of rows and of waiting ids in the messages before

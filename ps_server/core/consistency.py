@@ -1,9 +1,9 @@
-"""One bucket's protocol: what may be staged, what is applied next, and which pull is admitted.
+"""The update rule of one bucket or table: it stages contributions, orders their application and admits pulls.
 
 Three verbs, and the rule between them:
 
     stage   takes a worker's contribution for its next clock; a repeat is known by its clock and not taken again
-    next    says what to do with what is staged: add a contribution to the open update, or step the optimizer
+    next    returns the next operation: add a staged contribution to the open update, or step the optimizer
     admits  says whether a pull at some clock may be answered, and if not, which workers it waits for
 
 With aggregation (sync), update number r is one step with the mean of one contribution of each live worker, added in
@@ -14,9 +14,9 @@ A contribution once staged is never dropped: if its worker dies before the updat
 
 **With a quorum** (`QuorumRule`) an update waits for some of the live workers, and the late count next:
 
-    next    adds what is staged in order of arrival, and steps once enough live workers are in the open update. A late
-            push is the first in the next one. A worker is in an update once: what it pushes for its next clock, while
-            its last contribution is in the open update, waits for the one after
+    next    adds staged contributions in order of arrival, and steps once enough live workers are in the open update. A
+            late push is the first in the next one. A worker is in an update once: a push for its next clock, while its
+            last contribution is in the open update, waits for the following update
     admits  answers a pull when an update has been made since the weights that its worker's gradient was taken at: the
             worker's own, or, for one that came late, one without it. So each step of a worker meets newer weights, and
             none waits for a late one
@@ -48,7 +48,7 @@ T = TypeVar("T")
 class Live:
     """A live worker, as one shard counts it.
 
-    incarnation: that of the worker's place
+    incarnation: the worker's incarnation
     start:       the clock from which the shard counts it: only updates after this one wait for its contribution
     key:         the lease key, which the worker sends with each call
     """
@@ -88,8 +88,8 @@ class Step:
 class Admission:
     """Whether a pull may be answered.
 
-    waiting_for: the ranks that it waits for; empty: it waits for the shard
-    reason:      why it waits, in words
+    waiting_for: the ranks that the pull waits for; empty: it waits for the shard
+    reason:      why the pull waits, as text
     """
 
     admitted: bool
@@ -162,10 +162,10 @@ class UpdateRule(Generic[T]):
         return added | {add.rank: add.clock for add in self.waiting.values()}
 
     def has(self, owed: Mapping[int, int]) -> bool:
-        """Whether the weights have all contributions that an earlier call of `owed` returned: a clock by rank."""
+        """Whether the weights include all contributions of `owed`: the result of an earlier call of `owed()`."""
         if not all(self.applied.get(rank, 0) >= clock for rank, clock in owed.items()):
             return False
-        # A rank that has joined again begins with all its steps counted, and the open update may have one of them.
+        # A rank that joins again counts all its steps as applied; the open update may hold one of them.
         staged = [(add.rank, add.clock) for add in self.added]
         staged += [(add.rank, add.clock) for add in self.waiting.values()]
         return all(clock > owed.get(rank, 0) for rank, clock in staged)
@@ -189,8 +189,8 @@ class UpdateRule(Generic[T]):
         if not self.consistency.aggregate:
             return False
         if clock > self.version + 1:
-            # Where all workers have joined further on than the bucket is, none will bring the updates before: the
-            # first contribution makes them empty ones, and the others wait for it.
+            # All workers may have joined at a later clock than the bucket's version. Then nobody contributes to the
+            # updates between: the first contribution makes them empty updates, and the other contributions wait for it.
             return not (self.waiting or self.added or any(self._is_needed(rank) for rank in self.roster))
         taken = {add.rank for add in self.added}
         before = (other for other in self.waiting.keys() | self.roster.keys() if other < rank and other not in taken)
@@ -204,7 +204,7 @@ class UpdateRule(Generic[T]):
     def next(self) -> Add[T] | Step | None:
         """Returns the next operation; None until another push is staged or the roster changes.
 
-        The caller carries it out, then calls `done` with it. Before the bucket is initialised there is none.
+        The caller carries it out, then calls `done` with it. Returns None before the bucket is initialised.
         """
         if not self.initialised:
             return None
@@ -217,12 +217,13 @@ class UpdateRule(Generic[T]):
             return None
         taken = {add.rank for add in self.added}
         for rank in sorted(self.waiting.keys() | self.roster.keys()):
-            # A worker that joins may stage its first clock while an earlier update is open here: that one is not its.
+            # A worker that joins may stage its first clock while an earlier update is open: that update does not count
+            # it.
             if self._is_next(rank):
                 return self.waiting[rank]
             if rank not in taken and self._is_needed(rank):
                 return None
-        # What waits is for a later update, and no worker is left to bring this one: it is an empty one.
+        # The waiting contributions are for a later update, and no worker is left for this one: it is empty.
         return self._step() if self.added or self.waiting else None
 
     def completes(self, work: Add[T]) -> bool:
@@ -250,7 +251,9 @@ class UpdateRule(Generic[T]):
         self.added.clear()
 
     def awaits_draft(self, rank: int, clock: int) -> bool:
-        """Whether the next update waits for this draft. If so, the draft becomes the open sum and takes no room."""
+        """Whether the next update waits for this draft. If so, the draft becomes the open sum, and its bytes are not
+        counted in the budget.
+        """
         return self.is_awaited(rank, clock)
 
     @property
@@ -263,7 +266,7 @@ class UpdateRule(Generic[T]):
         return self.consistency.aggregate
 
     def grace(self) -> float | None:
-        """Returns for how many seconds the open update still waits for workers that it does not need; None: it does not
+        """Returns for how many seconds an open update that has its quorum waits for further workers; None: it does not
         wait. See QuorumRule.
         """
         return None
@@ -272,8 +275,9 @@ class UpdateRule(Generic[T]):
         """Makes the update after `version` stop waiting for workers that it does not need."""
 
     def close(self) -> None:
-        """Allows staged contributions to be applied while no push is taken. In sync an update still waits for all its
-        workers: without them it would be another update.
+        """Allows staged contributions to be applied while no push is accepted.
+
+        In sync an update still waits for all its workers: with fewer of them it would be another update.
         """
 
     def is_at(self, clock: int) -> bool:
@@ -331,7 +335,7 @@ class UpdateRule(Generic[T]):
         self.brought = dict(self.pushed)
 
     def clocks(self) -> dict[int, int]:
-        """Returns the clock of each live worker here."""
+        """Returns the applied clock of each live worker, by rank."""
         return {rank: self.applied.get(rank, 0) for rank in self.roster}
 
     def versions(self) -> tuple[int, int]:
@@ -343,15 +347,15 @@ class UpdateRule(Generic[T]):
         return VersionRange(*self.versions(), dict(self.applied))
 
     def joined_at(self) -> dict[int, int]:
-        """Returns, by rank, the last clock that it has pushed, for ranks whose clock in a snapshot is one at which they
-        joined.
+        """Returns, by rank, the last clock that it has pushed, for ranks whose snapshot clock comes from a join, not a
+        push.
         """
         clocks = self.extent().clocks
         pushed = {rank: min(clock, self.brought.get(rank, 0)) for rank, clock in clocks.items()}
         return {rank: clock for rank, clock in pushed.items() if clock != clocks[rank]}
 
     def _is_next(self, rank: int) -> bool:
-        """Whether what this worker has staged belongs to the open update."""
+        """Whether this worker's staged contribution belongs to the open update."""
         return rank in self.waiting and self.waiting[rank].clock <= self.version + 1
 
     def _is_needed(self, rank: int) -> bool:
@@ -370,14 +374,14 @@ class UpdateRule(Generic[T]):
         return clock <= staged
 
     def _late(self, clock: int) -> set[int]:
-        """Returns the live workers whose updates a pull at this clock needs and has not."""
+        """Returns the live workers whose updates a pull at this clock needs and the weights lack."""
         bound = self.consistency.max_staleness
         return set() if bound is None else {rank for rank in self.roster if self.applied.get(rank, 0) < clock - bound}
 
     def _waits(self, clock: int, late: set[int]) -> Admission:
-        """Returns what a pull at this clock waits for, whose own push is staged."""
+        """Returns why a pull at this clock waits, if its own push is staged."""
         needed = clock - (self.consistency.max_staleness or 0)
-        # Those whose push is staged are not late themselves: they wait in the same update, or for the shard.
+        # A worker whose push is staged is not to blame: it waits in the same update, or for the shard.
         blamed = tuple(sorted(rank for rank in late if self.staged.get(rank, 0) < needed))
         if not blamed:
             return Admission(False, (), f"clock {needed} of every live worker has come and is being applied")
@@ -385,7 +389,7 @@ class UpdateRule(Generic[T]):
         return Admission(False, blamed, f"clock {needed} of every live worker is needed; {behind}")
 
     def _staleness(self, add: Add[None]) -> int:
-        """Returns how many clocks the weights that this gradient was taken at lay behind the fastest worker's."""
+        """Returns the staleness of a gradient: how many clocks its weights lay behind the fastest worker's."""
         return max(0, max(self.applied.values(), default=0) - (add.clock - 1))
 
 
@@ -397,7 +401,7 @@ class QuorumRule(UpdateRule[T]):
     cleared:    by rank, the highest clock at which it may pull
     lags:       for each added contribution, how many updates were made since the weights of its gradient
     grace_over: the open update waits for its quorum only
-    closing:    no push is taken for now: the open update is made with what it has
+    closing:    no push is accepted for now: the open update is made with the contributions that it has
     """
 
     mixes_clocks: ClassVar[bool] = True
@@ -414,8 +418,8 @@ class QuorumRule(UpdateRule[T]):
         self.cleared[rank], self.weights_of[rank] = clock, self.version
 
     def owed(self) -> dict[int, int]:
-        """As UpdateRule.owed, but also makes the open update go on with what is staged: there may be no
-        further push.
+        """As UpdateRule.owed. It also closes the open update with the staged contributions: no further push may
+        come.
         """
         self.close()
         return self._staged_only()
@@ -478,7 +482,7 @@ class QuorumRule(UpdateRule[T]):
         self.grace_over = self.grace_over or version == self.version
 
     def close(self) -> None:
-        """Makes updates of the staged contributions although no push is taken, with fewer workers than the quorum."""
+        """Applies the staged contributions while no push is accepted, even with fewer workers than the quorum."""
         self.closing = bool(self.added or self.waiting)
 
     def done(self, work: Add[T] | Step) -> None:
@@ -507,7 +511,7 @@ class QuorumRule(UpdateRule[T]):
         """Notes that a worker's pull is answered with the current version, which may be later than the one that
         admitted it.
         """
-        if clock == self.staged.get(rank, 0):  # otherwise its next gradient is taken already
+        if clock == self.staged.get(rank, 0):  # otherwise the worker has computed its next gradient already
             self.weights_of[rank] = self.version
 
     def admit_all(self, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
@@ -529,7 +533,7 @@ class QuorumRule(UpdateRule[T]):
         ]
 
     def _waits_for_all(self) -> Admission:
-        """Returns what a pull waits for whose own push is staged."""
+        """Returns why pulls wait whose own push is staged."""
         here = self._taken() | self.waiting.keys()
         missing = tuple(sorted(self.roster.keys() - here))
         come, needed = len(self.roster) - len(missing), self.consistency.needed(len(self.roster))
@@ -545,7 +549,10 @@ class QuorumRule(UpdateRule[T]):
         self.cleared, self.weights_of = dict(clocks), {}
 
     def _clear(self, rank: int, clock: int) -> None:
-        """Lets a worker go on from this version. One that joined since has other weights, and a later clock."""
+        """Admits a worker's pulls up to `clock`: the current version is new for it.
+
+        A worker that has joined again since this clock is not affected: it was cleared for a later one.
+        """
         if clock > self.cleared.get(rank, 0):
             self.cleared[rank], self.weights_of[rank] = clock, self.version
 

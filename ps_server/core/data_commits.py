@@ -2,7 +2,8 @@
 
 A push names the leased ranges that its step used. They are recorded for its bucket at the moment at which it is staged.
 If the bucket has had a range already, the push counts as one without a gradient. So when a worker dies with a step half
-pushed, and another worker gets the same batch, the buckets that had it leave it out and the others take it.
+pushed, and another worker gets the same batch, the buckets that had the batch leave it out, and the other buckets count
+it.
 
 A range is *whole* when all trained buckets of the shard have had it. Only ranges that some buckets have had are kept
 one by one, so the memory grows with the steps under way and not with the samples.
@@ -94,9 +95,9 @@ class Intervals:
 
 
 MAX_LOADERS = 64
-MAX_FRAGMENTS = 65_536  # that the committed part of a pass may be in
+MAX_FRAGMENTS = 65_536  # most intervals of the committed samples of a pass
 
-# By loader, the latest pass and what is committed of it, ascending: plain data, for a snapshot.
+# By loader, its latest pass and that pass's committed intervals, ascending: plain data, for a snapshot.
 Committed = dict[int, tuple[int, list[Span]]]
 
 
@@ -120,9 +121,9 @@ UNUSED = Use()
 class _Pass:
     """One loader's latest pass on this shard.
 
-    whole:  what every bucket has had
-    parts:  what some buckets have had, by range
-    extras: by bucket, what else it has had; known only from a snapshot that was restored
+    whole:  the samples that every bucket has had
+    parts:  by range, the buckets that have had it, if not all have
+    extras: by bucket, further samples that it has had, from a restored snapshot
     """
 
     number: int
@@ -142,7 +143,7 @@ class DataCommits:
     """The data that the trained buckets of one job on one shard have had."""
 
     def __init__(self, buckets: Iterable[int]) -> None:
-        """buckets: the indices of those that train here."""
+        """buckets: the indices of the trained buckets on this shard"""
         self._buckets = frozenset(buckets)
         self._passes: dict[int, _Pass] = {}
 
@@ -184,7 +185,7 @@ class DataCommits:
                 extra.remove(*used.span)
 
     def whole(self) -> Committed:
-        """Returns the data that all trained buckets here have had."""
+        """Returns the data that all trained buckets of this shard have had."""
         return {loader: (latest.number, latest.whole.spans()) for loader, latest in self._passes.items()}
 
     def of(self, bucket: int, without: Iterable[DataRange] = ()) -> Committed:
@@ -242,7 +243,7 @@ def in_all(parts: Sequence[Committed]) -> Committed:
 
 
 def check_ranges(ranges: Sequence[DataRange]) -> None:
-    """Raises InvalidRequest naming the first thing wrong with the ranges of a push."""
+    """Raises InvalidRequest that names the first error in the ranges of a push."""
     if len(ranges) > MAX_PUSH_RANGES:
         raise InvalidRequest(f"a push has at most {MAX_PUSH_RANGES} ranges of data, got {len(ranges)}")
     for used in ranges:

@@ -5,8 +5,8 @@ A position is free; leased; reported as pushed by its worker; or committed, whic
 dies or leaves, its leased positions are in doubt until the shards are asked; those that the shards do not have are free
 again. Free positions are leased lowest first. A pass is complete when all is committed; then the next one begins.
 
-The shards decide which data was used, for each bucket (data_commits.py). They are asked when no position is free.
-Leases only avoid that work is done twice.
+The shards decide which data was used, for each bucket (data_commits.py). The coordinator asks them when no position is
+free. Leases only keep two workers from training on the same batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class LoaderProgress:
 
 
 class DataLeases:
-    """One loader of one job. stale: the shards must first say what is committed: see `settle`"""
+    """The leases of one loader of one job.
+
+    stale: the committed samples are unknown until `settle` is called"""
 
     def __init__(self, spec: LoaderSpec, limit: int = 1_024) -> None:
         """limit: batches that one worker may have leased."""
@@ -57,9 +59,10 @@ class DataLeases:
         self._free = Intervals([(0, self.spec.samples)])
         self._leased: dict[WorkerId, set[Span]] = {}
         self._doubtful: dict[WorkerId, set[Span]] = {}
-        self._claimed: dict[int, int] = {}  # by rank, what it said to have pushed and was not leased to it
+        self._claimed: dict[int, int] = {}  # by rank, how many batches it claimed that were not leased to it
 
-    # -- what workers ask --------------------------------------------------------------------------------------------
+    # -- requests of workers
+    # --------------------------------------------------------------------------------------------
 
     def agree(self, spec: LoaderSpec) -> None:
         """Raises JobMismatch, naming the difference, if a worker's loader differs from the known one."""
@@ -85,7 +88,7 @@ class DataLeases:
             return BatchLease(complete=True)
         leased = self._leased.setdefault(worker, set())
         known = {batch.span for batch in report.leased if batch.pass_number == self.number}
-        spans = sorted(leased - known)[:count]  # given before, in an answer that was lost
+        spans = sorted(leased - known)[:count]  # leased before, in an answer that was lost
         fair = max(1, self._free.total // (2 * max(1, workers) * self.spec.batch_size))
         while len(spans) < min(count, fair) and len(leased) < self._limit and (span := self._next()) is not None:
             self._free.remove(*span)
@@ -94,7 +97,7 @@ class DataLeases:
         return BatchLease(tuple(DataRange(self.loader, self.number, *span) for span in spans))
 
     def _next(self) -> Span | None:
-        """Returns the lowest batch that is free. Batches come back as they were given, so they stay the same ones."""
+        """Returns the lowest free batch. Returned batches keep their bounds, so batches stay the same ones."""
         first = self._free.first()
         return (first[0], min(first[1], first[0] + self.spec.batch_size)) if first else None
 
@@ -128,8 +131,11 @@ class DataLeases:
                 leased.add(span)
 
     def _claims(self, worker: WorkerId, span: Span) -> bool:
-        """Whether a worker may say that it pushed what this coordinator did not lease to it: what one before this one
-        did, as far as a worker can have it. The rest is not believed: shards know what was pushed, and are asked.
+        """Whether to believe a worker that reports a batch which this coordinator did not lease to it.
+
+        An earlier coordinator may have leased it. A worker may claim as many batches as it can have had leased; the
+        shards
+        are asked about all others.
         """
         claimed = self._claimed.get(worker[0], 0)
         if claimed >= self._limit or not self._take_over(worker, span):
@@ -138,7 +144,7 @@ class DataLeases:
         return True
 
     def _take_over(self, worker: WorkerId, span: Span) -> bool:
-        """Whether a worker may hold what was given to its older incarnation, or by a coordinator before this one."""
+        """Whether a worker may have a batch that was leased to its older incarnation, or by an earlier coordinator."""
         for older, spans in self._doubtful.items():
             if older[0] == worker[0] and span in spans:
                 spans.remove(span)
@@ -154,7 +160,7 @@ class DataLeases:
         for start, stop in left.spans():
             self._free.add(start, stop)
 
-    # -- what happens to workers and shards --------------------------------------------------------------------------
+    # -- changes of workers and shards --------------------------------------------------------------------------
 
     def gone(self, rank: int, incarnation: int) -> None:
         """Notes that worker `rank` of this incarnation, and all earlier ones, are gone: their leased batches are in
@@ -171,9 +177,9 @@ class DataLeases:
         return set(self._doubtful)
 
     def settle(self, shards: Sequence[Committed], gone: Iterable[WorkerId] = ()) -> None:
-        """Takes over which samples the shards have committed.
+        """Adopts the shards' record of which samples are committed.
 
-        gone: those of `doubtful` whose pushes can no longer arrive: their batches that are not committed are free again
+        gone: workers of `doubtful` whose pushes can no longer arrive; their uncommitted batches become free again
         """
         if self.stale:
             self._begin(max((had[self.loader][0] for had in shards if self.loader in had), default=0))

@@ -1,10 +1,10 @@
 """One bucket's tensors: its weights, its optimizer, and the gradients being added up for the open update.
 
-**Weights that travel in blocks** (int8, int4) are rounded, and all workers have to have the same bits. So the shard
-keeps what they have (`SentWeights`). Each update sends the codes of what is missing, weights - sent, and adds their
-values to `sent`: what one update rounds off is part of what the next one sends, and nothing is lost for good. A worker
-that does not have the version before asks for the whole, and gets `sent` as it is. So do all workers after an update
-before which a script had set weights: those have to arrive as they were set.
+**Weights that travel in blocks** (int8, int4) are rounded, and all workers must have the same bits. So the shard keeps
+a copy of the workers' weights (`SentWeights`). Each update encodes the difference weights - sent, and adds the decoded
+difference to `sent`. The next update sends what this one has rounded off, so nothing is lost for good. A worker that
+lacks the version before asks for the whole bucket, and gets `sent` unrounded. After an update that includes an
+assignment, all workers get the whole bucket: assigned weights must arrive as they were set.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ps_server.core.sums import PIECE, NamedValues, PieceStep, Scratch, Sum, Val
 
 
 class SentWeights:
-    """What workers have of a bucket's weights, where these travel in blocks. For one caller at a time.
+    """The workers' copy of a bucket's weights, where weights travel in blocks. Not thread-safe.
 
     flat:  [numel] float32
-    codes: what leads here from the version before; None: this version comes whole
+    codes: the encoded difference to the version before; None: this version is sent whole
     """
 
     def __init__(self, codec: Blocks, numel: int) -> None:
@@ -40,12 +40,12 @@ class SentWeights:
         self.codes: torch.Tensor | None = None
 
     def begin(self, values: torch.Tensor) -> None:
-        """Begins, or goes on, with what workers will have: [numel]."""
+        """Sets the workers' copy without a difference: [numel]."""
         self.flat.copy_(values)
         self.codes = None
 
     def advance(self, weights: torch.Tensor, whole: bool) -> None:
-        """Sends the weights of the next version: [numel]. whole: as they are"""
+        """Moves the workers' copy to the weights of the next version: [numel]. whole: send them unrounded"""
         if whole:
             self.begin(weights)
             return
@@ -55,12 +55,12 @@ class SentWeights:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a worker's script has set itself in one bucket, by the slice's position.
+    """Weights and optimizer state that a worker's script has set in one bucket, by the slice's position.
 
     weights: [length of the slice] each
-    reset:   slices whose optimizer state becomes what `state` has for them, and nothing else
-    stage:   of the script that has set it: the state is that of this stage's optimizer
-    next:    what trains the bucket from here on
+    reset:   slices whose optimizer state is replaced by that in `state`; without any, they begin anew
+    stage:   the script's stage; `state` belongs to this stage's optimizer
+    next:    the stage that the bucket enters
     """
 
     weights: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Assignment:
         return sum(tensor.nbytes for tensor in self.weights.values()) + states
 
     def union(self, other: Assignment) -> Assignment:
-        """Returns both together; where both name the same thing, the other counts."""
+        """Returns both assignments together. Where both set the same state or weights, `other` counts."""
         state = {position: dict(tensors) for position, tensors in self.state.items()}
         for position, tensors in other.state.items():
             state.setdefault(position, {}).update(tensors)
@@ -91,15 +91,15 @@ class Gradient:
     """One worker's contribution to one bucket.
 
     values: [numel of the bucket] in the bucket's dtype, read only; None when this step has no gradient
-    absent: positions of slices that have no gradient in this step; without values, all of them or, where the whole
-            step was left out, none
+    absent: positions of slices that have no gradient in this step. Without values: all positions; or none, if the whole
+            step was left out
     groups: hyper-parameters to use from this update on, by group
-    borrowed: the values lie in the worker's own memory, which it may write again once it is told that it was fenced
-    own: this contribution alone uses the memory of its values, so that the sum may be made in it
-    assignment: what the worker's script has set before this step
-    clock: the worker's, where those in one update may have several (UpdateRule.mixes_clocks); else 0
-    weight: what it weighs in the mean
-    stage: of the script: that of `groups`
+    borrowed: the values lie in the worker's own memory, which it may overwrite once it learns that it was fenced
+    own: nothing else uses the memory of the values, so the sum may be made in it
+    assignment: the assignment of the worker's script before this step
+    clock: the worker's clock, if one update may have contributions of several (UpdateRule.mixes_clocks); else 0
+    weight: its weight in the mean
+    stage: the script's stage, to which `groups` belongs
     """
 
     values: torch.Tensor | None
@@ -114,7 +114,7 @@ class Gradient:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradient, and of what the worker's script has set."""
+        """Bytes of the gradient and of the assignment."""
         values = 0 if self.values is None else self.values.nbytes
         return values + (0 if self.assignment is None else self.assignment.nbytes)
 
@@ -124,7 +124,7 @@ class Gradient:
         return self.values is None
 
     def left_out(self) -> Gradient:
-        """Returns it without its gradient: as a step that no mean counts."""
+        """Returns the contribution without its gradient: the mean does not count it."""
         return replace(self, values=None, absent=frozenset(), borrowed=False, own=False)
 
     def owned(self) -> Gradient:
@@ -135,19 +135,20 @@ class Gradient:
 
 
 class OpenUpdate:
-    """The gradients that are added up for one update of a bucket, and what goes with them.
+    """The open update of a bucket: the sum of its gradients, with their hyper-parameters and assignments.
 
-    sum:     of the gradients, each [numel]
-    terms:   how many those are
-    count:   what the mean is over: those without any gradient too; of weighted ones, the sum of the weights
+    sum:     the sum of the gradients, each [numel]
+    terms:   the number of gradients in the sum
+    count:   the divisor of the mean: it counts steps without any gradient too; for weighted contributions, the sum of
+             the weights
     present: positions of the slices with a gradient
-    named, assignment: the hyper-parameters that contributions name, and what is set before it
-    stage:   that of the hyper-parameters: the highest of a contribution
-    next:    what trains the bucket from this update on; None: what did before
+    named, assignment: the hyper-parameters that contributions name, and the assignment that comes before the step
+    stage:   the stage of the hyper-parameters: the highest one of a contribution
+    next:    the stage that begins with this update; None: the bucket stays in its stage
     """
 
     def __init__(self, bucket: BucketSpec, scratch: Scratch, mixes_clocks: bool = False, local: bool = False) -> None:
-        """mixes_clocks: see UpdateRule; local: what is added are the differences of rounds"""
+        """mixes_clocks: see UpdateRule; local: the contributions are the differences of rounds"""
         self.sum = Sum(scratch)
         self.terms, self.count = 0, 0.0
         self.present: set[int] = set()
@@ -156,7 +157,7 @@ class OpenUpdate:
         self.stage = 0
         self.next: StageSpec | None = None
         self._bucket, self._mixes_clocks = bucket, mixes_clocks
-        self._squares = 0.0 if local else None  # of the norms of what was added
+        self._squares = 0.0 if local else None  # the sum of the squared norms of the contributions
         self._is_empty = True
 
     def add(self, gradient: Gradient, is_last: bool = False) -> None:
@@ -175,8 +176,8 @@ class OpenUpdate:
                 self.named.add(group, changed, gradient.clock)
         slices = self._bucket.slices
         if gradient.values is None:
-            # Without a gradient for any slice it counts as zero, as in a bucket that it fills in part; otherwise it is
-            # a step that was left out, and the mean is that of the others.
+            # A step without a gradient for any slice counts as zero, as in a bucket that it fills in part. A step that
+            # was left out does not count: the mean is that of the other workers.
             self.count += gradient.weight * (len(gradient.absent) == len(slices))
             return
         values, own = gradient.values, gradient.own
@@ -191,12 +192,14 @@ class OpenUpdate:
             self._squares += gradient.weight * square(values)
         if gradient.weight != 1:
             values, own = values.to(wide(values.dtype)) * gradient.weight, True
-        # Where clocks are mixed, a worker goes on, and writes its memory, while what it has contributed is here.
+        # With mixed clocks a worker continues, and overwrites its memory, while the sum holds its contribution.
         self.sum.add(values, own, self._mixes_clocks and gradient.borrowed, is_last and self._squares is None)
 
     def _note_stage(self, gradient: Gradient) -> None:
-        """Takes what trains the bucket from here on, of whichever contributor is in the highest stage: a worker that
-        has joined late may be in an earlier one, and have the lowest rank."""
+        """Adopts the next stage of whichever contributor is in the highest stage.
+
+        A worker that has joined late may be in an earlier stage, and have the lowest rank.
+        """
         if gradient.stage > self.stage:
             self.stage, self.named = gradient.stage, NamedValues()
         following = None if gradient.assignment is None else gradient.assignment.next
@@ -204,7 +207,9 @@ class OpenUpdate:
             self.next = following
 
     def agreement(self) -> Agreement | None:
-        """Returns how alike the differences of a round are, before the sum is written; None: there are not several."""
+        """Returns how alike the differences of a round are; None for fewer than two. Call it before the sum is
+        overwritten.
+        """
         if self._squares is None or self.terms < 2 or self.sum.total is None:
             return None
         return Agreement(square(self.sum.total) / self.count**2, self._squares / self.count)
@@ -213,12 +218,12 @@ class OpenUpdate:
 class DenseBucket:
     """Weights and optimizer of one bucket. Not thread-safe: one caller at a time.
 
-    The optimizer is the real one of torch.optim, over one tensor a slice, each a view into `flat`. A slice without a
-    gradient is left alone by it, as in a plain training loop.
+    The optimizer is the real one of torch.optim, over one tensor a slice, each a view into `flat`. It leaves a slice
+    without a gradient unchanged, as in a plain training loop.
 
     mixes_clocks: see UpdateRule
-    stage:     what trains it now
-    agreement: of the workers' differences in the last round, in mode local:H; None: there were not several
+    stage:     the stage that trains it now
+    agreement: how alike the workers' differences were in the last round of local:H; None: fewer than two
     """
 
     def __init__(self, spec: JobSpec, bucket: BucketSpec, scratch: Scratch, mixes_clocks: bool = False) -> None:
@@ -235,7 +240,7 @@ class DenseBucket:
         self.sent = SentWeights(codec, bucket.numel) if isinstance(codec, Blocks) else None
 
     def _enter(self, stage: StageSpec) -> None:
-        """Has what a stage says train the bucket, without any state."""
+        """Makes the optimizer of a stage train the bucket, without any state."""
         self.stage, self._trained = stage, stage.trained
         self._name = stage.optimizer
         self._optimizer = _optimizer(stage, self.bucket, self._slices) if self._trained else None
@@ -245,7 +250,7 @@ class DenseBucket:
         self._in_use = ValuesInUse()
 
     def begin(self, stage: StageSpec) -> None:
-        """Begins a stage, unless the bucket has come to it, or to a later one, already."""
+        """Begins a stage, unless the bucket is in it, or in a later one, already."""
         if stage.number <= self.stage.number:
             return
         before = self._states()
@@ -268,7 +273,7 @@ class DenseBucket:
         self._open.add(gradient, is_last)
 
     def _new_pieces(self) -> PieceStep | None:
-        """Returns what steps this bucket in pieces; None where it steps as a whole."""
+        """Returns the stepper that steps this bucket in pieces; None if it steps as a whole."""
         is_whole = len(self._trained) == len(self._slices)
         if is_whole and self._divides and isinstance(self._optimizer, torch.optim.SGD) and self.bucket.numel > PIECE:
             return PieceStep(self.bucket, self._optimizer, self._slices)
@@ -276,15 +281,17 @@ class DenseBucket:
 
     @property
     def wants_last(self) -> bool:
-        """Whether `add` wants to know which contribution is the last: the bucket steps in pieces."""
+        """Whether `add` uses `is_last`: it does if the bucket steps in pieces."""
         return self._pieces is not None
 
     def _new_update(self) -> OpenUpdate:
         return OpenUpdate(self.bucket, self._scratch, self._mixes_clocks, self._local)
 
     def step(self) -> None:
-        """Steps the optimizer with the mean of what was added, from what was assigned. Without either, the weights stay
-        as they are."""
+        """Makes an update: sets what was assigned, then steps the optimizer with the mean of the added gradients.
+
+        Without either, the weights stay unchanged.
+        """
         update, self._open = self._open, self._new_update()
         self.agreement = update.agreement()
         if update.next is not None:
@@ -305,8 +312,8 @@ class DenseBucket:
         """Steps with the mean of the gradients that were added."""
         divides = update.terms > 1 and self._divides
         if divides:
-            # Gradient scaling, whose inverse torch's fused kernels apply on the way: the same division, but not a pass
-            # over memory of its own.
+            # torch's fused kernels divide by the gradient scale as they step. So the mean needs no pass over memory of
+            # its own.
             optimizer.grad_scale = _scale(update.count)  # type: ignore[attr-defined]
         total, last = update.sum.total, update.sum.last
         pieces = self._pieces if len(update.present) == len(self._slices) else None
@@ -325,7 +332,7 @@ class DenseBucket:
             optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def _mean(self, update: OpenUpdate) -> torch.Tensor:
-        """Returns the mean of the gradients, or their sum where the optimizer divides it."""
+        """Returns the mean of the gradients, or their sum if the optimizer divides it."""
         update.sum.complete()
         total = update.sum.total
         assert total is not None
@@ -335,7 +342,7 @@ class DenseBucket:
         return mean / update.count if update.count > 1 else mean
 
     def assign(self, assignment: Assignment) -> None:
-        """Sets weights and optimizer state. State of an optimizer that trains the bucket no more is left out."""
+        """Sets weights and optimizer state. State of the optimizer of an earlier stage is left out."""
         for position, values in assignment.weights.items():
             self._slices[position].copy_(values)
         if self._optimizer is not None and assignment.stage == self.stage.number:
@@ -346,7 +353,7 @@ class DenseBucket:
     def _set_state(
         self, optimizer: torch.optim.Optimizer, position: int, state: Mapping[str, torch.Tensor] | None
     ) -> None:
-        """Sets one slice's optimizer state; without any, to what its optimizer begins with."""
+        """Sets one slice's optimizer state. Without `state`, the slice begins anew, as with a new optimizer."""
         if position not in self._trained:
             return
         tensor = self._slices[position]
@@ -421,9 +428,9 @@ class DenseBucket:
     ) -> None:
         """Sets weights, optimizer state and hyper-parameters to those of a snapshot.
 
-        owned: the state is this bucket's to keep; otherwise it is copied. `weights` may be `flat` itself.
-        sent:  what workers have; None: the weights
-        stage: what trained the bucket; None: what its job is registered with
+        owned: the bucket keeps the state's tensors; otherwise it copies them. `weights` may be `flat` itself.
+        sent:  the workers' copy of the weights; None: the weights themselves
+        stage: the stage that trained the bucket; None: the first one, with which its job is registered
         """
         stage = stage or self._first
         if stage != self.stage:
@@ -441,13 +448,13 @@ class DenseBucket:
         self._use(groups)
 
     def _use(self, groups: Mapping[int, HyperParameters]) -> None:
-        """Sets hyper-parameters, of the groups that there are."""
+        """Sets the hyper-parameters of the groups that the optimizer has."""
         assert self._optimizer is not None
         for group in self._optimizer.param_groups:
             group.update(groups.get(group["index"], {}))
 
     def own(self) -> None:
-        """Copies what the open update borrowed of a worker's memory."""
+        """Copies the gradients that the open update borrows from workers' memory."""
         self._open.sum.own()
 
     @property
@@ -461,7 +468,7 @@ class DenseBucket:
 
 
 def _optimizer(stage: StageSpec, bucket: BucketSpec, slices: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """Returns the bucket's optimizer over the slices that one has, with their parameter groups."""
+    """Returns the bucket's optimizer, over the slices that have a parameter group."""
     members: dict[int, list[torch.Tensor]] = {}
     for group, tensor in zip(stage.members, slices, strict=True):
         if group is not None:

@@ -24,7 +24,7 @@ def check_extent(spec: JobSpec, limits: Limits) -> None:
 
 
 def _check_counts(spec: JobSpec, limits: Limits) -> None:
-    """What takes time by its number alone comes first."""
+    """Checks the counts first: the other checks take time in proportion to them."""
     if len(spec.parameters) > limits.parameters:
         raise LimitExceeded(f"max-parameters is {limits.parameters}, got a job of {len(spec.parameters)}")
     if len(spec.groups) > limits.groups:

@@ -1,4 +1,4 @@
-"""How a job's weights are read on a shard, or from a relay, for people who watch. Needs no torch."""
+"""Measurements of the readers of a job's weights, on a shard or a relay. For status and metrics; needs no torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class FeedFigures:
-    """How a job's weights are read: FeedStatus in shard.proto.
+    """The readers of a job's weights, and the editions that they get: FeedStatus in shard.proto.
 
-    readers:  that have an edition or wait for one
-    version:  of the newest edition; None: there is none
-    age:      seconds, see FeedStatus.age_duration
+    readers:  how many readers have an edition or wait for one
+    version:  the newest edition's version; None: there is no edition
+    age:      the newest edition's, in seconds: see FeedStatus.age_duration
     behind:   updates that the newest edition lacks
-    nbytes:   of editions in memory
-    sent:     bytes that readers were sent of elements, or of what changed in them; elements: as if all had come whole
-    trouble:  why no newer edition comes; empty: nothing is known to be in the way
-    refused:  editions that this process has not taken, by why: of a shard; no message has them
-    mapped:   readers that have a relay's memory mapped; held: bytes of it that the relay keeps no more
+    nbytes:   bytes of the editions in memory
+    sent:     bytes of elements sent to readers, whole or as changes
+    elements: the bytes of these editions if all had been sent whole
+    trouble:  why no newer edition comes; empty: no reason is known
+    refused:  on a shard, how many editions it has not made, by reason; not in any message
+    mapped:   how many readers map a relay's memory
+    held:     bytes of it that only these readers still use
     """
 
     readers: int = 0
@@ -35,8 +37,10 @@ class FeedFigures:
 
 
 def of_all_wires(figures: Sequence[FeedFigures]) -> FeedFigures:
-    """Returns the figures of a job that is read in several wire formats: of versions, ages and distances the largest,
-    of all else the sum."""
+    """Returns the figures of a job that is read in several wire formats.
+
+    Versions, ages and distances are the largest of all wire formats; everything else is summed.
+    """
     return FeedFigures(
         sum(each.readers for each in figures),
         max((each.version for each in figures if each.version is not None), default=None),

@@ -13,19 +13,24 @@ from typing import Any
 from ps_protocol.errors import LimitExceeded
 from ps_protocol.job import MAX_MESSAGE_BYTES, MAX_NAME_LENGTH, MAX_PARAMETERS
 
-LEAST_THREADS = 512  # that --max-threads takes
+LEAST_THREADS = 512  # the least --max-threads
 SHORTEST_WATCH, LONGEST_WATCH = 0.5, 60.0  # seconds between two views of a caller that watches
-_LARGEST = 2**31 - 1  # of what gRPC takes as an option
+_LARGEST = 2**31 - 1  # gRPC's options are 32-bit integers
 _LARGEST_SIZE = 2**62
 
 
 def _limit(default: float | None, text: str, largest: int = _LARGEST, least: int = 1) -> Any:
-    """Declares a limit: its default, what it limits, which --help-limits says, and what can be set."""
+    """Declares a limit.
+
+    default: None: derived from other settings
+    text:    the help text of --help-limits
+    largest, least: the values that may be set
+    """
     return field(default=default, metadata={"text": text, "largest": largest, "least": least})
 
 
 def share(limit: float) -> float:
-    """Returns how much of `limit` one principal may use: half, so that others find room."""
+    """Returns how much of `limit` one principal may use: half, so that other principals find room."""
     return limit if math.isinf(limit) else max(1, limit // 2)
 
 

@@ -10,29 +10,30 @@ from dataclasses import dataclass, field, replace
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
 from ps_protocol.messages.workers import Continued, JoinRequest
 
-TOGETHER_PER_LEASE = 8  # part of a lease: heartbeats that come no further apart were held back; a worker pauses longer
-DELAYED_PER_LEASE = 16  # part of a lease: a heartbeat may lie so long in a queue before it is seen, its sender dead
+# A fraction of a lease: heartbeats that come within it were held back, since workers pause longer
+TOGETHER_PER_LEASE = 8
+DELAYED_PER_LEASE = 16  # a fraction of a lease: a heartbeat of a dead worker may lie so long in a queue
 # After a rollback live workers come back at once. For so many seconds no other launch gets their ranks. No longer: they
 # may all be dead, and the other launch is their user's next try.
 AWAY_SECONDS = 5.0
-DEFAULT_ABSENCE_SECONDS = 300.0  # for which a job may wait at its end for a worker that was taken off as silent
-# The processes of a job that were there when its last worker fell silent are to come back, and are waited for. One that
+DEFAULT_ABSENCE_SECONDS = 300.0  # for which a job that ends waits for a worker that was removed as silent
+# When its last worker has fallen silent, a job waits for the processes that were live then. One that
 # is started again imports its libraries first, on another host perhaps: six leases are a minute.
 RETURN_LEASES = 6
 HEARTBEATS_PER_LEASE = 4  # as clients send them
-WORKERS_A_CALL = 64  # of one job that a shard is told of at a time: a call ends long before its deadline
+WORKERS_A_CALL = 64  # of one job in one call to a shard, so that the call ends long before its deadline
 REPLACED_KEPT = 16  # launches that one after the other took a rank over; the first are forgotten
 
 
 @dataclass(frozen=True)
 class Counted:
-    """How far a shard is when it counts a worker.
+    """A shard's state when it counts a worker.
 
     frontier: the highest clock that any worker has reached
     pushed:   the last clock that workers of this rank have pushed to all trained buckets. Such a step of an earlier
               incarnation counts, even if the worker did not get the answer. None: no bucket trains here
-    further:  by bucket or table, the last clock pushed to it, if it is later: it has had a step that others have not.
-              None: unknown
+    further:  by bucket or table, the last clock pushed to it, if it is later than `pushed`: the unit has had a step
+              that others lack. None: unknown
     """
 
     frontier: int
@@ -56,16 +57,17 @@ class Member:
 
     incarnation: rises with every join in the job, and fences the process that held the rank before
     expires:     when its lease runs out unless a heartbeat comes
-    clock:       its steps finished, as last reported
+    clock:       the number of its finished steps, as last reported
     key:         the secret that proves the incarnation: numbers can be guessed
-    attempt:     the number of the join request; 0 for none
+    attempt:     the number of the join request; 0: none
     launch:      the launch that started it; empty: unknown
     pushed:      the last clock that workers of this rank had pushed to all buckets when it joined; None: unknown
-    on_shards:   by shard, how far it was then; empty: unknown. Not on disk: it is for the answer to the join
+    on_shards:   each shard's state when it counted the worker; empty: unknown. Not on disk: only the answer to the join
+                 has it
     since:       when a worker of its launch took the rank, in seconds since 1970, for logs
-    heard:       when heartbeats came last; minus infinity: none yet. A join does not count: its caller may be dead when
-                 it is carried out
-    heard_before: when they came the time before. Heartbeats that a network held back come together, and count as one
+    heard:       the time of the last heartbeat; minus infinity: none yet. A join does not count: its caller may be dead
+                 when it is carried out
+    heard_before: the time of the heartbeat before. Heartbeats that a network held back come together, and count as one
     replaced:    the launches from which it took the rank, each with the incarnation of its last worker there
     """
 
@@ -94,7 +96,8 @@ UNKNOWN = JoinRequest()
 class NamedProcess:
     """A process, by the launch, host and pid that it named when it joined.
 
-    incarnation: only this worker of it; 0: any. Processes of containers may have the same pid one after the other
+    incarnation: only the worker of this incarnation; 0: any. Processes of containers may have the same pid one after
+                 the other
     """
 
     launch: str
@@ -115,7 +118,7 @@ class Rivals:
     members: by rank; at least one
     live:    one of them is known to live: it has sent heartbeats since the caller began to wait. Otherwise all may be
              dead: after a launch was killed, its workers look live until their leases end
-    seconds: until the last of their leases ends
+    seconds: the time until the last of their leases ends
     """
 
     members: tuple[Member, ...]
@@ -134,7 +137,7 @@ class JoinedMember:
     state:         the state that an earlier worker of its rank has saved or left behind, with its clock; None: there is
                    none
     run:           the run of the job
-    continued:     for the first worker of a launch, if others have trained the job; otherwise None
+    continued:     set for the first worker of a launch, if earlier launches have trained the job; otherwise None
     """
 
     member: Member
@@ -161,9 +164,9 @@ class Membership:
     absent:     by rank, workers that were removed as silent, until their `expires`: they may live, and come back. No
                 other worker waits for them
     absence:    seconds for which an absent worker is remembered
-    done:       the ranks whose workers have left because their scripts had run to their ends
+    done:       the ranks whose workers have left because their scripts ended
     gone:       in a job with a world size: by rank, when its last worker gave its last sign of life
-    in_doubt:   live workers that gave no sign of life since another one was started again: all may have died
+    in_doubt:   live workers that have sent no heartbeat since another worker was started again: all may have died
     group_size: the number of processes of each worker: above 1 if workers are groups
     """
 
@@ -181,12 +184,12 @@ class Membership:
     gone: dict[int, float] = field(default_factory=dict)
     in_doubt: set[int] = field(default_factory=set)
     group_size: int = 1
-    # By rank of a group that is live, when each of its members was heard last; infinity: it is done.
+    # By rank of a live group, the time of each member's last heartbeat; infinity: the member is done.
     _signs: dict[int, dict[int, float]] = field(default_factory=dict)
     _left: set[int] = field(default_factory=set)  # ranks whose last worker has left by itself
     _doubted: float = -math.inf  # since when
     _has_nobody: bool = False  # no worker was left, and the others are waited for
-    _is_told: bool = True  # somebody was told for which
+    _is_told: bool = True  # `newly_awaited` has returned the ranks
 
     def claim(
         self, rank: int | None, request: JoinRequest = UNKNOWN, reserved: Iterable[int] = (), now: float = math.inf
@@ -194,7 +197,7 @@ class Membership:
         """Returns the rank that a worker gets: the one it asks for; for None, the lowest free one. Changes nothing.
 
         reserved: the ranks of workers that are joining at this moment
-        now:      the time. A rank whose worker was removed only a moment ago is not free: it may come back
+        now:      the time. A rank whose worker was removed only recently is not free: the worker may come back
         Raises Fenced for a worker that comes back to a rank that another process has now; InvalidRequest for a rank
         beyond the world size.
         """
@@ -236,7 +239,8 @@ class Membership:
         if not rivals:
             return None
         since = now - request.waited + self.lease / DELAYED_PER_LEASE
-        # One heartbeat may be a dead worker's, which the network held back. Its others would come together with it.
+        # One heartbeat may be a dead worker's that the network held back. Its other heartbeats would come together with
+        # it.
         live = bool(request.waited) and any(member.heard_before > since for member in rivals)
         return Rivals(tuple(rivals), live, max(0.0, max(member.expires for member in rivals) - now))
 
@@ -259,7 +263,7 @@ class Membership:
         is_back:      the process was live before
         """
         now, older = member.expires - self.lease, self.members.get(member.rank)
-        # Those that a rollback took off come back by themselves.
+        # Workers that a rollback removed come back by themselves.
         has_trained = self.started or (self.rejoining and not is_back)
         if self.world_size and has_trained and not self._is_carried(member.rank, older, now):
             self._await_all(member.rank, now)
@@ -283,21 +287,23 @@ class Membership:
             self.in_doubt.clear()
 
     def _is_carried(self, rank: int, older: Member | None, now: float) -> bool:
-        """Whether a worker besides that of a rank has lived on while that one did not: the job has gone on with it.
+        """Whether another worker lived on while the worker of this rank did not: the job has gone on with it.
 
-        Otherwise all may have died at one time: the leases of some end later. older: the live worker of the rank
+        Otherwise all workers may have died together, and some leases just end later. older: the live worker of the rank
         """
         others = [member for r, member in self.members.items() if r != rank]
         if others and (self.rejoining or self.in_doubt or rank in self._left):
-            return True  # somebody was the first, and what is to be waited for is known; or nothing seems to be wrong
+            return True  # another worker came back first, so the awaited ranks are known; or this worker left by itself
         ended = self.gone.get(rank, now) if older is None else _last_sign(older, now)
-        # One that died at the same moment may have been heard so much later, by its last heartbeat in a queue.
+        # A worker that died at the same time may have been heard so much later: its last heartbeat lay in a queue.
         since = ended + self.lease / HEARTBEATS_PER_LEASE + self.lease / DELAYED_PER_LEASE
         return any(member.heard > since for member in others)
 
     def _await_all(self, rank: int, now: float) -> None:
-        """Expects all workers to join again that were there shortly before the last one fell silent, but not those
-        whose scripts have ended. rank: of the first one to join"""
+        """Expects all workers to join again that were live shortly before the last one fell silent.
+
+        Workers whose scripts have ended are not expected. rank: the rank of the first one to join
+        """
         others = self.members.keys() - {rank}
         end = max(self.gone.values(), default=now)
         recent = {r for r, at in self.gone.items() if at > end - RETURN_LEASES * self.lease}
@@ -316,10 +322,13 @@ class Membership:
         return tuple(sorted(self.rejoining))
 
     def _give_time(self, rank: int, now: float, launch_ranks: range, is_back: bool) -> None:
-        """Has the waits for others begin with the first that joins, and those for its launch last until it is there.
-        rank: of the worker that joins; one that it takes the place of may still seem to live
+        """Sets until when the job waits for the ranks that have to join again.
 
-        A process that was live before comes back at once, and so do the others of its kind.
+        The time begins when the first worker joins. A launch's own ranks have no limit until they have joined. A
+        process that
+        was live before comes back at once, and so do the other processes that were live with it: they get one lease.
+
+        rank: that of the worker that joins; the worker that it replaces may still look live
         """
         anew = bool(self.world_size) and not is_back
         grace = now + self.lease * (RETURN_LEASES if anew else 1)
@@ -334,7 +343,7 @@ class Membership:
         """Continues a job of an earlier coordinator, once its members and rejoining ranks are set.
 
         done: the ranks whose scripts have run to their ends
-        For all other ranks the time since which they are gone is unknown: it counts from `now`. Ranks that rejoin
+        For all other ranks it is unknown when they left: the time counts from `now`. Ranks that rejoin
         without a rollback must be started again, and get more time.
         """
         self.done = done
@@ -398,9 +407,9 @@ class Membership:
         self.members[rank] = replace(member, clock=max(clock, member.clock))
 
     def _group_sign(self, rank: int, of: int, now: float) -> float | None:
-        """Takes a sign of life of a member of a group; returns when the most silent one of the group gave its last.
+        """Records a heartbeat of a group's member; returns the time of the most silent member's last one.
 
-        None: one has given none yet, or this one is done, and what it says means nothing.
+        None: a member has sent no heartbeat yet; or this member is done, and its heartbeat does not count.
         """
         signs = self._signs.setdefault(rank, {})
         if signs.get(of) == math.inf:
@@ -409,7 +418,7 @@ class Membership:
         return min(signs.values()) if len(signs) == self.group_size else None
 
     def member_leaves(self, rank: int, of: int) -> bool:
-        """Notes that a member of a group is done; it need send no more heartbeats. Returns whether all members are
+        """Records that a member of a group is done: it need send no more heartbeats. Returns whether all members are
         done.
         """
         signs = self._signs.setdefault(rank, {})
@@ -417,9 +426,9 @@ class Membership:
         return sum(at == math.inf for at in signs.values()) >= self.group_size
 
     def leave(self, rank: int, incarnation: int, now: float = 0.0, done: bool = False, expired: bool = False) -> bool:
-        """Removes a worker. Returns False if it was not there any more.
+        """Removes a worker. Returns False if it was removed already.
 
-        done:    its script has run to its end
+        done:    its script has ended
         expired: its lease has run out, or its process has ended; False: it leaves by itself
         A worker that a rollback had removed is no longer expected to join again. Nor is one in doubt whose script has
         ended.
@@ -504,17 +513,17 @@ class Membership:
 
 
 def _last_sign(member: Member, now: float) -> float:
-    """Returns when a worker was heard last; where nobody knows, now."""
+    """Returns the time of a worker's last heartbeat; if it has sent none, `now`."""
     return member.heard if member.heard > -math.inf else now
 
 
 def _strangers(launch: str, other: str) -> bool:
-    """Whether two launches are known, and two."""
+    """Whether both launches are known, and differ."""
     return bool(launch) and bool(other) and launch != other
 
 
 def _after(member: Member, older: Member) -> Member:
-    """Returns a member that takes the rank of an older one, with what it takes on from that."""
+    """Returns a member that takes the rank of an older one, with the history that it inherits."""
     if older.launch == member.launch:
         return replace(member, since=older.since, replaced=older.replaced) if member.launch else member
     if not _strangers(older.launch, member.launch):
@@ -524,15 +533,15 @@ def _after(member: Member, older: Member) -> Member:
 
 
 def _other_launch(member: Member) -> str:
-    """Returns what a worker that was replaced is told of the launch that took over."""
+    """Returns the end of the error for a worker that another launch replaced."""
     return f"; another launch took over: pid {member.pid} on host {member.host or '?'}"
 
 
 def check_incarnation(rank: int, incarnation: int, live: int | None) -> None:
     """Raises unless `incarnation` is the live one of a rank; `live` is None where the rank has no live worker.
 
-    An older incarnation was replaced: Fenced. A newer one was not: it joined servers that have gone back to an earlier
-    state since, and do not know it any more. UnknownWorker: it may join again, and fences the one that is live.
+    An older incarnation was replaced: Fenced. A newer one was not replaced: it joined servers that have gone back to an
+    earlier state since, and no longer know it. UnknownWorker: it may join again, and fences the one that is live.
     """
     if live is None:
         raise UnknownWorker(f"worker {rank} is not a live member of the job: its lease ran out, or it never joined")

@@ -1,12 +1,12 @@
-"""The buckets of a job, put together from those of the same job whose parameters were cut otherwise.
+"""Assembles the buckets of a job from a checkpoint of the same job whose parameters were cut into other pieces.
 
 Where a worker is a group of processes, a bucket has pieces of parameters. A checkpoint of groups of two has other
-pieces than groups of four have, and other ones than a worker of one process, which has whole parameters. What is kept
-for each element, weights and optimizer state, goes to the element's new place. What is kept once for a piece, such as a
-count of steps, is the same in all pieces of a parameter.
+pieces than groups of four have, and other ones than a worker of one process, which has whole parameters. State with one
+value for each element (weights, momentum) goes to the element's new position. State with one value for a piece, such as
+a count of steps, must be the same in all pieces of a parameter.
 
-The tensors of a checkpoint are taken one after the other, in any order. What is needed of one is copied: its memory may
-have the next one.
+The tensors of a checkpoint come one after the other, in any order. The elements that are needed are copied, since the
+next tensor may reuse the memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ps_server.core.snapshot import BucketSnapshot
 
 
 class SliceOfPiece:
-    """Elements [start, start + length) of a piece that lies as `lies` says.
+    """Elements [start, start + length) of a piece. `lies`: the stretches of the whole parameter that the piece consists
+    of.
 
     span: where the first of them lies in the whole parameter, and where the last one ends
     """
@@ -41,8 +42,10 @@ class SliceOfPiece:
         return self.lies.first + stretch * self.lies.step + within
 
     def places(self, first: int, length: int, count: int, step: int) -> Stretches:
-        """Returns the places in this slice of elements that it has: in the whole parameter they are `count` stretches
-        of `length`, `step` apart, from `first` on."""
+        """Returns where elements lie in this slice, which has all of them.
+
+        In the whole parameter they are `count` stretches of `length`, `step` apart, from `first` on.
+        """
         lies = self.lies
         stretch, within = divmod(first - lies.first, lies.step)
         place = stretch * lies.length + within - self.start
@@ -51,13 +54,13 @@ class SliceOfPiece:
 
 @dataclass
 class _Bucket:
-    """A bucket that is being put together.
+    """A bucket that is being assembled.
 
-    memory:  for its weights; None: is taken once it is needed
-    state, scalars: by the slice's position and the name of the state, what has come; a scalar with the version of the
-                    bucket that it comes from
-    filled:  of each, and of the weights and what was sent, how many elements have come
-    sources: the buckets that it has elements of, without their tensors
+    memory:  the memory for its weights; None: allocated when it is needed
+    state, scalars: the optimizer state that has come, by the slice's position and the state's name; a scalar has the
+                    version of its source bucket
+    filled:  how many elements have come of each state, of the weights, and of the workers' copy of them
+    sources: the buckets of the other cut that it gets elements from, without their tensors
     """
 
     spec: BucketSpec
@@ -80,7 +83,7 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class _Target:
-    """A slice of a bucket that is being put together."""
+    """A slice of a bucket that is being assembled."""
 
     part: SliceOfPiece
     bucket: _Bucket
@@ -95,11 +98,11 @@ _WEIGHTS, _SENT = "weights", "sent"  # in `filled`, as names that no state has, 
 
 
 class OtherCut:
-    """Buckets of a job that are put together from those of another cut. Not thread-safe.
+    """Buckets of a job that are assembled from those of another cut. Not thread-safe.
 
-    before:  the job, as it was cut
-    spec:    the same job, as it is cut now; see difference_of_uncut
-    buckets: of `spec`, those to put together
+    before:  the job with its former cut
+    spec:    the same job with its present cut; see difference_of_uncut
+    buckets: the buckets of `spec` to assemble
     refuses: whether state that is not the same in all pieces of a parameter is refused. Otherwise the piece that has
              had most updates counts, and state that some pieces lack is left out
     """
@@ -123,12 +126,12 @@ class OtherCut:
                 self._targets.setdefault(parameter.name, []).append(_Target(part, made, position))
 
     def use(self, weights: Mapping[int, torch.Tensor]) -> None:
-        """Has weights be put together in this memory, all zeros. weights: by bucket"""
+        """Makes the weights be assembled in this memory, which is all zeros. weights: by bucket"""
         for index, memory in weights.items():
             self._buckets[index].memory = memory
 
     def sources(self) -> list[BucketSpec]:
-        """Returns the buckets of the other cut that have something of those that are put together."""
+        """Returns the buckets of the other cut that have elements of the assembled ones."""
         layout = bucket_layout(self._before.parameters, self._before.bucket_bytes)
         return [bucket for bucket in layout.buckets if self._has_any(bucket)]
 
@@ -136,7 +139,9 @@ class OtherCut:
         return any(True for position in range(len(bucket.slices)) for _ in self._shared(bucket, position))
 
     def _shared(self, bucket: BucketSpec, position: int) -> Iterator[tuple[_Target, Stretches, Stretches]]:
-        """Yields where the elements of a slice of the other cut go, with their places in both slices."""
+        """Yields the slices that get elements of a slice of the other cut, with the elements' positions in both
+        slices.
+        """
         cut = bucket.slices[position]
         parameter = self._before.parameters[cut.parameter]
         part = SliceOfPiece(stretches_of(parameter), cut.start, cut.length)
@@ -144,12 +149,13 @@ class OtherCut:
             for own, there in shared(part, target.part):
                 yield target, own, there
 
-    # -- what comes --------------------------------------------------------------------------------------------------
+    # -- input -------------------------------------------------------------------------------------------------------
 
     def take_weights(self, bucket: BucketSpec, head: BucketSnapshot, values: torch.Tensor, sent: bool = False) -> None:
-        """Takes the weights of a bucket of the other cut, or what workers have of it.
+        """Copies the weights of a bucket of the other cut, or the workers' copy of them.
 
         head: the bucket's snapshot, of which no tensor is read
+        sent: `values` is the workers' copy
         """
         if head.stage is not None:
             self._refuse(
@@ -171,7 +177,7 @@ class OtherCut:
     def take_state(
         self, bucket: BucketSpec, head: BucketSnapshot, position: int, name: str, values: torch.Tensor
     ) -> None:
-        """Takes one state of the optimizer for a slice of the other cut.
+        """Copies one kind of optimizer state of a slice of the other cut.
 
         Raises ValueError for a state that the optimizer does not have, and for one of a slice that no optimizer steps.
         """
@@ -206,7 +212,7 @@ class OtherCut:
                 _at(made.state[key], there).copy_(_at(values, own))
 
     def take_changed(self, parameter: int, values: torch.Tensor) -> None:
-        """Takes the value of a tensor that no optimizer steps, in place of the one that its bucket had.
+        """Copies the value of a tensor that no optimizer steps, over the value that its bucket had.
 
         parameter: its index among those of the other cut
         """
@@ -220,10 +226,10 @@ class OtherCut:
     def _refuse(self, text: str) -> None:
         self._refused = self._refused or JobMismatch(text)
 
-    # -- what becomes of it ------------------------------------------------------------------------------------------
+    # -- result -----------------------------------------------------------------------------------------------------
 
     def snapshots(self) -> dict[int, BucketSnapshot]:
-        """Returns the buckets, by index, once all is taken.
+        """Returns the buckets, by index, once all tensors have come.
 
         Raises JobMismatch for what cannot be cut anew, or cannot be joined: state that is kept once for a parameter,
         and is not the same in all of its pieces, or that only some of them have; a job whose script has gone on to
@@ -256,9 +262,9 @@ class OtherCut:
 
 
 def _head(made: _Bucket, spec: JobSpec) -> BucketSnapshot:
-    """Returns the snapshot of a bucket without tensors: it is as far as the buckets are that it has elements of.
+    """Returns the snapshot of a bucket, without tensors: its version and clocks come from the source buckets.
 
-    Where these are not of one moment, a step counts as applied if all have it, and as pushed if one has it.
+    If these differ, a step counts as applied if all of them have it, and as pushed if one has it.
     """
     sources = sorted(made.sources.values(), key=lambda each: each.version)
     ranks = sorted({rank for each in sources for rank in each.clocks})
@@ -287,9 +293,9 @@ def _at(values: torch.Tensor, places: Stretches) -> torch.Tensor:
 
 
 def shared(one: SliceOfPiece, other: SliceOfPiece) -> Iterator[tuple[Stretches, Stretches]]:
-    """Yields the elements that two slices of pieces of the same parameter have in common, by their places in each.
+    """Yields the elements that two slices of pieces of the same parameter have in common, by their positions in each.
 
-    The whole parameter is looked at as rows of the length at which the stretches of a piece repeat. A slice then has,
+    The whole parameter is treated as rows, as long as the step at which a piece's stretches repeat. A slice then has,
     of the rows that it spans, the same columns; one that is a single stretch has all of them.
     """
     first, last = max(one.span[0], other.span[0]), min(one.span[1], other.span[1])
@@ -315,7 +321,7 @@ def shared(one: SliceOfPiece, other: SliceOfPiece) -> Iterator[tuple[Stretches, 
 
 
 def _by_stretch(one: SliceOfPiece, other: SliceOfPiece, first: int, last: int) -> Iterator[tuple[Stretches, Stretches]]:
-    """As `shared`, of pieces that repeat at unlike lengths: for one stretch of the first after the other."""
+    """As `shared`, for pieces whose stretches repeat at different steps: one stretch of the first after the other."""
     lies = one.lies
     for stretch in range((first - lies.first) // lies.step, (last - 1 - lies.first) // lies.step + 1):
         begin = lies.first + stretch * lies.step

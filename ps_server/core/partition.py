@@ -3,12 +3,12 @@
     checkers  make the commands that stage pushes, of buckets and of rows. Heavy, and touch nothing that a command
               changes
     execute   carries out a command: the only method by which a partition changes
-    done      records that what a unit's rule said comes next was applied, which follows from the commands before it
+    done      records that the operation that a unit's rule returned was applied
     units     are the buckets and the tables (unit.py)
     reached   says how far all are
 
-All else only reads. Not thread-safe; the checkers and the methods of a unit's weights may run outside of the lock that
-guards the rest.
+All other methods only read. Not thread-safe; the checkers and the methods of a unit's weights may run outside of the
+lock that guards the rest.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from ps_server.core.snapshot import VersionRange, union
 from ps_server.core.sums import Scratch
 from ps_server.core.unit import Bucket, Unit
 
-ASSIGNED_WEIGHTS = 4  # what may be assigned and wait for its step, in weights: they and three optimizer states
+# The limit of waiting assignments, in sizes of the weights: the weights and three optimizer states
+ASSIGNED_WEIGHTS = 4
 
 
 def check_buckets(layout: Layout, indices: Sequence[int]) -> None:
@@ -77,11 +78,11 @@ class JobPartition:
         principals: PrincipalBudget | None = None,
         place: Place | None = None,
     ) -> None:
-        """staged_limit: bytes that may be staged here; past it, pushes are told to try again, but for those that an
-        update waits for. None: as much as the weights here, or two buckets for each worker.
+        """staged_limit: bytes that may be staged on this shard. Past it, pushes raise Backlogged, unless an update
+        waits for them. None: the bytes of this shard's weights, or two buckets for each worker if that is more.
         norm_limit: the L2 norm that the gradient in one push may have.
-        principals: what each principal may have staged, over all jobs; None: anything.
-        place: of this shard among those that have the job's tables; None: it is the only one."""
+        principals: the budget of each principal, over all jobs; None: unlimited.
+        place: this shard's place among the shards of the job's tables; None: it is the only one."""
         layout, place = bucket_layout(spec.parameters, spec.bucket_bytes), place or Place()
         indices = list(indices)
         check_buckets(layout, indices)
@@ -165,14 +166,14 @@ class JobPartition:
         self.check_worker(command.worker)
         if isinstance(command, PushCommand):
             rank, start = command.worker.rank, self.roster[command.worker.rank].start
-            if command.clock <= start:  # taken for a repeat, it would be acknowledged and lost
+            if command.clock <= start:  # it would pass for a repeat: acknowledged, and lost
                 pushed = "a commit of" if isinstance(command, Commit) else "a push of clock"
                 raise OutOfOrder(f"worker {rank} joined at clock {start}, and {pushed} {command.clock} came")
         unit = self.units.get(command.unit)
         return (self.bucket(command.unit) if unit is None else unit).execute(command)
 
     def done(self, index: int, work: Add[Any] | Step) -> None:
-        """Records that what a unit's rule said comes next has been done to its weights."""
+        """Records that the operation that a unit's rule returned was applied to its weights."""
         self.units[index].done(work)
 
     # -- workers ---------------------------------------------------------------------------------------------------
@@ -211,7 +212,8 @@ class JobPartition:
         missing = sorted(self.buckets.keys() - snapshots.keys()) + sorted(self.tables.keys() - command.tables.keys())
         if missing:
             raise InvalidRequest(f"expected a snapshot of each bucket and table, got none of {missing[:8]}")
-        for index, table in self.tables.items():  # first: one that fits no such table is refused
+        # Tables first: a snapshot that does not fit is refused before any bucket changes
+        for index, table in self.tables.items():
             table.restore(command.tables[index])
         self._fenced = command.last_incarnation
         self.roster.clear()
@@ -228,13 +230,13 @@ class JobPartition:
 
     @property
     def staged_limit(self) -> int:
-        """The bytes that may be staged here. A contribution for which an update waits may exceed it."""
+        """The bytes that may be staged on this shard. A contribution for which an update waits may exceed it."""
         return self._staged_limit or derived_limit(
             self.parameter_bytes, self.spec.bucket_bytes, len(self.roster), len(self.spec.tables)
         )
 
     def _assigned_limit(self) -> int:
-        """Returns the bytes that may be assigned here and wait for steps."""
+        """Returns the bytes of assignments that may wait for their steps on this shard."""
         weights = ASSIGNED_WEIGHTS * max(self.parameter_bytes, self.spec.bucket_bytes)
         return self._staged_limit or max(weights, self.staged_limit)
 
@@ -274,12 +276,12 @@ class JobPartition:
         return sum((each for each in known if each is not None), Agreement()) if any(known) else None
 
     def table_figures(self) -> tuple[TableFigures, ...]:
-        """Returns what each table has, and what became of its rows; see `told`. Tables may be stepped meanwhile."""
+        """Returns the size and the counts of each table; see `told`. Tables may be stepped meanwhile."""
         return told([table.figures() for table in self.tables.values()])
 
 
 class Reached:
-    """How far a job's buckets and tables are, over all their rules. Frozen buckets are left out.
+    """The versions and clocks of a job's units, over all their rules. Frozen buckets are left out.
 
     rules:  by index
     roster: the live workers by rank, as the partition keeps them

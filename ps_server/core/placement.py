@@ -1,13 +1,12 @@
 """How a job is cut and placed: how large its buckets are, and which shard holds which of them.
 
-**Size.** What a bucket costs besides its bytes speaks for few large ones, what may overlap for many small ones: weights
-can only come back once a bucket is complete, and on a link that is the limit the first bucket's way there and the last
-one's way back overlap nothing. On one machine the first counts more, between hosts the second: with 4 worker and 4
-shard hosts on links of 200 Mbit/s and 32 MB of weights a step took 0.70 of DDP's with 256 KiB, 0.84 with 1 MiB, 1.16
-with 4 MiB. On one machine a round of 256 MiB over TCP took 561 ms with 4 MiB, 486 with 8, 363 with 16 (shared memory:
-90, 92, 84; gRPC: 1045, 1095, 1042), and one of 64 MiB 85, 70 and 63 ms (shared memory: 16, 15 and 14). Larger buckets
-take more memory of a shard: with four workers over TCP, and 97 MiB of weights, 1.99, 2.10 and 2.37 times weights and
-state.
+**Size.** The fixed cost of a bucket speaks for few large ones, overlap for many small ones: weights can only come back
+once a bucket is complete. On a slow link nothing overlaps the first bucket's way to the shard and the last one's way
+back. On one machine the first counts more, between hosts the second: with 4 worker and 4 shard hosts on links of 200
+Mbit/s and 32 MB of weights a step took 0.70 of DDP's with 256 KiB, 0.84 with 1 MiB, 1.16 with 4 MiB. On one machine a
+round of 256 MiB over TCP took 561 ms with 4 MiB, 486 with 8, 363 with 16 (shared memory: 90, 92, 84; gRPC: 1045, 1095,
+1042), and one of 64 MiB 85, 70 and 63 ms (shared memory: 16, 15 and 14). Larger buckets take more memory of a shard:
+with four workers over TCP, and 97 MiB of weights, 1.99, 2.10 and 2.37 times weights and state.
 
 **Place.** By bytes, largest first.
 """
@@ -58,9 +57,9 @@ def imbalance(sizes: Sequence[int], placement: Sequence[int], shard_count: int) 
 
 @dataclass(frozen=True)
 class Place:
-    """A shard's place among those that share each table, and what it gives to each table.
+    """A shard's number among the shards that share each table, and its memory and disk for each table.
 
-    shard, shards: the shard's number among them, and their count
+    shard, shards: the shard's number, and the count of shards
     table_bytes: bytes of memory for the rows of each table
     salt:        a secret of the process, on which the hash index depends
     file_bytes:  bytes of disk for each table; 0: all rows are in memory
@@ -115,20 +114,20 @@ def place_job(spec: JobSpec, shard_count: int, run: str) -> PlacedJob:
 
 
 LEAST_BYTES = 256 * 2**10  # between hosts; smaller ones cost more than they let overlap
-BUCKETS = 128  # of what is trained between hosts, about
+BUCKETS = 128  # aimed at for trained parameters, between hosts
 BUCKETS_OF_ONE_MACHINE = 8  # at least, unless they are as small as DEFAULT_BUCKET_BYTES: the last overlaps nothing
-MOST_BUCKETS = 2048  # between hosts, with what is not trained: it is cut alike, and only travels once
+MOST_BUCKETS = 2048  # between hosts, with frozen parameters: they are cut into buckets too, and travel only once
 
 
 def sized(spec: JobSpec, one_machine: bool, limit: int) -> JobSpec:
-    """Returns the job with a bucket size: its own, or one that is chosen here.
+    """Returns the job with a bucket size: its own, or else a chosen one.
 
     one_machine: shards and workers are all on one machine
     limit:       the most buckets of a job. A chosen size keeps it if DEFAULT_BUCKET_BYTES would
     """
     if spec.bucket_bytes:
         return spec
-    # Sizes on the wire: with half types both ways, as many bytes of weights make two of a message's.
+    # Sizes are bytes on the wire: with half types both ways, a bucket has twice as many bytes as its message.
     wide = 1 if "float32" in (spec.gradient_wire, spec.weight_wire) else 2
     trained = sum(parameter.nbytes for parameter in spec.parameters if parameter.group is not None)
     if one_machine:

@@ -1,7 +1,8 @@
-"""Rounds in which all live workers of a job exchange values, one after the other. The coordinator's side.
+"""Rounds of values, which all live workers of a job exchange, one round after the other. The coordinator's side.
 
 A round is open until every live worker has given a value. Its values are kept, so that a worker whose answer was lost
-gets them again. A process that starts late gets the values of earlier rounds, too, and so decides as the others did.
+gets them again. A process that starts late gets the values of earlier rounds too, and so makes the same decisions as
+the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Round:
     number:  from 1
     clock:   the highest clock of the workers that took part
     values:  each worker's value, by rank, ascending
-    refused: why there are no values, in words; empty: there are
+    refused: why there are no values, as text; empty: there are values
     """
 
     number: int
@@ -66,16 +67,14 @@ class Rounds:
         return given + sum(kept.bytes for kept in self.kept)
 
     def more(self, rank: int, number: int, given: Given) -> int:
-        """Returns by how many bytes a worker's value adds to those that are kept; 0 for a repetition."""
+        """Returns by how many bytes a worker's value increases the kept bytes; 0 for a repetition."""
         before = self.given.get(rank)
         if number <= self.completed or (before is not None and before.incarnation == given.incarnation):
             return 0
         return len(given.value)
 
     def following(self, clock: int) -> int:
-        """Returns the number of the next round for a worker at `clock` that has taken part in none: earlier ones are
-        over.
-        """
+        """Returns the first round for a worker at `clock` that has taken part in none yet."""
         return next((kept.number for kept in self.kept if kept.clock >= clock), self.completed + 1)
 
     def find(self, number: int) -> Round | None:
@@ -96,7 +95,7 @@ class Rounds:
         return self.kept[number - self.kept[0].number]
 
     def contribute(self, rank: int, number: int, given: Given, live: Mapping[int, int], started: bool) -> Round | None:
-        """Takes a live worker's value; returns the round if it is complete by now. A repeat changes nothing.
+        """Adds a live worker's value; returns the round if it is complete now. A repeat changes nothing.
 
         live:    the incarnation of each live worker, by rank
         started: whether all declared workers have joined
@@ -105,7 +104,8 @@ class Rounds:
         complete = self.find(number)
         if complete is not None:
             return complete
-        if number > self.completed + 1:  # the others have been there: what was given to an earlier one is too late
+        # The other workers have completed the rounds before: values for these come too late
+        if number > self.completed + 1:
             self.completed, self.kept, self.given = number - 1, (), {}
         before = self.given.get(rank)
         if before is not None and before.incarnation == given.incarnation:

@@ -94,9 +94,7 @@ class TableFigures:
 
 
 def told(tables: Sequence[TableFigures]) -> tuple[TableFigures, ...]:
-    """Returns the figures of a job's tables for a message: the first TABLES_TOLD, and the sum of the rest if there are
-    more.
-    """
+    """Returns the figures of a job's tables for a message: the first TABLES_TOLD tables, and the sum of the others."""
     rest = tables[TABLES_TOLD:]
     if not rest:
         return tuple(tables)
@@ -108,7 +106,7 @@ def told(tables: Sequence[TableFigures]) -> tuple[TableFigures, ...]:
 
 
 def check_worker_figures(figures: WorkerFigures) -> None:
-    """Raises InvalidRequest naming the first thing that is wrong with what a worker says of itself."""
+    """Raises InvalidRequest that names the first error in a worker's reported figures."""
     for what, seconds in (("measured_duration", figures.measured), *figures.phases.items()):
         if not 0.0 <= seconds < math.inf:
             raise InvalidRequest(f"figures: {what} must be 0 or more, got {seconds:g} s")

@@ -1,7 +1,7 @@
 """A table of a job on one shard: a unit whose contributions are rows, in several messages.
 
 A table has an index, behind those of the job's buckets. A contribution has the rows of a worker's step that are on this
-shard. Its messages are pending until all are here, and so are those of rows that a script has set before a step.
+shard. Its messages are pending until all have come. So are the messages with rows that a script has set before a step.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ M = TypeVar("M", StageRows, AssignRows)
 
 @dataclass
 class Gathered(Generic[M]):
-    """Messages of rows that take effect together, once all are here.
+    """Messages of rows that take effect together, once all have come.
 
     total:  the number of rows in all of them
-    number: the number of the assignment; 0: they are of a step
-    parts:  by the number of their first row
+    number: the number of the assignment; 0: the messages belong to a step
+    parts:  the messages, by the number of their first row
     """
 
     total: int
@@ -44,13 +44,13 @@ class Gathered(Generic[M]):
         return sum(part.count for part in self.parts.values()) >= self.total
 
     def in_order(self) -> list[M]:
-        """Returns the messages in the order of their rows, however they came."""
+        """Returns the messages in the order of their rows, whatever their order of arrival."""
         return [part for _, part in sorted(self.parts.items())]
 
 
 @dataclass
 class PendingRows(Pending):
-    """What one worker has sent to a table for its next clock: rows of its step, and rows that its script has set."""
+    """A worker's pending messages to a table for its next clock: rows of its step, and rows that its script has set."""
 
     step: Gathered[StageRows] | None = None
     assigned: Gathered[AssignRows] | None = None
@@ -58,7 +58,7 @@ class PendingRows(Pending):
 
 @dataclass
 class ComingRows:
-    """The part of a table's initial rows that has come from rank 0. They come in order, and take effect together.
+    """The initial rows of a table that have come from rank 0 so far. They come in order, and take effect together.
 
     ask    a message without rows, which is not the last, asks whether there is room: nothing changes take   a message
     has the next rows; one that was taken before changes nothing begin  the last message begins the table
@@ -66,9 +66,9 @@ class ComingRows:
     Each incarnation of rank 0 begins anew: the rows of an earlier one are dropped. The rows go into the table at once,
     unlike those of a step, as they may take as much memory as the table.
 
-    incarnation: that of the worker that sends; 0: none does
+    incarnation: the sending worker's; 0: none sends
     beginning:   describes the whole content; None: unknown
-    came:        the number of rows and ids that are here
+    came:        the number of rows and ids that have come
     """
 
     incarnation: int = 0
@@ -83,7 +83,7 @@ class ComingRows:
         came = self.came if is_known else 0
         self._check(command, rows, came, is_known)
         if not command.count and not command.last:
-            return True  # it only asks
+            return True  # it only asks whether there is room
         if not is_known:
             rows.begin(beginning.seed, beginning.version)
             self.incarnation, self.beginning, self.came = command.worker.incarnation, beginning, 0
@@ -99,7 +99,7 @@ class ComingRows:
         return is_new or command.last
 
     def _check(self, command: BeginRows, rows: TableRows, came: int, is_known: bool) -> None:
-        """Raises what is wrong with a message. came: rows and ids of this incarnation that are here"""
+        """Raises the error of a message that does not fit. came: rows and ids of this incarnation that have come"""
         name, beginning, end = rows.spec.name, command.beginning, command.first + command.count
         if is_known and beginning != self.beginning:
             raise InvalidRequest(f"table {name!r}: it begins with {self.beginning}, and a message says {beginning}")
@@ -119,17 +119,17 @@ class ComingRows:
             )
 
     def drop(self, rows: TableRows) -> None:
-        """Drops the rows that have come: their worker is gone, or there is no room for them."""
+        """Drops the rows that have come: their worker has left, or there is no room for them."""
         if self.came:
             rows.begin(rows.spec.initializer.seed, 0)
         self.incarnation, self.beginning, self.came = 0, None, 0
 
 
 class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
-    """One table on this shard: its rule, its rows, and what each worker has pending.
+    """One table on this shard: its rule, its rows, and each worker's pending messages.
 
     most_bytes: the memory that it will take, if its job limits the number of rows; 0: unknown
-    coming:     the part of its initial rows that has come
+    coming:     the initial rows that have come so far
     """
 
     first = "rows that a table begins with"
@@ -154,9 +154,10 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
             rule.initialised = True
 
     def _begin(self, command: UnitCommand) -> Staged:
-        """Takes a message of what the table begins with. Where that was the last one, the table has begun.
+        """Handles a message of the table's initial content. With the last one the table has begun.
 
-        A message to a table that has begun is a duplicate; one that came before is kept, too. See BeginRows.
+        A message to a table that has begun is a duplicate. One that came before is answered as kept again. See
+        BeginRows.
         """
         if not isinstance(command, BeginRows):
             raise TypeError(f"expected a command for a table, got {type(command).__name__}")
@@ -175,11 +176,11 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
         raise TypeError(f"expected a command for a table, got {type(command).__name__}")
 
     def assign(self, command: AssignRows) -> Staged:
-        """Takes a message of rows that are set for a worker's next step; see AssignRows."""
+        """Handles a message with rows that a script has set for the worker's next step; see AssignRows."""
         pending = self._pending_at(command.worker.rank, command.clock) or PendingRows(command.clock)
         known, number = pending.assigned, command.assignment
         if known is not None and number < known.number:
-            return self._duplicate()  # another one has taken its place
+            return self._duplicate()  # a newer assignment has replaced it
         if known is None or number != known.number:
             known = Gathered(command.total, number)
         if self._has(known, command, f"{command.total} rows are assigned here at clock {command.clock}"):
@@ -191,11 +192,11 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
         return self._kept()
 
     def stage(self, command: StageRows) -> Staged:
-        """Takes a message of a worker's step; stages the contribution if all are here."""
+        """Handles a message of a worker's step. Stages the contribution if all messages have come."""
         pending = self._pending_at(command.worker.rank, command.clock) or PendingRows(command.clock)
         known = pending.step
         if known is not None and known.total and not (command.total or command.in_mean):
-            # Another message of the step was refused: the worker leaves all out.
+            # Another message of the step was refused, so the worker leaves the whole step out.
             self._room.staged.release(self.index, command.worker.rank)
             known = pending.step = None
         if known is None:
@@ -217,7 +218,10 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
             raise
 
     def _has(self, known: Gathered[M], command: M, says: str) -> bool:
-        """Whether a message is here already. Raises InvalidRequest where it contradicts those that are. says: it"""
+        """Whether a message has come already. Raises InvalidRequest if it contradicts the others.
+
+        says: the message's claim, for the error
+        """
         if known.total != command.total:
             raise InvalidRequest(
                 f"table {self.spec.rows.name!r}: a message of worker {command.worker.rank} says that {says}, and "
@@ -237,9 +241,9 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
         return size
 
     def _contribution(self, command: StageRows, pending: PendingRows, known: Gathered[StageRows]) -> RowsContribution:
-        """Returns what the messages of a step have together, with the rows that it takes along.
+        """Returns the contribution of a step's messages, with the assigned rows that it includes.
 
-        Raises InvalidRequest where not all of these are here.
+        Raises InvalidRequest if some of the assigned rows are missing.
         """
         assigned: tuple[RowValues, ...] = ()
         if command.assignment:
@@ -257,7 +261,7 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
         return made if all(part.in_mean for part in known.parts.values()) else made.left_out()
 
     def _take_back(self, command: StageRows, pending: PendingRows, known: Gathered[StageRows]) -> None:
-        """Forgets the last message of a step that was refused: it may come again."""
+        """Forgets the last message of a step that was refused, so that it may come again."""
         del known.parts[command.first]
         if not known.parts:
             pending.step = None
@@ -266,14 +270,16 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
                 del self.pending[command.worker.rank]
 
     def drop_pending(self, rank: int) -> None:
-        """Forgets what is pending of a worker."""
+        """Forgets a worker's pending messages."""
         pending = self.pending.get(rank)
         if pending is not None and pending.step is not None:
             self._room.staged.release(self.index, rank)
         super().drop_pending(rank)
 
     def let_go(self, rank: int) -> None:
-        """Drops what a gone worker has pending; for rank 0 also the initial rows, if the table has not begun."""
+        """Drops the pending messages of a worker that has left; for rank 0 also the initial rows of a table that has
+        not begun.
+        """
         if rank == 0 and not self.rule.initialised:
             self.coming.drop(self.weights)
         super().let_go(rank)
@@ -284,7 +290,7 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
         return max(0, self.most_bytes - self.weights.nbytes)
 
     def figures(self) -> TableFigures:
-        """Returns what the table has, and what became of its rows. It may be stepped meanwhile."""
+        """Returns the table's size and its counts. It may be stepped meanwhile."""
         rows = self.weights
         return TableFigures(
             self.spec.rows.name, len(rows), rows.nbytes, rows.counts, rows.in_file.rows, rows.in_file.nbytes

@@ -1,9 +1,9 @@
-"""A bucket, or a table, as a checkpoint has it: a value that outlives the shard it was taken from.
+"""Snapshots of buckets and tables, as checkpoints hold them: values that outlive the shard they were taken from.
 
-A snapshot is taken between two updates, so nothing is half applied in it. What was staged and not yet applied at that
-moment is not in it: its clocks are those of applied updates, and workers that continue from it push again what came
-after. Buckets are the same on any number of shards, so a snapshot is restored on the shard that holds its bucket then.
-A table's rows are divided anew where the number of shards is another one.
+A snapshot is taken between two updates, so nothing is half applied in it. Contributions that were staged and not yet
+applied are not in it. Its clocks are those of applied updates; workers that continue from it push all later steps
+again. Buckets are the same on any number of shards, so a snapshot is restored on the shard that holds its bucket then.
+A table's rows are divided again if the number of shards has changed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class BucketSnapshot:
     """One bucket at one version.
 
     version: the number of updates applied
-    clocks:  by rank, of live and gone workers, the highest clock whose update is in the weights: by these, a repeated
-             push is known
+    clocks:  by rank, also of workers that have left, the highest clock whose update is in the weights. A push up to
+             this clock is a repeat
     weights: [numel of the bucket] in the bucket's dtype
     state:   the optimizer's state, by slice; empty for a frozen bucket
     groups:  the hyper-parameters of the last update, by parameter group
     committed: the leased data in the weights, by loader
     sent:    the workers' version of the weights, if these travel in blocks: [numel] float32; None: the weights
              themselves
-    pushed:  by rank, the last clock that it has pushed, if `clocks` has one at which it joined
+    pushed:  by rank, the last clock that it has pushed, where `clocks` has the clock of its join instead
     stage:   the bucket's stage; None: the one with which its job is registered
     """
 
@@ -95,7 +95,7 @@ Snapshot = BucketSnapshot | TableSnapshot
 
 @dataclass(frozen=True)
 class VersionRange:
-    """How far the buckets of a shard or a job are: the lowest and highest version, and by rank the lowest clock."""
+    """The extent of the buckets of a shard or a job: the lowest and highest version, and by rank the lowest clock."""
 
     version_min: int = 0
     version_max: int = 0
@@ -116,7 +116,7 @@ class VersionRange:
 class Part:
     """One file of a checkpoint.
 
-    disk: the name of the shard's own disk that has it; empty: it lies beside the manifest
+    disk: the name of the shard's own disk that has the file; empty: the file lies beside the manifest
     """
 
     file: str
@@ -135,12 +135,12 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class ShardSnapshot:
-    """A shard's part of a checkpoint on disk.
+    """The file of one shard in a checkpoint on disk.
 
-    part:     the file
+    part:     the file of this shard
     extent:   how far the shard's buckets are in it
     held_up:  seconds for which copying held up training
-    changes_only: of tables it has only what changed since the part on which it builds
+    changes_only: of tables the file has only the rows that changed since the file on which it builds
     """
 
     part: Part
@@ -151,10 +151,10 @@ class ShardSnapshot:
 
 @dataclass(frozen=True)
 class RestoreProgress:
-    """How far a shard's restore is.
+    """The progress of a shard's restore.
 
     done, total: the bytes that were read, and all bytes to read; a total of 0 is not known yet
-    extent:      how far the restored buckets are; None: the restore is not complete
+    extent:      the versions and clocks of the restored buckets; None: the restore is not complete
     """
 
     done: int
@@ -171,8 +171,10 @@ def union(ranges: Iterable[VersionRange]) -> VersionRange:
 
 
 def chained(parts: list[TableSnapshot]) -> TableSnapshot:
-    """Returns the last of a shard's snapshots with all its rows. The first has all rows, each other one what changed
-    since the one before. Raises ValueError or KeyError if they do not fit together.
+    """Returns the last of a shard's snapshots with all its rows.
+
+    The first snapshot has all rows, each other one the rows that changed since the one before. Raises ValueError or
+    KeyError if they do not fit together.
 
     Empties the list, so that the memory of each part is freed as soon as possible.
     """
@@ -183,8 +185,7 @@ def chained(parts: list[TableSnapshot]) -> TableSnapshot:
 
 
 def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
-    """Returns the rows that belong to this shard, out of the snapshots of all former shards, which may be another
-    number.
+    """Returns the rows that belong to this shard, from the snapshots of all former shards. Their number may differ.
 
     If the parts are of different versions (ssp, async), each row keeps the time since it was last trained. Leased data
     counts as committed only if all parts have had it. A step counts as pushed if one part has had it, so that its rows
@@ -216,18 +217,19 @@ def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
     )
 
 
-# -- what a coordinator asks of a shard --------------------------------------------------------------------------------
+# -- requests of a coordinator to a shard
+# --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SnapshotRequest:
     """A coordinator's request for a shard's part of a checkpoint.
 
-    clock:    the number of updates of each bucket in the snapshot; None: as many as there are
-    refusal:  seconds for which the shard refuses pushes that would not be in it; 0: none
+    clock:    the version of each bucket in the snapshot; None: its present version
+    refusal:  seconds for which the shard refuses pushes that would come too late for the snapshot; 0: none
     last_incarnation: a worker with a higher one ends the refusal
-    kept:     the checkpoints to keep: a shard with its own disk first removes its parts of all others
-    built_on: the SHA-256 of the shard's part of the last checkpoint, on which this one may build; empty: it must not
+    kept:     the checkpoints to keep: a shard with its own disk first removes its files of all others
+    built_on: the SHA-256 of the shard's file in the last checkpoint, on which this one may build; empty: it must not
     """
 
     job: str

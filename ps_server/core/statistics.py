@@ -1,4 +1,4 @@
-"""What a shard or a coordinator says about itself: frozen records, read by metrics, RPC, `status` and tests alike."""
+"""The statistics of a shard or a coordinator: frozen records, read by metrics, RPC, `status` and tests alike."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ps_server.core.server_figures import ShardFigures, ShardJobFigures, TableFi
 class Wait:
     """One worker's wait on a shard.
 
-    clock:        its clock at which it pulls
-    bucket_count: how many buckets it waits for
+    clock:        the clock of its pull
+    bucket_count: the number of buckets that it waits for
     waiting_for:  the ranks that it waits for
-    reason:       why, in words, for one of the buckets
+    reason:       why it waits, as text, for one of the buckets
     seconds:      how long it has waited
     """
 
@@ -37,17 +37,18 @@ class Wait:
 class ShardJobStatistics:
     """A job on one shard.
 
-    *_bytes: of the weights, of the optimizer's state, and of what is staged and not yet part of an update
+    *_bytes: of the weights, of the optimizer's state, and of contributions that are staged and not yet applied
     version_min, version_max: of the buckets that train
     clocks:  by live rank, the steps that every bucket here has applied
-    waits:   by rank; waiting_pulls: buckets of pulls, of all of them
-    run:     of the job
-    figures: what the shard has measured of it; None: nothing is known
-    departed_clocks: as `clocks`, by rank of a worker that is not live any more
+    waits:   the waits, by rank; waiting_pulls: the number of waiting pulls of single buckets
+        of all workers
+    run:     the job's run
+    figures: the shard's measurements of the job; None: unknown
+    departed_clocks: as `clocks`, of workers that are no longer live
     sharing, connected: ranks of workers that share memory with this shard, or have a data connection to it
-    tables:  of rows
+    tables:  the job's tables of rows
     agreement: how alike workers have moved in the last rounds of local:H; None: not known
-    feed:    how its weights are read; None: nobody follows them
+    feed:    the readers of its weights; None: there are none
     """
 
     bucket_count: int
@@ -82,8 +83,9 @@ class ShardStatistics:
     figures: ShardFigures | None = None
 
     def progress(self, job: str, by_version: bool) -> int:
-        """Returns how far a job is here; 0 if it is not here. by_version: its highest version (in sync); otherwise its
-        highest clock
+        """Returns how far a job is on this shard; 0 if the shard does not have it.
+
+        by_version: return the job's highest version (in sync); otherwise its highest clock
         """
         hosted = self.jobs.get(job)
         if hosted is None:
@@ -91,7 +93,7 @@ class ShardStatistics:
         return hosted.version_max if by_version else max(hosted.clocks.values(), default=0)
 
     def clocks(self, job: str) -> Mapping[int, int]:
-        """Returns the steps of a job's workers that are applied here, by rank, also of those that are gone."""
+        """Returns the applied steps of a job's workers, by rank, also of workers that have left."""
         hosted = self.jobs.get(job)
         return {**hosted.departed_clocks, **hosted.clocks} if hosted is not None else {}
 
@@ -104,8 +106,8 @@ class CheckpointStatistics:
     incomplete:       how many of the complete ones lack a worker's state
     name, clock:      those of the last one; None and 0 before the first
     seconds:          how long the last one took
-    held_up_seconds:  for how long it kept updates from the shard that it held up most
-    age_seconds:      the time since it was complete
+    held_up_seconds:  for how long it stopped updates, on the shard where this took longest
+    age_seconds:      the time since its completion
     without:          ranks of workers whose state it lacks
     """
 
@@ -130,16 +132,17 @@ class JobStatistics:
     lost_steps, redone_steps: of all workers; see core.accounting
     rolling_back: a shard has lost its part, and the job is being rolled back
     rejoining:    ranks that are expected to join again
-    absent:       ranks that were silent, and for which the job waits before it ends: all others have left
-    workers:      the live ones, by rank; now: when this was so, on the clock of their leases
+    absent:       ranks of silent workers for which the job waits before it ends: all other workers have left
+    workers:      the live workers, by rank; now: the time of this record, on the clock of their leases
     loaders:      the leased data, by loader
     checkpoints:  None where no checkpoints are made
     run:          tells the job from earlier ones of its name
-    figures:      what live workers have measured, by rank and incarnation
-    trained_bytes: of the parameters that an optimizer steps: what sync moves each way in a step without a wire format
+    figures:      the measurements of live workers, by rank and incarnation
+    trained_bytes: bytes of the parameters that an optimizer steps: sync moves as many each way in a step without a wire
+                   format
     local_steps:  steps of a worker in a round of mode local:H; 0 in other modes
     local_seconds: seconds of a round of mode local:Ts; 0 in other modes
-    local_fragments: of the model in mode local:H/F; 0 in other modes
+    local_fragments: the number of fragments in mode local:H/F; 0 in other modes
     group_size:   processes of each worker: more than one where workers are groups
     """
 
@@ -184,7 +187,7 @@ class RecoveryStatistics:
 
 @dataclass(frozen=True)
 class CoordinatorStatistics:
-    """The statistics of a coordinator: the number of shards that have called in, and its jobs by name.
+    """The statistics of a coordinator: the number of shards that have registered, and its jobs by name.
 
     recovery: None if the servers make no checkpoints
     """

@@ -1,4 +1,4 @@
-"""What the contributions to one update add up to: the sum of their gradients, and the hyper-parameters that they name.
+"""The sum of the contributions to one update: of their gradients, and the hyper-parameters that they name.
 
 The memory for sums is pooled, and a step may be made in pieces.
 """
@@ -38,7 +38,7 @@ class Scratch:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor [numel] with undefined content."""
         try:
-            return self._free[numel, dtype].pop()  # in one go: another thread may take the last one
+            return self._free[numel, dtype].pop()  # one operation: another thread may pop the last tensor
         except (KeyError, IndexError):
             return torch.empty(numel, dtype=dtype)
 
@@ -67,8 +67,8 @@ class Sum:
         """Adds a term.
 
         own:     nothing else uses the memory of the term, so that the sum may be made in it
-        copy:    the term's owner may overwrite it while the sum exists: copy it
-        is_last: as far as is known, no other term comes: it may be kept as `last`
+        copy:    the term's owner may overwrite it while the sum exists, so it is copied
+        is_last: no other term is expected: it may be kept as `last`
         """
         self.complete()
         if self.total is None and copy and not own:
@@ -130,8 +130,9 @@ def add(total: torch.Tensor, values: torch.Tensor, out: torch.Tensor, wide: torc
 
 @dataclass(frozen=True)
 class PiecePart:
-    """The elements [start, stop) of one slice, which lie in a piece from element `offset` on. position: that of the
-    slice
+    """The elements [start, stop) of one slice, which lie in a piece from element `offset` on.
+
+    position: the slice's position in its bucket
     """
 
     position: int
@@ -206,7 +207,9 @@ class PieceStep:
             scratch.give(wide)
 
     def _step_piece(self, step: Callable[[], object], piece: Piece, gradient: torch.Tensor) -> None:
-        """Has views of the slices and of their momentum take the slices' place for one step."""
+        """Steps one piece: for this step, views of the slices and of their momentum replace the slices in the
+        optimizer.
+        """
         state, groups = self._optimizer.state, self._optimizer.param_groups
         for group in groups:
             group["params"] = []
@@ -257,7 +260,9 @@ class NamedValues:
         self._named: dict[int, tuple[int, HyperParameters]] = {}
 
     def add(self, group: int, values: HyperParameters, clock: int) -> None:
-        """Adds what one contribution names. clock: its worker's, if contributions may differ in it; else 0"""
+        """Adds the values that one contribution names. clock: its worker's, if the clocks in an update may differ; else
+        0
+        """
         if group not in self._named or clock > self._named[group][0]:
             self._named[group] = clock, values
 

@@ -27,8 +27,8 @@ class RowsContribution:
     """One worker's contribution to a table on this shard.
 
     rows:     the gradients, in the messages in which they came; empty: the step has none for this shard
-    assigned: the rows that the script has set before the step, likewise: the update builds on them
-    present:  the step has a gradient for the table, here or on another shard
+    assigned: the rows that the script has set before the step, by message: the update builds on them
+    present:  the step has a gradient for the table, on this shard or on another one
     in_mean:  the step counts as a term of the mean
     values:   hyper-parameters to use from this update on; None: unchanged
     clock:    as in dense.Gradient
@@ -70,7 +70,10 @@ class TableRows:
     """
 
     def __init__(self, table: JobTable, capacity: int, salt: int, beyond: Beyond | None = None) -> None:
-        """capacity: rows; salt: of the index; beyond: where rows are that memory does not hold"""
+        """capacity: the most rows
+        salt:     of the index
+        beyond:   the file for rows that memory does not hold
+        """
         self.dim = table.rows.dim
 
         def made(spec: TableSpec) -> Table:
@@ -86,11 +89,11 @@ class TableRows:
 
     @property
     def wants_last(self) -> bool:
-        """Whether `add` wants to know which contribution is the last: it never does."""
+        """Whether `add` uses `is_last`: never."""
         return False
 
     def own(self) -> None:
-        """Does nothing: rows were copied when they came. A bucket copies here what lies in a worker's memory."""
+        """Does nothing: rows were copied when they came. A bucket copies borrowed gradients in this method."""
 
     def add(self, contribution: RowsContribution, is_last: bool = False) -> None:
         """Adds one contribution to the open update. The order of calls is the order of the sums."""
@@ -144,17 +147,17 @@ class TableRows:
         return self._table.capacity
 
     def begin(self, seed: int, version: int) -> None:
-        """Empties the table, for initial rows that follow. version: the number of updates that have trained these"""
+        """Empties the table before initial rows come. version: the number of updates that have trained these rows"""
         self._table = self._made(self.spec.seeded(seed))
         self._table.version = version
 
     def take(self, part: Mapping[str, torch.Tensor], more: int) -> None:
-        """Adds some of the initial rows; see Table.restore. more: the number of rows that follow"""
+        """Adds some of the initial rows; see Table.restore. more: the number of rows that are still to come"""
         self._table.restore(part, more=more)
 
     @property
     def in_file(self) -> InFile:
-        """What lies in a file; see Table.in_file."""
+        """The rows in a file; see Table.in_file."""
         return self._table.in_file
 
     @property
@@ -168,7 +171,7 @@ class TableRows:
         return self._table.version
 
     def changes(self, since: int | None) -> Changes:
-        """Returns a walk over what changed after a version; see Table.changes."""
+        """Returns an iterator over the rows that changed after a version; see Table.changes."""
         return self._table.changes(since)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
@@ -185,9 +188,9 @@ class TableRows:
         return self._table.values
 
     def restore(self, tensors: Mapping[str, torch.Tensor], values: HyperParameters, seed: int | None) -> None:
-        """Takes the rows of a snapshot, hyper-parameters, and the seed; see Table.restore.
+        """Restores the rows, hyper-parameters and seed of a snapshot; see Table.restore.
 
-        Where there is room for fewer rows than when they were saved, those trained longest ago are evicted.
+        If fewer rows fit than when they were saved, those trained longest ago are evicted.
         """
         if seed is not None and seed != self.spec.initializer.seed:
             self._table = self._made(self.spec.seeded(seed))
@@ -225,7 +228,7 @@ def table_size(table: JobTable, place: Place) -> TableSize:
     in_memory = TableSize(fit, fit, fit * record + index_bytes(fit, waits))
     if fit == share or not place.file_bytes:
         return in_memory
-    # Wherever a row is, memory has its place in the index, and that its weights have: three quarters at most.
+    # For each row, in memory or in the file, memory has an entry of the index: these take three quarters at most.
     known, both = rows_within(3 * memory // 4, PLACE_BYTES, waits), memory + place.file_bytes
     rows = min(share, known, rows_within(both, record + PLACE_BYTES, waits))
     if rows <= fit:
@@ -235,7 +238,7 @@ def table_size(table: JobTable, place: Place) -> TableSize:
 
 
 def beyond_memory(table: JobTable, size: TableSize, place: Place) -> Beyond | None:
-    """Returns where rows go that do not fit into memory; None: all fit."""
+    """Returns the file for the rows that do not fit into memory; None: all fit."""
     if not size.in_file or place.open_file is None:
         return None
     elements = record_bytes(table.rows, table.optimizer, table.values) // 4

@@ -1,6 +1,7 @@
 """Divides the threads that a process may have between the pools for calls and the data connections.
 
-The shares are fixed when the process starts. So an attack that takes all threads of one kind leaves those of the other.
+The shares are fixed when the process starts. So an attack that uses up the threads of one kind leaves those of the
+other kind free.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ from dataclasses import dataclass
 
 MOST_OF_A_POOL = 1024
 LEAST_OF_A_POOL, LEAST_CONNECTIONS = 16, 16
-POOLS_OF_EACH, POOLS_OF_A_SHARD, POOLS_OF_A_COORDINATOR = 2, 6, 2  # of calls: of each server, and what comes to them
+# For calls: each server's, and the further ones of a shard or a coordinator
+POOLS_OF_EACH, POOLS_OF_A_SHARD, POOLS_OF_A_COORDINATOR = 2, 6, 2
 
 
 @dataclass(frozen=True)
 class ThreadShares:
-    """How many threads each pool of calls has at most, and how many data connections there are: each may need one."""
+    """The most threads of each pool for calls, and the most data connections: each of these may need a thread."""
 
     pool: int
     connections: int
 
 
 def thread_shares(most: int | None, reserved: int, pools: int, connections: int) -> ThreadShares:
-    """Divides a process's threads. The pools get two thirds; what they do not need goes to data connections.
+    """Divides a process's threads. The pools get two thirds; the threads that they do not need go to data connections.
 
     most:        the threads that the process may have; None: unlimited
     reserved:    threads for everything else

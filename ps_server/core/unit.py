@@ -1,12 +1,12 @@
-"""A unit of a job on one shard: what a bucket and a table have in common, and the unit that is a bucket.
+"""Units of a job on one shard: the base class of buckets and tables, and `Bucket`.
 
-    execute    takes a worker's command. A repeat of what was staged changes nothing
-    pending    what has come of a worker's next clock, and does not count yet: drafts, assignments, messages of a step
+    execute    carries out a worker's command. A repeat of a staged push changes nothing
+    pending    holds what a worker has sent for its next clock and does not count yet: drafts, assignments, messages
     count      stages a contribution, with the leased data of its step, in place of what is pending
-    done       records that what the rule said comes next was done to the weights
+    done       records that the operation that the rule returned was applied to the weights
 
-A unit's subclass says what its commands are, what is pending, and how its weights are saved. What a mode asks for is
-the rule's to say (consistency.py), and how many bytes may wait the room's (budget.py).
+A subclass defines its commands, what may be pending, and how its weights are saved. The rule (consistency.py) decides
+what a mode demands, and the room (budget.py) how many bytes may wait.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Added = TypeVar("Added", contravariant=True)
 
 
 class Contribution(Protocol):
-    """What one worker brings to one update."""
+    """A worker's contribution to one update."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its gradients, and of what its script has set."""
+        """Bytes of its gradients, and of the assignment of its script."""
 
     @property
     def is_empty(self) -> bool:
@@ -66,22 +66,22 @@ class Trained(Protocol[Added]):
     """The weights of a unit, with their optimizer. For one caller at a time."""
 
     def add(self, contribution: Added, is_last: bool = False) -> None:
-        """Adds one contribution to the open update. is_last: as far as is known, no other contribution comes"""
+        """Adds one contribution to the open update. is_last: no other contribution is expected"""
 
     def step(self) -> None:
-        """Makes an update with the mean of what was added."""
+        """Makes an update with the mean of the added contributions."""
 
     def own(self) -> None:
-        """Copies what the open update has borrowed from a worker's memory."""
+        """Copies the contributions that the open update borrows from workers' memory."""
 
     @property
     def wants_last(self) -> bool:
-        """Whether `add` has to know which contribution is the last of its update."""
+        """Whether `add` uses `is_last`: whether the last contribution of an update is added in another way."""
 
 
 @dataclass
 class Pending:
-    """What one worker has sent to one unit for its next clock, and that has no effect yet."""
+    """A worker's messages to one unit for its next clock, which have no effect yet."""
 
     clock: int
 
@@ -89,10 +89,10 @@ class Pending:
 class Unit(ABC, Generic[C, W, P]):
     """A bucket or a table of a job on this shard. Not thread-safe, but its weights have a lock of their own.
 
-    index:   that of a bucket in the job, or of a table: tables follow the buckets
+    index:   the bucket's index in the job, or the table's: tables follow the buckets
     rule:    the rule of its updates
-    pending: by rank, what is pending for the worker's next clock
-    first:   the name, in error texts, of what rank 0 must send before any push
+    pending: by rank, the messages for the worker's next clock that have no effect yet
+    first:   the name, for error texts, of the values that rank 0 must send before any push
     """
 
     first: ClassVar[str]
@@ -102,7 +102,7 @@ class Unit(ABC, Generic[C, W, P]):
         self.pending: dict[int, P] = {}
         self._room, self._data = room, data
 
-    # -- what workers push -----------------------------------------------------------------------------------------
+    # -- pushes of workers ----------------------------------------------------------------------------------------
 
     def execute(self, command: UnitCommand) -> Staged:
         """Carries out a worker's command. If it raises an error that the command documents, nothing is changed."""
@@ -118,15 +118,15 @@ class Unit(ABC, Generic[C, W, P]):
         return self._begin(command)
 
     def _check_begun(self, command: PushCommand) -> None:
-        """Raises InvalidRequest for a push that may not come before the unit has begun. To a table any may."""
+        """Raises InvalidRequest for a push that may not come before the unit has begun. A table accepts any."""
 
     @abstractmethod
     def _push(self, command: PushCommand) -> Staged:
-        """Takes what a worker pushes for its next clock."""
+        """Carries out a worker's push for its next clock."""
 
     @abstractmethod
     def _begin(self, command: UnitCommand) -> Staged:
-        """Takes what rank 0 sends for the unit to begin with."""
+        """Carries out a command of rank 0 with the unit's initial content."""
 
     def _duplicate(self) -> Staged:
         return Staged(self.rule.version, duplicate=True)
@@ -135,14 +135,15 @@ class Unit(ABC, Generic[C, W, P]):
         return Staged(self.rule.version, duplicate=False, kept=True)
 
     def _clock_of(self, command: PushCommand) -> int:
-        """Returns the clock of a contribution, where an update may have several; else 0."""
+        """Returns the clock of a contribution, if the clocks in an update may differ; else 0."""
         return command.clock if self.rule.mixes_clocks else 0
 
     def _reserve(self, command: PushCommand, size: int, borrowed: bool = False, is_here: bool = False) -> None:
         """Reserves the bytes of a contribution. Raises Backlogged if there is no room for them.
 
-        What an update waits for is always taken: all that is staged may be waiting behind it. Where no update waits for
-        others (ssp, async), what is staged is applied without others' help, and there is room again.
+        A contribution for which an update waits is always accepted, since all staged ones may wait behind it. In ssp
+        and async no update waits for other workers: staged contributions are applied by themselves, and there is room
+        again.
 
         is_here: as a draft, whose commit is never refused
         """
@@ -157,7 +158,7 @@ class Unit(ABC, Generic[C, W, P]):
         )
 
     def _reserve_assigned(self, command: PushCommand, size: int) -> None:
-        """Reserves the bytes of what a script has set. Raises Backlogged if there is no room for them."""
+        """Reserves the bytes of a script's assignment. Raises Backlogged if there is no room for them."""
         self._room.assign(
             self.index,
             command.worker.rank,
@@ -167,9 +168,9 @@ class Unit(ABC, Generic[C, W, P]):
         )
 
     def _count(self, command: PushCommand, contribution: C, ranges: Sequence[DataRange]) -> Staged:
-        """Stages a contribution for which there is room, in place of what is pending of its worker.
+        """Stages a contribution for which bytes are reserved. The worker's pending messages to this unit are dropped.
 
-        Raises LimitExceeded, and changes nothing, where the ranges of leased data are in too many pieces.
+        Raises LimitExceeded, and changes nothing, if the leased data is in too many separate ranges.
         """
         rank = command.worker.rank
         use = self._data.use(self.index, ranges) if ranges else UNUSED
@@ -183,28 +184,30 @@ class Unit(ABC, Generic[C, W, P]):
         self.rule.stage(rank, command.clock, contribution, tuple(ranges))
         return Staged(self.rule.version, duplicate=False, skipped=is_empty, use=use)
 
-    # -- what is pending -------------------------------------------------------------------------------------------
+    # -- pending messages ------------------------------------------------------------------------------------------
 
     def _pending_at(self, rank: int, clock: int) -> P | None:
         pending = self.pending.get(rank)
         return pending if pending is not None and pending.clock == clock else None
 
     def drop_pending(self, rank: int) -> None:
-        """Forgets what is pending of a worker."""
+        """Forgets a worker's pending messages."""
         if self.pending.pop(rank, None) is not None:
             self._room.release_pending(self.index, rank)
 
     def let_go(self, rank: int) -> None:
-        """Forgets what is pending of a worker that is gone, and copies what is staged out of its memory."""
+        """Forgets the pending messages of a worker that has left, and copies its staged contribution out of its
+        memory.
+        """
         self.drop_pending(rank)
         waiting = self.rule.waiting.get(rank)
         if waiting is not None:
             self.rule.waiting[rank] = replace(waiting, contribution=waiting.contribution.owned())
 
-    # -- what is applied -------------------------------------------------------------------------------------------
+    # -- applied updates ------------------------------------------------------------------------------------------
 
     def completes(self, work: Add[C]) -> bool:
-        """Whether this contribution completes the open update. False if the weights make no use of it: see
+        """Whether this contribution completes the open update. Always False if the weights do not use it: see
         Trained.wants_last.
         """
         return self.weights.wants_last and self.rule.completes(work)
@@ -249,11 +252,11 @@ class Unit(ABC, Generic[C, W, P]):
 
 @dataclass
 class PendingGradient(Pending):
-    """What one worker has sent to one bucket before its next push: it takes effect with that push.
+    """A worker's draft and assignment for one bucket. They take effect with its next push.
 
     draft:      the gradient, which may still change
-    commit:     the worker has ended its step: the draft counts as soon as it is here
-    assignment: what the worker's script has set
+    commit:     the worker has ended its step: the draft counts as soon as it comes
+    assignment: what the worker's script has assigned
     """
 
     draft: DraftGradient | None = None
@@ -266,7 +269,7 @@ class PendingGradient(Pending):
 
 
 class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
-    """One bucket: its place in the layout, its update rule, its weights, and what each worker has pending."""
+    """One bucket: its range in the layout, its update rule, its weights, and each worker's pending messages."""
 
     first = "initial values"
 
@@ -289,7 +292,7 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         return not self.spec.frozen
 
     def _begin(self, command: UnitCommand) -> Staged:
-        """Takes the first weights, or optimizer state that goes with them and comes before."""
+        """Handles the initial weights, or the initial optimizer state, which comes before them."""
         if not isinstance(command, Initialise):
             raise TypeError(f"expected a command for a bucket, got {type(command).__name__}")
         if self.rule.initialised:
@@ -309,30 +312,36 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         return Staged(self.rule.version, duplicate=False)
 
     def _is_told(self, command: Initialise) -> bool:
-        """Notes what rank 0 has of a bucket that no optimizer steps, unless it is there, or newer: messages may
-        overtake one another. Returns whether it was noted.
+        """Keeps rank 0's values of a bucket that no optimizer steps, for readers. Returns whether they were kept.
+
+        Messages may overtake one another: values that are known, or older ones, are not kept.
         """
         value = command.value
         if self.told_bytes(command) and isinstance(value, torch.Tensor):
-            self._told = command.clock, value.clone()  # it lies in a message
+            self._told = command.clock, value.clone()  # the value lies in a message's buffer
             return True
         return False
 
     def told_bytes(self, command: Initialise) -> int:
-        """Returns the bytes that a command takes here because it tells readers something newer; 0: it does not."""
+        """Returns the bytes that a command takes on this shard because it has newer values for readers; 0: it
+        has none.
+        """
         is_newer = command.clock > self.told_version and not self.is_trained
         is_kept = self.rule.initialised and is_newer and isinstance(command.value, torch.Tensor)
         return self.spec.nbytes if is_kept else 0
 
     def shown(self) -> tuple[int, torch.Tensor]:
-        """Returns what readers get, and its version: the updates, or for a bucket that no optimizer steps the steps of
-        rank 0. The caller keeps the bucket from being stepped.
+        """Returns the version and the values that readers get.
+
+        The version counts updates; for a bucket that no optimizer steps, the steps of rank 0. The caller keeps the
+        bucket
+        from being stepped.
         """
         return (self.rule.version, self.weights.flat) if self._told is None else self._told
 
     @property
     def told_version(self) -> int:
-        """The steps of rank 0 after which it has told what readers get; 0: it has told nothing."""
+        """The clock of rank 0 at which it last sent the readers' values of this bucket; 0: it has sent none."""
         return 0 if self._told is None else self._told[0]
 
     def _check_begun(self, command: PushCommand) -> None:
@@ -384,7 +393,9 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         return self._kept()
 
     def _stage(self, command: StageGradient, is_here: bool = False) -> Staged:
-        """Stages a contribution, with what was assigned for its clock. is_here: as a draft: it is never refused"""
+        """Stages a contribution, with the assignment of its clock.
+
+        is_here: it has come as a draft, and is never refused"""
         gradient = command.gradient
         pending = self._pending_at(command.worker.rank, command.clock)
         assignment = None if pending is None else pending.assignment
@@ -402,7 +413,7 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
             raise
 
     def _make_pending(self, rank: int, clock: int) -> PendingGradient:
-        """Returns what is pending of a worker for a clock; what was pending of another one is dropped by now."""
+        """Returns the pending messages of a worker for a clock. Those of another clock were dropped before."""
         return self.pending.setdefault(rank, PendingGradient(clock))
 
     def admit_all(self, pulls: Sequence[tuple[int, int]]) -> list[Admission]:

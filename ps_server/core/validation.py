@@ -35,8 +35,9 @@ def check_job_spec(spec: JobSpec, limits: Limits) -> None:
 
 
 def check_once(values: Sequence[Hashable], what: str) -> None:
-    """Raises InvalidRequest if a value occurs twice. what: the beginning of the message, as in "a push names each
-    bucket"
+    """Raises InvalidRequest if a value occurs twice.
+
+    what: the beginning of the error, as in "a push names each bucket"
     """
     if len(set(values)) != len(values):
         raise named_twice(values, what)
