@@ -1,4 +1,6 @@
-"""Tells the principal of a call, by its bearer token or the name in its certificate, on servers that ask for one."""
+"""Identifies the principal of a call by its bearer token or the name in its certificate, on servers that
+require one.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,10 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d)?Z)?")
 
 @dataclass(frozen=True)
 class _TokenEntry:
-    """One token of the file, kept as its digest, with where it stands and what it permits.
+    """One token of the file, kept as its digest, with its line and its permissions.
 
-    name:  of its holder; empty: it has none
-    until: when it ends, in seconds since 1970
+    name:  its holder's name; empty: it has none
+    until: when it expires, in seconds since 1970
     """
 
     digest: bytes = field(repr=False)
@@ -49,7 +51,7 @@ class _TokenEntry:
 
 @dataclass(frozen=True)
 class AccessList:
-    """What a tokens file says: permissions by token and by certificate name."""
+    """The content of a tokens file: permissions by token and by certificate name."""
 
     tokens: tuple[_TokenEntry, ...]
     names: dict[str, frozenset[Permission]]
@@ -106,7 +108,10 @@ def _options(words: list[str], where: str) -> tuple[str, float]:
 
 
 def _end(text: str) -> float | None:
-    """Returns the moment that a text names, in seconds since 1970; None if it is none. A date is its beginning, UTC."""
+    """Parses the end of a token's validity; returns seconds since 1970, or None for another text.
+
+    A date without a time means the beginning of that day, UTC.
+    """
     if not _DATE.fullmatch(text):
         return None
     try:
@@ -117,9 +122,9 @@ def _end(text: str) -> float | None:
 
 
 class Authenticator:
-    """Tells the principal of each call. Thread-safe.
+    """Identifies the principal of each call. Thread-safe.
 
-    Without a file callers show nothing, and each may do everything: see `CallLimits.enter`.
+    Without a file callers show no token, and every caller may do everything: see `CallLimits.enter`.
     """
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
@@ -137,16 +142,16 @@ class Authenticator:
         return self._watched is not None
 
     def cluster_token(self) -> str | None:
-        """Returns the token that this server shows to the others of its cluster; None if there is none."""
+        """Returns the token that this server sends to the other servers of its cluster; None if there is none."""
         if self._watched is None:
             return None
         now = self._clock()
         return next((token for token, until in self._watched.get().cluster_tokens if now < until), None)
 
     def identify(self, call: ServerCall) -> Principal:
-        """Returns the principal of a call. Raises Unauthenticated for one that shows nothing that is known.
+        """Returns the principal of a call. Raises Unauthenticated without a known token or certificate.
 
-        Callers must be required to show something.
+        Call it only if `is_required`.
         """
         assert self._watched is not None
         known = self._watched.get()
@@ -162,7 +167,9 @@ class Authenticator:
         raise Unauthenticated("say who you are: a bearer token (--token-file) or a certificate that is known here")
 
     def _holder(self, entries: list[_TokenEntry]) -> Principal:
-        """Returns the principal of a token, by the lines that name it. Raises Unauthenticated if all have ended."""
+        """Returns the principal of a token, from the lines that name it. Raises Unauthenticated if all of them have
+        expired.
+        """
         now = self._clock()
         good = [entry for entry in entries if now < entry.until]
         if not good:
@@ -190,7 +197,9 @@ def _digest(token: str) -> bytes:
 
 
 def _matching(tokens: tuple[_TokenEntry, ...], token: str) -> list[_TokenEntry]:
-    """Compares all tokens, each in constant time: how long it takes says nothing about any."""
+    """Returns the entries of a token. It compares all entries, each in constant time, so the duration reveals
+    nothing.
+    """
     digest = _digest(token)
     return [entry for entry in tokens if hmac.compare_digest(entry.digest, digest)]
 

@@ -1,7 +1,7 @@
 """Authenticates and limits every call, and cancels slow peers.
 
-The caller is known before a byte of its request is read. A peer that sends or reads too slowly is cut off, so that it
-holds one thread for a stated time at most; the pools are larger than the number of requests that may wait in them
+The caller is identified before a byte of its request is read. A peer that sends or reads too slowly is cut off, so that
+it holds a thread for a limited time; the pools are larger than the number of requests that may wait in them
 (core/thread_shares.py). Threads are made when they are needed: ordinary traffic makes a few.
 """
 
@@ -35,25 +35,26 @@ _LOOK_SECONDS = 0.05
 _IDLE_SECONDS = 1.0  # between two looks while nothing is watched
 _RELEASE_SECONDS = 5.0  # after a request was broken off, until its memory goes back to the system
 
-FRAME_BYTES = 1 << 20  # of what clients send: with frames of gRPC's 16 KiB a round of 256 MiB takes a tenth longer
+# Of HTTP/2, for clients' messages: with gRPC's default of 16 KiB a round of 256 MiB takes a tenth longer
+FRAME_BYTES = 1 << 20
 # A worker has at most ten at a time on a connection. gRPC hands out all calls on one thread, so a step waits behind
 # all that others have begun: beside eight principals that cancel calls at once, 11 to 22 ms with 24 to 48 of these,
 # 140 to 170 ms with 128 (`bench flood`).
 STREAMS_OF_A_CONNECTION = 48
-# Of a request on a data connection that waits for no place: each connection has one at a time, and 8,192 of these take
-# 32 MiB. Most exchanges are as small, and a worker waits for each.
+# Requests up to this size on a data connection need no place: each connection has one at a time, and 8,192 take 32 MiB.
+# Most exchanges are as small, and a worker waits for each.
 SMALL_BYTES = 4096
 TOLD_AT_ONCE = 20  # errors in a second, before requests are read; the others are kept back
 PRESSED_SECONDS = 60.0  # after one was
 LEAST_ANSWERS, SHARE_OF_ANSWERS = 2, 16  # of the threads that answer then, one caller has a sixteenth
 UNKNOWN = "unknown"  # whose call shows nothing that is known
-_MOST_MILLISECONDS = 2**31 - 1  # that an option takes
+_MOST_MILLISECONDS = 2**31 - 1  # largest value of gRPC's options
 
 
-# Set while a method runs, for what can only be checked once its request is read.
+# Set while a method runs, for checks that need its request.
 @dataclass
 class _Running:
-    """A method that runs: for whom, and for which job, once that is known."""
+    """A running method: its caller, and its job once that is known."""
 
     caller: Principal
     method: str
@@ -78,14 +79,14 @@ def check_job(job: str) -> None:
 
 
 def may_see(job: str) -> bool:
-    """Returns whether the caller of the method that runs in this thread may be told of that job."""
+    """Returns whether the caller of the method that runs in this thread may see that job."""
     return what_the_caller_sees()(job)
 
 
 def what_the_caller_sees() -> Callable[[str], bool]:
-    """Returns what says of a job whether the caller of the method that runs in this thread may be told of it.
+    """Returns a function: whether the caller of the method that runs in this thread may see a job.
 
-    It may be called later, from any thread.
+    The function may be called later, from any thread.
     """
     call = _CALL.get()
 
@@ -107,9 +108,9 @@ def caller_name() -> str:
 
 
 def note_event(kind: str, job: str, text: str) -> None:
-    """Writes to the audit log what has happened to a job, with the caller of the method that runs in this thread."""
+    """Writes an event of a job to the audit log, with the caller of the method that runs in this thread."""
     call = _CALL.get()
-    if kind == "waits":  # for another worker: nobody did anything
+    if kind == "waits":  # a job that waits for a worker is nobody's action
         return
     if call is None:
         audit.note(kind, text, job=job)
@@ -118,16 +119,16 @@ def note_event(kind: str, job: str, text: str) -> None:
 
 
 def host_of(peer: str) -> str:
-    """Returns the host in gRPC's name of a peer: its port says nothing about which caller it is."""
+    """Returns the host in gRPC's name of a peer. The port is left out: each connection has another one."""
     return peer.rpartition(":")[0] or peer
 
 
 def in_pool(
     behaviour: Callable[..., Any], pool: ThreadPoolExecutor | None, non_blocking: bool = False
 ) -> Callable[..., Any]:
-    """Returns a handler that runs in a pool, and, if it is non-blocking, gives its thread back at once.
+    """Returns a handler that runs in a pool. A non-blocking one gives its thread back at once.
 
-    pool: None: the one of the server
+    pool: None: the server's own
     """
 
     def handler(*arguments: Any) -> Any:
@@ -156,8 +157,8 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", _milliseconds(limits.handshake_seconds)),
         ("grpc.http2.settings_timeout", _milliseconds(limits.handshake_seconds)),
         ("grpc.max_connection_idle_ms", _milliseconds(limits.idle_seconds)),
-        # What a stream takes in before its request is read. The probe would have gRPC raise it to 4 MiB and more; it
-        # would have raised the size of frames too.
+        # The bytes of a stream that gRPC buffers before its request is read. The probe would have gRPC raise it to 4
+        # MiB and more; it would have raised the size of frames too.
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.max_frame_size", FRAME_BYTES),
@@ -182,17 +183,19 @@ WAITING_FOR_EACH = 4  # calls that wait, or heartbeats, or watches, for each cal
 _ACTIVE, _WAITING = "", "waiting"
 
 Key = TypeVar("Key", bound=Hashable)
-Count = tuple[str, str, str]  # principal, host, and what is counted by itself
+Count = tuple[str, str, str]  # principal, host, and the kind of calls that has a count of its own
 
 
 class CallInFlight:
-    """One call, until `end`. is_listed: whether it counts among all"""
+    """One call, until `end`. is_listed: whether it counts towards --max-all-calls"""
 
     def __init__(self, calls: CallsInFlight, count: Count, is_listed: bool) -> None:
         self._calls, self.count, self.is_listed, self.is_over = calls, count, is_listed, False
 
     def wait(self) -> None:
-        """Notes that it waits from now on and has no thread; it goes on to count as before where too many wait."""
+        """Records that the call waits from now on, and has no thread. If too many calls wait, it still counts as
+        running.
+        """
         self._calls.wait(self)
 
     def end(self) -> None:
@@ -207,19 +210,19 @@ class CallsInFlight:
         self._limits = limits
         self._lock = threading.Lock()
         self._counts: Counter[Count] = Counter()
-        self._listed: Counter[str] = Counter()  # by principal, those that count among all
+        self._listed: Counter[str] = Counter()  # by principal, the calls that count towards --max-all-calls
         self._all = 0  # of these
 
     def statistics(self) -> dict[str, int]:
-        """Returns how many calls are in flight, and callers that have some."""
+        """Returns how many calls are in flight, and how many callers have some."""
         with self._lock:
             callers = {(principal, host) for principal, host, _ in self._counts}
             return {"calls": sum(self._counts.values()), "callers": len(callers)}
 
     def begin(self, principal: str, host: str, method: str, is_listed: bool) -> CallInFlight:
-        """Counts a call in. Raises Backlogged where there are too many: workers make it again after a pause.
+        """Counts a call that begins. Raises Backlogged if there are too many: workers repeat the call after a pause.
 
-        is_listed: it counts among all
+        is_listed: it counts towards --max-all-calls
         """
         count = (principal, host, method if method in (HEARTBEAT, WATCH) else _ACTIVE)
         most, most_of_all = self._most(count), self._limits.all_calls
@@ -240,7 +243,7 @@ class CallsInFlight:
         return CallInFlight(self, count, is_listed)
 
     def wait(self, call: CallInFlight) -> None:
-        """Counts a call among those that wait, if it has room there."""
+        """Counts a call as a waiting one, if the limit of these permits."""
         principal, host, kind = call.count
         waiting = (principal, host, _WAITING)
         with self._lock:
@@ -250,7 +253,7 @@ class CallsInFlight:
                 call.count = waiting
 
     def end(self, call: CallInFlight) -> None:
-        """Counts a call no more."""
+        """Stops counting a call."""
         with self._lock:
             call.is_over = True
             _take_one(self._counts, call.count)
@@ -276,17 +279,17 @@ def _busy(text: str) -> Backlogged:
 
 @dataclass(frozen=True)
 class Admitted:
-    """A call that was let in: its caller, and what counts it."""
+    """An admitted call: its caller, and its entry among the calls in flight."""
 
     caller: Principal
     call: CallInFlight
 
 
 class CallLimits:
-    """Counts calls in and out, each under its principal, and watches over their waits. Thread-safe.
+    """Counts the calls in flight by principal, and cancels those whose peers are too slow. Thread-safe.
 
-    thread:  that watches
-    answers: a pool that sends answers which were not sent at once. One caller has few of its threads
+    thread:  the thread that cancels calls
+    answers: a pool that sends answers that were not sent at once. One caller gets few of its threads
     """
 
     def __init__(
@@ -298,8 +301,8 @@ class CallLimits:
         pool: int = MOST_OF_A_POOL,
     ) -> None:
         """
-        is_shard: whether this process takes pushes
-        release:  gives memory that is free back to the system
+        is_shard: whether this process serves pushes
+        release:  returns free memory to the system
         pool:     threads of each pool of calls
 
         Raises InvalidRequest if --max-receiving-bytes is too little.
@@ -332,13 +335,15 @@ class CallLimits:
         self.answers.stop()
 
     def statistics(self) -> dict[str, int]:
-        """Returns how many calls are in flight, callers that have some, and waits for peers."""
+        """Returns how many calls are in flight, how many callers have some, and how many calls wait for their peers."""
         with self._lock:
             waits = len(self._due) + self._receiving.waits()
         return {**self._in_flight.statistics(), "waits": waits}
 
     def enter(self, method: str, call: ServerCall) -> Admitted:
-        """Counts a call in until it ends. Raises Unauthenticated, Forbidden, or Backlogged where there are too many."""
+        """Authenticates and counts a call that begins. Raises Unauthenticated, Forbidden, or Backlogged for too many
+        calls.
+        """
         host, allowed = host_of(call.peer()), METHODS.get(method)
         if allowed == EVERYONE:
             caller = Principal("anyone", frozenset())
@@ -348,7 +353,8 @@ class CallLimits:
             caller = self._identify(call, host)
         if allowed is None or not self._is_open:
             _check_allowed(caller, method, host)
-        # These are not counted among all: a caller that fills the server must not have it, or a worker, taken for dead.
+        # Heartbeats and health checks do not count towards --max-all-calls: a caller that fills the server must not
+        # make it, or a worker, look dead.
         is_listed = method != HEARTBEAT and allowed != EVERYONE
         counted = self._in_flight.begin(caller.name, host, method, is_listed)
         if not call.add_callback(counted.end):
@@ -360,12 +366,13 @@ class CallLimits:
         try:
             return self._authenticator.identify(call)
         except Unauthenticated as error:
-            audit.note(audit.REFUSED, str(error), UNKNOWN, host)  # not by method: a stranger could name many
+            # Without the method: an unknown caller could invent many
+            audit.note(audit.REFUSED, str(error), UNKNOWN, host)
             raise
 
     @contextlib.contextmanager
     def running(self, caller: Principal, method: str, call: ServerCall) -> Iterator[None]:
-        """Tells `check_job` the caller and the method of this thread."""
+        """Sets the caller and the method of this thread, for `check_job` and the like."""
         running = _Running(caller, method, host_of(call.peer()))
         token = _CALL.set(running)
         try:
@@ -378,15 +385,15 @@ class CallLimits:
             _CALL.reset(token)
 
     def receiving(self, method: str, caller: Principal, call: ServerCall) -> contextlib.AbstractContextManager[None]:
-        """Holds a place for a request while it is received: the call is cancelled if that takes too long.
+        """Holds a place while a request is received. The call is cancelled if that takes too long.
 
-        A small one on a data connection takes no place.
+        A small request on a data connection needs no place.
 
         Raises Refused if too many wait for a place.
         """
         if call.request_bytes is not None and call.request_bytes <= SMALL_BYTES:
             return self._within(self._limits.upload_seconds, call)
-        # A frame says its size before it comes, a message of gRPC does not.
+        # A frame announces its size, a gRPC message does not.
         kind = RequestKind.FRAMED if call.request_bytes is not None else kind_of(method)
         peer = call.peer()
         return self._receiving.place(kind, (caller.name, host_of(peer), peer), call)
@@ -405,10 +412,11 @@ class CallLimits:
         self._receiving.later(kind_of(method), (caller.name, host_of(peer), peer), call, submit, receive, refuse)
 
     def may_wait(self, method: str) -> bool:
-        """Counts in a call of a unary method whose thread waits until its request is read, and returns True; returns
-        False where as many do already, or calls are refused: no thread may wait for this one.
+        """Returns whether a unary method's thread may wait until its request is read, and counts that thread.
 
-        It is asked on gRPC's polling thread, for a burst of calls comes before the first of them runs.
+        Returns False if too many threads wait already, or calls are being refused.
+
+        gRPC's polling thread calls this, because a burst of calls arrives before the first of them runs.
         """
         kind = kind_of(method)
         with self._lock:
@@ -418,23 +426,23 @@ class CallLimits:
             return True
 
     def waited(self, method: str) -> None:
-        """Counts such a call out: its request is read, or it was refused."""
+        """Stops counting a thread of `may_wait`: its request was read or refused."""
         with self._lock:
             self._threads_waiting[kind_of(method)] -= 1
 
     def sending(self, call: Cancellable) -> contextlib.AbstractContextManager[None]:
-        """Limits the sending of an answer: cancels the call if its caller does not take it."""
+        """Returns a context that cancels the call if its caller does not read the answer in time."""
         return self._within(self._limits.stall_seconds, call)
 
     def skipping(self, call: Cancellable) -> contextlib.AbstractContextManager[None]:
-        """Limits the arrival of a request that nothing reads, since its call was refused: likewise."""
+        """Returns a context that cancels a refused call if its request, which nobody reads, does not arrive in time."""
         return self._within(self._limits.upload_seconds, call)
 
     def held_seconds(self, error: Exception) -> float:
-        """Returns for how long an error is kept back that a call met before its request was read.
+        """Returns for how many seconds to delay the error of a call whose request was not read.
 
-        Such a call costs its caller nothing: told at once, it would come again at once, thousands of times in a second.
-        The first ones of each second are told at once.
+        Such a call costs its caller nothing: refused at once, it would be repeated at once, thousands of times a
+        second. The first errors of each second are not delayed.
         """
         if isinstance(error, Refused):
             return error.held_seconds
@@ -451,9 +459,9 @@ class CallLimits:
             return HELD_SECONDS
 
     def after(self, seconds: float, end: Callable[[], None]) -> None:
-        """Ends a call after a delay, in which it holds no thread.
+        """Ends a call after a delay, during which it holds no thread.
 
-        The call ends at once if `seconds` is 0, or if a quarter of all calls that may be open is kept back already.
+        The call ends at once if `seconds` is 0, or if a quarter of all calls that may be open is delayed already.
 
         end: ends the call
         """
@@ -468,7 +476,7 @@ class CallLimits:
 
     @contextlib.contextmanager
     def _within(self, seconds: float, call: Cancellable) -> Iterator[None]:
-        """Cancels a call if what is done meanwhile takes longer."""
+        """Returns a context that cancels the call if its body takes longer than `seconds`."""
         with self._lock:
             self._next += 1
             number = self._next
@@ -481,7 +489,7 @@ class CallLimits:
 
     def _watch(self) -> None:
         while not self._stopping.is_set():
-            # What begins while it waits for longer ends no sooner than that, or wakes it.
+            # A limit that begins during a long wait ends after it, or wakes this thread.
             self._look_soon.wait(_LOOK_SECONDS if self._is_watching() else _IDLE_SECONDS)
             self._look_soon.clear()
             guarded("slow-peers", self._look)

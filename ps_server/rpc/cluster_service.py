@@ -1,4 +1,4 @@
-"""Serves what shards and operators ask of the coordinator."""
+"""The coordinator's service for shards and operators."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from ps_server.rpc.views import Views, ViewStream
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[misc,unused-ignore]
-    """What shards and operators ask of the coordinator.
+    """The coordinator's methods for shards and operators.
 
-    views:   answers those that watch; senders: send to them
+    views:   makes the answers for watchers
+    senders: the threads that send them
     """
 
     NAME = cluster_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name
@@ -40,7 +41,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(self, server)
 
     def stop(self) -> None:
-        """Ends the threads that ask shards: no call is answered any more."""
+        """Ends the threads that query shards. No call is answered afterwards."""
         self._pool.shutdown()
 
     def RegisterShard(self, request: Any, context: grpc.ServicerContext) -> Any:

@@ -35,11 +35,11 @@ class OperatorClient:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection, and the calls that wait for an answer."""
+        """Closes the connection, and ends the calls that wait for an answer."""
         self._channel.close()
 
     def status(self) -> Any:
-        """Returns what is running, as a GetStatusResponse."""
+        """Returns the status of the cluster, as a GetStatusResponse."""
         return self._call(ClusterServiceStub(self._channel).GetStatus, cluster_pb2.GetStatusRequest())
 
     def watch(self, period: float) -> Iterator[Any]:
@@ -49,7 +49,9 @@ class OperatorClient:
             yield from call
 
     def view(self, told: Position) -> Any:
-        """Returns a view with its history, as a WatchStatusResponse. told: what the caller has already"""
+        """Returns a view with its history, as a WatchStatusResponse. told: the events and samples that the caller has
+        already
+        """
         request = cluster_pb2.WatchStatusRequest(
             history_wanted=True, process=told.process, last_event=told.last_event, next_sample=told.next_sample
         )
@@ -72,7 +74,7 @@ class OperatorClient:
                 call.cancel()
 
     def end_job(self, job: str) -> None:
-        """Ends a job, also while workers take part in it."""
+        """Ends a job, even while workers train it."""
         self._call(JobServiceStub(self._channel).EndJob, jobs_pb2.EndJobRequest(job=job))
 
     def checkpoint_job(self, job: str, seconds: float = CHECKPOINT_SECONDS) -> Any:
@@ -81,11 +83,11 @@ class OperatorClient:
         return self._call(JobServiceStub(self._channel).CheckpointJob, request, seconds).checkpoint
 
     def register_shard(self, shard: cluster_pb2.RegisterShardRequest, seconds: float) -> None:
-        """Makes a shard known; waits for a coordinator that is not there yet."""
+        """Registers a shard; waits for a coordinator that does not answer yet."""
         self._call(ClusterServiceStub(self._channel).RegisterShard, shard, seconds, wait_for_ready=True)
 
     def report_shard_end(self, index: int, process: int) -> bool:
-        """Says that a shard's process has ended; returns whether it was the shard."""
+        """Reports that a shard's process has ended. Returns whether the coordinator knew this process as the shard."""
         request = cluster_pb2.ReportShardEndRequest(index=index, process=process)
         return bool(self._call(ClusterServiceStub(self._channel).ReportShardEnd, request).known)
 

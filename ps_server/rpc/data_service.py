@@ -34,12 +34,12 @@ RECEIVE_BYTES = 64 * 2**20  # of memory for payloads that is kept for the next o
 
 
 class DataService:
-    """Push, Pull and their like, with identity serializers: protobuf never sees a payload."""
+    """The methods of DataService, with identity serializers: protobuf never sees a payload."""
 
     NAME = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 
     def __init__(self, shard: Shard, origin: Origin, threads: int = MOST_OF_A_POOL) -> None:
-        """threads: the most of each of its three pools, which push, pull and send"""
+        """threads: the most threads of each of its three pools, which push, pull and send"""
         self._shard = shard
         self._origin = origin
         self.senders = Pool(threads, "send")
@@ -75,7 +75,10 @@ class DataService:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.NAME, handlers),))
 
     def listen(self, calls: CallInterceptor, limits: Limits, where: Where, most: int) -> DataListener:
-        """Takes data connections; see DataListener.listen. calls: what every call goes through; most: at a time"""
+        """Accepts data connections; see DataListener.listen.
+
+        calls: wraps every method
+        most:  the most connections at a time"""
         methods = {
             KINDS[name]: calls.unary(f"/{self.NAME}/{name}", behaviour)
             for name, behaviour in self._unary.items()
@@ -90,7 +93,7 @@ class DataService:
         return self._listener
 
     def stop(self) -> None:
-        """Ends the connections, and the pools after what they are doing."""
+        """Closes the data connections, and ends the pools after their present work."""
         if self._listener is not None:
             self._listener.stop()
         for pool in (self._push_pool, self._pull_pool, self.senders):
@@ -100,11 +103,13 @@ class DataService:
         return self._origin.of(worker.run or self._shard.run_of(worker.job))
 
     def _of_this_run(self, worker: Identity) -> Identity:
-        """Returns a caller with the run of its job: a reader, which need not name it, gets one run's weights."""
+        """Returns a caller with the run of its job. A reader need not name a run, and then gets the weights of one run
+        only.
+        """
         return worker if worker.run else replace(worker, run=self._shard.run_of(worker.job))
 
     def _outbox(self, call: ServerCall, send: Send, write: Callable[[Any], Parts]) -> Outbox:
-        """Returns where the answers to a pull go."""
+        """Returns the outbox for the answers to a pull."""
         if isinstance(call, FrameCall):
             return FrameStream(send, call, write)
         return PullStream(send, call, self.senders, write)
@@ -191,7 +196,7 @@ class DataService:
 
 
 def _by_grpc(behaviour: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what gRPC calls with its own context."""
+    """Wraps a method for gRPC: its context becomes a GrpcCall."""
 
     def handler(request: bytes, context: grpc.ServicerContext, *send: Send) -> Any:
         return behaviour(request, GrpcCall(context), *send)
@@ -200,8 +205,10 @@ def _by_grpc(behaviour: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_caller(caller: Identity, by: ServerCall) -> None:
-    """Raises Forbidden for a job that the caller may not use, or a worker that it is not: a data connection is that of
-    one worker."""
+    """Raises Forbidden for a job that the caller may not use.
+
+    Also for another worker than that of the data connection: each connection belongs to one worker.
+    """
     check_job(caller.job)
     of = by.worker
     if of is None:
@@ -219,11 +226,12 @@ def _spoken(worker: Identity) -> str:
 
 
 class FrameStream(Outbox):
-    """The answers to one pull on a data connection, as a shard hands them over. Closing calls back in whatever thread
-    has sent the last one.
+    """The outbox for the answers to one pull on a data connection.
 
-    send:  counts what is sent, and sends it
-    write: what makes a message of an answer
+    The callback of `on_close` runs in the thread that has sent the last answer.
+
+    send:  counts and sends a message
+    write: encodes an answer as a message
     """
 
     def __init__(self, send: Callable[[Any], None], call: FrameCall, write: Callable[[Any], Parts]) -> None:
@@ -234,8 +242,9 @@ class FrameStream(Outbox):
         self._send(self._write(answer))
 
     def lend(self, lent: Callable[[], AbstractContextManager[Lent]], is_small: bool = False) -> None:
-        """Sends an answer that is made when its turn has come; its payload leaves from where it is. A small one is sent
-        at once, in this thread, if the kernel takes it; otherwise a copy of it, later.
+        """Sends an answer that is made when its turn has come, without a copy of its payload.
+
+        A small answer is sent at once, in this thread, if the socket has room; otherwise a copy of it is sent later.
         """
         if is_small:
             with lent() as (answer, _):
@@ -256,19 +265,19 @@ class FrameStream(Outbox):
         self.finish()
 
     def together(self) -> AbstractContextManager[None]:
-        """Returns a context: small answers and the end that are sent in it go out as one piece."""
+        """Returns a context: small answers, and the end, that are sent inside it leave in one write."""
         return self._call.together()
 
     def finish(self) -> None:
-        """Ends the call after what was put before."""
+        """Ends the call after the answers before it."""
         self._send(None)
 
     def fail(self, error: PSError) -> None:
-        """Ends the call with an error, after what was put before."""
+        """Ends the call with an error, after the answers before it."""
         self._call.fail(error)
         self._send(None)
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Has a callback when the call is over, however it ended; at once if it already is."""
+        """Calls back when the call is over, however it ended; at once if it already is."""
         if not self._call.add_callback(callback):
             callback()

@@ -1,4 +1,4 @@
-"""The methods of FeedService, which shards and relays serve alike. Needs no torch."""
+"""The methods of FeedService, for shards and relays. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ps_server.rpc.streams import Send
 class FeedMethods(ABC):
     """Registers the methods, with identity serializers: protobuf never sees a payload.
 
-    senders: the threads by which messages leave
+    senders: the threads that send messages
     """
 
     NAME = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
 
     def __init__(self, threads: int, pool: str) -> None:
         """
-        threads: of each of its pools
+        threads: the most threads of each of its pools
         pool:    the name of the threads that begin calls
         """
         self.senders, self._pool = Pool(threads, "feed"), Pool(threads, pool)
@@ -37,17 +37,17 @@ class FeedMethods(ABC):
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.NAME, self._handlers),))
 
     def stop(self) -> None:
-        """Ends the threads after what they are doing."""
+        """Ends the pools after their present work."""
         for pool in (self._pool, self.senders):
             pool.shutdown(wait=True)
 
     @abstractmethod
     def watch_rows(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
-        """Sends what changes in a table."""
+        """Sends the changes of a table's rows."""
 
     @abstractmethod
     def describe_weights(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """Returns what there is of a job's weights."""
+        """Returns the description of a job's weights, and of its newest edition."""
 
     @abstractmethod
     def pull_edition(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:

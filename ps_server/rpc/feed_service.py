@@ -1,4 +1,4 @@
-"""Serves readers that follow a job while it trains. Their messages leave by threads of their own."""
+"""Serves readers that follow a job while it trains. Threads of its own send their messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FeedService(FeedMethods):
     """Feeds of rows and of weights."""
 
     def __init__(self, shard: Shard, origin: Origin, threads: int = MOST_OF_A_POOL) -> None:
-        """threads: of each of its pools"""
+        """threads: the most threads of each of its pools"""
         super().__init__(threads, "watch-rows")
         self._shard, self._origin = shard, origin
         self._feeds: RowFeeds = shard.feeds

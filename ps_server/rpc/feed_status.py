@@ -1,4 +1,4 @@
-"""How a job's weights are read, as a message: what shards and relays say of it. Needs no torch."""
+"""FeedFigures of shards and relays, as values and as messages. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ps_server.core.feed_figures import FeedFigures
 
 
 def feed_message(figures: FeedFigures) -> shard_pb2.FeedStatus:
-    """Returns the message of how a job is read."""
+    """Returns the message of the measurements of a job's readers."""
     return shard_pb2.FeedStatus(
         reader_count=figures.readers,
         edition_version=figures.version,
@@ -24,7 +24,7 @@ def feed_message(figures: FeedFigures) -> shard_pb2.FeedStatus:
 
 
 def feed_figures(message: shard_pb2.FeedStatus) -> FeedFigures:
-    """Returns how a job is read, as a shard says it."""
+    """Returns the measurements of a job's readers in a message."""
     return FeedFigures(
         message.reader_count,
         message.edition_version if message.HasField("edition_version") else None,

@@ -20,7 +20,7 @@ from ps_server.core.thread_shares import ThreadShares, thread_shares
 log = logging.getLogger("ps_server")
 
 STOP_GRACE_SECONDS = 2.0
-_OTHER_THREADS = 128  # that no pool of calls has, beside sites and connections: gRPC's own, timers, disks, checkpoints
+_OTHER_THREADS = 128  # threads outside of pools, sites and connections: gRPC's own, timers, disks, checkpoints
 
 _starting = threading.Lock()  # so that threads which come meanwhile are of one server
 
@@ -28,8 +28,8 @@ _starting = threading.Lock()  # so that threads which come meanwhile are of one 
 def start_grpc(server: grpc.Server) -> list[threading.Thread]:
     """Starts a server of gRPC; returns the thread that hands out its calls.
 
-    grpcio has no other way to learn that it has ended, as it does with any exception there: then nothing is answered.
-    Raises TryLater where it cannot be had.
+    That thread ends with any exception in it, and then no call is answered. grpcio has no other way to learn this.
+    Raises TryLater if the system has no thread to give.
     """
     with _starting:
         before = set(threading.enumerate())
@@ -41,10 +41,10 @@ def start_grpc(server: grpc.Server) -> list[threading.Thread]:
 
 
 def stop_grpc(server: grpc.Server, stops: Iterable[Callable[[], None]], last: Iterable[Callable[[], None]]) -> None:
-    """Admits no more calls, and ends what carries them out.
+    """Stops a server: it admits no more calls, and those in flight end.
 
-    stops: end what calls may wait for
-    last:  end what calls use until they are over
+    stops: called first; they end the waits of calls in flight
+    last:  called when all calls are over; they end what calls have used
     """
     stopped = server.stop(STOP_GRACE_SECONDS)
     for stop in stops:
@@ -55,7 +55,7 @@ def stop_grpc(server: grpc.Server, stops: Iterable[Callable[[], None]], last: It
 
 
 def bind(server: grpc.Server, host: str, port: int, tls: Tls | None) -> int:
-    """Has a server listen; returns the port. port: 0 lets the system choose. Raises InvalidRequest if it cannot."""
+    """Makes a server listen; returns the port. port: 0 lets the system choose. Raises InvalidRequest if it cannot."""
     where = f"{host}:{port}"
     try:
         bound = (
@@ -71,7 +71,7 @@ def bind(server: grpc.Server, host: str, port: int, tls: Tls | None) -> int:
 
 
 def allow_many_files(wanted: int) -> None:
-    """Raises the limit of open files, as far as it may: each connection is one, and shells often allow few."""
+    """Raises the limit of open files as far as permitted: each connection is one, and shells often allow few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted += 1024  # for everything else
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -81,14 +81,14 @@ def allow_many_files(wanted: int) -> None:
 
 
 def reachable(host: str) -> str:
-    """Returns an address that others can use: binds to every address are reached by this machine's name."""
+    """Returns an address that other hosts can use: for a server bound to all addresses, this machine's name."""
     return socket.gethostname() if host in ("0.0.0.0", "::", "[::]", "") else host
 
 
 def shares_of_threads(limits: Limits, pools: int, others: int) -> ThreadShares:
-    """Divides the threads that this process may have, and says so in the log.
+    """Divides the threads that this process may have, and logs the shares.
 
-    pools:  of calls
+    pools:  the number of pools for calls
     others: threads beside pools and data connections
     """
     found = thread_limit()

@@ -31,7 +31,8 @@ def add_health(server: grpc.Server, pool: ThreadPoolExecutor, services: list[str
 def _add_reflection_v1(names: tuple[str, ...], server: grpc.Server) -> None:
     """Serves reflection by its newer name, which grpcio-reflection does not have yet.
 
-    It is not among the services that are listed: clients ask for the files of all those, and nobody here has its file.
+    It is not in the list of services: clients request the file of each listed service, and grpcio-reflection lacks this
+    one.
     """
     answer = grpc.stream_stream_rpc_method_handler(
         reflection.ReflectionServicer(names).ServerReflectionInfo,

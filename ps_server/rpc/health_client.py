@@ -1,4 +1,4 @@
-"""Asks a server whether it serves. Probes do so every few seconds, in a process each, which loads no torch."""
+"""Checks a server's health. Probes do so every few seconds, each time in a new process, so this loads no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEALTH_SECONDS = 5.0
 def is_serving(address: str, access: Access = PLAINTEXT) -> bool:
     """Returns whether the server at HOST:PORT answers its health check with SERVING within five seconds.
 
-    Raises Untrusted, saying why, if the two ends do not trust each other.
+    Raises Untrusted, with the reason, if the two ends do not trust each other.
     """
     with open_channel(address, access) as channel:
         try:

@@ -56,13 +56,13 @@ class CallMetrics:
 class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
     """Wraps every method that is registered: no call gets past its limits.
 
-    A PSError becomes its status; anything else is logged here and leaves as INTERNAL without its text, which may hold
-    what is none of the caller's business. A unary request is read as a stream of one message (the same bytes): so the
-    caller is known, and counted, before its request is read, and the request is not parsed on gRPC's polling thread.
+    A PSError becomes its status. Any other exception is logged, and the caller gets INTERNAL without its text, which
+    may hold private data. A unary request is read as a stream of one message (the same bytes). So the caller is
+    identified and counted before its request is read, and the request is not parsed on gRPC's polling thread.
     """
 
     def __init__(self, registry: CollectorRegistry, limits: CallLimits, pool: ThreadPoolExecutor) -> None:
-        """pool: of the server, where methods run that have no other"""
+        """pool: the server's own, for methods without another pool"""
         self._metrics = CallMetrics(registry)
         self.limits = limits
         self._pool = pool
@@ -87,11 +87,11 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
         return self._wrapped[method]
 
     def _without_a_thread(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Returns a handler of a unary method that holds no thread while its request waits or a refusal is kept back.
+        """Returns a handler of a unary method that holds no thread while its request waits or a refusal is delayed.
 
-        For gRPC it answers in a stream: of these alone can a method give its thread back and answer later. The bytes
-        are those of a unary answer. It takes a message and a status, each on its way through gRPC's one polling thread,
-        so that a small call takes 0.05 to 0.2 ms longer; where few calls are made, a thread waits instead.
+        To gRPC it is a method that answers in a stream: only such a method can give its thread back and answer later.
+        The bytes are those of a unary answer. The message and the status go through gRPC's one polling thread one after
+        the other, so a small call takes 0.05 to 0.2 ms longer. While there are few calls, a thread waits instead.
         """
         reader = _Reader(self.limits, method, handler.request_deserializer)
         behaviour = handler.unary_unary
@@ -113,7 +113,7 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
         )
 
     def guarded(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Returns a handler that lets a call in before it carries it out."""
+        """Returns a handler that admits a call before it carries it out."""
         reader = _Reader(self.limits, method, handler.request_deserializer)
         if handler.unary_unary:
             return grpc.stream_unary_rpc_method_handler(
@@ -141,7 +141,7 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
         )
 
     def unary(self, method: str, behaviour: Callable[[Parts, FrameCall], bytes]) -> FrameMethod:
-        """Returns what carries out a method with one answer on data connections, guarded in the same way."""
+        """Returns the function that carries out a method with one answer on data connections, with the same limits."""
         metrics, reader = self._metrics_of(method, "unary"), _Reader(self.limits, method, None)
 
         def carry_out(call: FrameCall) -> None:
@@ -150,12 +150,14 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
         return carry_out
 
     def stream(self, method: str, behaviour: Callable[[Parts, FrameCall, Send], None]) -> FrameMethod:
-        """Returns what carries out a method with a stream of answers on data connections, likewise."""
+        """Returns the function that carries out a method with a stream of answers on data connections, with the same
+        limits.
+        """
         metrics, reader = self._metrics_of(method, "server_stream"), _Reader(self.limits, method, None)
 
         def carry_out(call: FrameCall) -> None:
             answers = _Sending(call, call.send, metrics, self.limits)
-            # The connection's own thread waits for the place: it has nothing else to do.
+            # The connection's own thread waits for the place: it has no other work.
             _answer_in_parts(answers, reader, None, lambda request, send: behaviour(request, call, send))
 
         return carry_out
@@ -166,19 +168,19 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
 
 
 def _waits(method: str) -> bool:
-    """Returns whether calls of a method wait for their request. What anybody may ask is not read.
+    """Returns whether calls of a method wait for their request. Requests of methods that anybody may call are not read.
 
-    Such an answer needs no thread that waits until its caller has taken it, either: a stranger who takes none would
-    otherwise have all those threads, and the server's probes would get no answer.
+    For these methods no thread waits until the caller has read the answer, either: an unknown caller that reads none
+    would otherwise occupy all those threads, and the server's probes would get no answer.
     """
     return METHODS.get(method) != EVERYONE
 
 
 class _Reader:
-    """Lets a call in, and reads its one request.
+    """Admits a call, and reads its one request.
 
-    What anybody may ask is not read: it is answered as if it were empty, so that nothing is taken in from an unknown
-    caller. A probe for one service is told how the whole server is.
+    Requests of methods that anybody may call are not read, but answered as if they were empty: the server buffers
+    nothing of an unknown caller. So a health check of one service gets the health of the whole server.
     """
 
     def __init__(self, limits: CallLimits, method: str, parse: Callable[[bytes], Any] | None) -> None:
@@ -188,7 +190,7 @@ class _Reader:
         self._is_read = _waits(method)
 
     def enter(self, call: ServerCall) -> Admitted:
-        """Counts the call in. Raises what CallLimits.enter does."""
+        """Authenticates and counts the call. Raises the errors of CallLimits.enter."""
         return self.limits.enter(self.method, call)
 
     def read(self, call: ServerCall, place: AbstractContextManager[None]) -> Any:
@@ -203,10 +205,9 @@ class _Reader:
         return self.parse(raw)
 
     def place(self, call: ServerCall, caller: Principal) -> AbstractContextManager[None]:
-        """Returns a place for what comes next; to enter it, this thread waits until there is one.
+        """Returns a place for the request. This thread waits for it when it enters the context.
 
-        A call that keeps its bytes back for too long is cancelled. Raises Refused if too many such calls are in the
-        way.
+        A call whose bytes come too slowly is cancelled. Raises Refused if too many calls wait for a place.
         """
         return self.limits.receiving(self.method, caller, call)
 
@@ -218,7 +219,7 @@ class _Reader:
         receive: Callable[[AbstractContextManager[None]], None],
         refuse: Callable[[Refused], None],
     ) -> None:
-        """Calls `receive` with a place once there is one, in a thread of the pool, or `refuse`; no thread waits for it.
+        """Calls `receive` with a place once one is free, in a thread of the pool; or `refuse`. No thread waits.
 
         pool: None: `receive` waits for the place, in this thread
         """
@@ -228,7 +229,7 @@ class _Reader:
             self.limits.receive_later(self.method, caller, call, pool.submit, receive, refuse)
 
     def parse(self, raw: Request) -> Any:
-        """Returns the request that bytes hold. Raises InvalidRequest if they hold none."""
+        """Parses a request. Raises InvalidRequest for bytes that are none."""
         if self._parse is None:
             return raw
         assert isinstance(raw, bytes)  # as gRPC brings it
@@ -251,7 +252,7 @@ class _MethodMetrics:
         self._faults = Troubles(log, "call")
 
     def fault(self, error: Exception) -> PSError:
-        """Logs an error that is no PSError, once with its traceback; returns what the caller is told."""
+        """Logs an error that is no PSError, the first time with its traceback; returns the error for the caller."""
         what = "a call of %s failed"
         self._faults.met("", what, self._of[-1], trace=error, level=logging.ERROR)
         return PSError("internal error; the server's log says more")
@@ -282,8 +283,8 @@ def _error_of(error: Exception, metrics: _MethodMetrics) -> PSError:
 def _refuse(call: ServerCall, error: Exception, metrics: _MethodMetrics, begun: float) -> None:
     """Ends a call with an error.
 
-    Not in the frame that caught it: one that keeps the error, whose traceback names the frame, would keep the request
-    too, megabytes of it, until the collector of cycles comes by.
+    Do not call it in the frame that caught the error. The error's traceback refers to that frame: the cycle would keep
+    the request, megabytes of it, until the garbage collector runs.
     """
     known = _error_of(error, metrics)
     metrics.ended(known.code.name, begun)
@@ -294,7 +295,7 @@ def _refuse(call: ServerCall, error: Exception, metrics: _MethodMetrics, begun: 
 
 
 def _entered(reader: _Reader, call: ServerCall) -> Principal:
-    """Counts a call in; returns its caller. An error is told at once; it counts, and later ones are kept back."""
+    """Counts a call; returns its caller. An error is raised at once, and counts towards the delay of later ones."""
     try:
         return reader.enter(call).caller
     except Exception as error:
@@ -303,7 +304,9 @@ def _entered(reader: _Reader, call: ServerCall) -> Principal:
 
 
 def _received(reader: _Reader, call: ServerCall, read: Callable[[], None]) -> tuple[Principal, Any]:
-    """Returns the caller and its request, for which this thread waits. read: is called then, or when it is refused"""
+    """Returns the caller and its request, for which this thread waits.
+
+    read: called when the request is read or refused"""
     try:
         caller = _entered(reader, call)
         return caller, reader.read(call, reader.place(call, caller))
@@ -318,7 +321,7 @@ def _answer(
     behaviour: Callable[[Any], Any],
     read: Callable[[], None] = nothing,
 ) -> Any | None:
-    """Returns the answer to a call; None: the call is to fail. Raises CallBroken.
+    """Returns the answer to a call; None: the call fails. Raises CallBroken.
 
     read: is called when the request is read or the call is refused
     """
@@ -341,7 +344,7 @@ def _answer(
 
 
 class _Sending:
-    """The messages of one call that answers in a stream, and its end, counted."""
+    """Sends and counts the messages of one call that answers in a stream."""
 
     def __init__(self, call: ServerCall, send: Send, metrics: _MethodMetrics, limits: CallLimits) -> None:
         self.call, self.metrics = call, metrics
@@ -370,7 +373,7 @@ class _Sending:
         self.send(None)
 
     def refuse(self, error: Exception) -> None:
-        """Ends a call whose request is not read, later where its caller would repeat it at once."""
+        """Ends a call whose request is not read; with a delay if its caller would repeat it at once."""
         self._limits.after(self._limits.held_seconds(error), partial(self.end, _error_of(error, self.metrics)))
 
 
@@ -379,7 +382,7 @@ def _answer_in_parts(
 ) -> None:
     """Carries out a call whose answers are sent later, by any thread.
 
-    pool: goes on with a call that had to wait for a place; None: this thread waits
+    pool: continues a call that had to wait for a place; None: this thread waits
     """
     call = answers.call
 

@@ -1,4 +1,4 @@
-"""Serves what is asked of the coordinator about jobs as a whole: they are registered, saved and ended."""
+"""The coordinator's service for whole jobs: registers, saves and ends them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ps_protocol.versions import VERSION, check_worker_version
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.rpc.call_limits import caller_name, check_job
 
-ANSWER_SECONDS = 1.0  # that an answer may take to its caller
+ANSWER_SECONDS = 1.0  # kept free of the deadline for the answer's way to the caller
 
 
 class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-ignore]
@@ -70,7 +70,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-
 
 
 def layout_of(spec: JobSpec) -> dict[str, Any]:
-    """Returns the fields of a RegisterJobResponse that say what lies where."""
+    """Returns the fields of a RegisterJobResponse that describe the buckets and the segment."""
     layout = bucket_layout(spec.parameters, spec.bucket_bytes)
     plan = segment_plan(layout)
     return {"layout": [_bucket(bucket, plan) for bucket in layout.buckets], "segment_bytes": plan.size}

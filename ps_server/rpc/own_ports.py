@@ -1,7 +1,7 @@
-"""Whether this process serves: it asks its own ports, as a caller would. What probes are told comes from here.
+"""Checks whether this process serves, by calls to its own ports. Health probes get this result.
 
-That a page of health is answered says little: its thread is not the one that hands out calls, nor the one that takes
-data connections.
+An answer of the health page alone proves little: its thread is neither the one that hands out gRPC calls, nor the one
+that accepts data connections.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _EVERY = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1", "[::]": "::1"}
 
 
 class OwnPorts:
-    """Asks the ports of this process. Thread-safe.
+    """Makes the calls to the ports of this process. Thread-safe.
 
-    host, port, data_port: where it listens; data_port 0: no data connections over TCP
-    tls:     that it serves with; None: plaintext
-    name:    by which others call it, and for which its certificate is
-    threads: without which nothing is served
+    host, port, data_port: its addresses; data_port 0: no data connections over TCP
+    tls:     its server credentials; None: plaintext
+    name:    its host name, which its certificate must have
+    threads: the threads without which it does not serve
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class OwnPorts:
         self._asked, self._found = -_FRESH_SECONDS, ""
 
     def lost(self) -> str:
-        """Returns which thread has ended without which nothing is served; empty: none."""
+        """Returns an error that names a thread which has ended, and without which this process does not serve; empty:
+        none has.
+        """
         ended = next((thread for thread in self._threads if not thread.is_alive()), None)
         return "" if ended is None else f"the thread {ended.name!r} has ended, without which nothing is served"
 
@@ -55,14 +57,14 @@ class OwnPorts:
             return self._found
 
     def _ask_grpc(self) -> str:
-        """Whether an answer comes is all that counts: also that the two ends do not trust each other is one."""
+        """Returns why no answer comes; empty: one comes. A failed TLS handshake is an answer too."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             with self._channel(f"{host}:{self._port}") as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
                 stub.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_SECONDS)
         except PSError:
-            return ""  # new files of TLS cannot be used, as the log says: the old ones are served
+            return ""  # the new TLS files are unusable, and the log says so: the old ones stay in use
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return f"port {self._port} does not answer within {ANSWER_SECONDS:g} s"
@@ -84,6 +86,6 @@ class OwnPorts:
                 connection.recv(1)
         except (TimeoutError, ConnectionRefusedError):
             return f"the data port {self._data_port} takes no connection within {ANSWER_SECONDS:g} s"
-        except OSError:  # it was closed before all was sent; or no file can be opened here
+        except OSError:  # it was closed before all was sent; or this process is out of file descriptors
             pass
         return ""

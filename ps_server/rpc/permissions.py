@@ -1,4 +1,4 @@
-"""What each role may call: one table of every method, by service, and principals as values.
+"""Permissions: one table of every method, by service, with the roles that may call it; and principals.
 
 A principal has permissions, each a role for every job or for one. A method names the roles that may call it; a method
 that is not in the table is refused to all.
@@ -27,7 +27,9 @@ from ps_protocol.v1 import (
 
 
 class Role(enum.Enum):
-    """worker: trains. reader: looks. admin: also ends jobs. cluster: shards and the coordinator among themselves."""
+    """The roles. worker: trains; reader: reads; admin: also ends jobs; cluster: shards and the coordinator to each
+    other.
+    """
 
     WORKER = "worker"
     READER = "reader"
@@ -44,13 +46,13 @@ _CLUSTER: Roles = frozenset({Role.CLUSTER})
 
 _ADMIN: Roles = frozenset({Role.ADMIN})
 
-# A worker's launcher has the worker's own role. That is no new power: who may join a job may take any rank of it.
+# A launcher has its workers' role. That adds no power: a caller that may join a job may take any rank of it.
 _MEMBERSHIP = {"Watch": _WORKERS | _LOOKING, "ReportWorkerEnd": _WORKERS | _ADMIN | _CLUSTER}
 _STATUS = {"GetStatus": _LOOKING, "WatchStatus": _LOOKING, "ReportShardEnd": _CLUSTER | _ADMIN}
 
 
 def _service(module: Any, name: str, roles: Roles, **exceptions: Roles) -> dict[str, Roles]:
-    """Returns the roles that may call each method of a service: `roles`, but for those methods that are named."""
+    """Returns the roles that may call each method of a service: `roles`, except for the methods in `exceptions`."""
     service = module.DESCRIPTOR.services_by_name[name]
     return {f"/{service.full_name}/{method.name}": exceptions.get(method.name, roles) for method in service.methods}
 
@@ -83,7 +85,7 @@ class Permission:
 
 @dataclass(frozen=True)
 class Principal:
-    """A caller, by a name that may be logged, and what it may do."""
+    """A caller: a name for logs, and its permissions."""
 
     name: str
     permissions: frozenset[Permission]
@@ -108,9 +110,9 @@ ALL_PERMISSIONS = frozenset(Permission(role) for role in Role)
 
 
 def parse_permission(text: str, where: str) -> Permission:
-    """Returns what `ROLE` or `ROLE:JOB` permits.
+    """Parses `ROLE` or `ROLE:JOB`.
 
-    Raises InvalidRequest saying where the text stands; not what it is, which may be a misplaced secret.
+    Raises InvalidRequest that names the position of the text, and not the text: it may be a misplaced secret.
     """
     name, colon, job = text.partition(":")
     role = next((role for role in Role if role.value == name), None)

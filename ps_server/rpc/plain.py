@@ -1,4 +1,4 @@
-"""Messages as plain data, and as JSON: for those who look in, whose commands load no torch and no numpy."""
+"""Messages as plain data and as JSON, for commands that load neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ps_protocol.convert import seconds
 def plain(message: Message) -> dict[str, Any]:
     """Returns a message as plain data, by field name: durations in seconds, times as text, None where not set.
 
-    Without deprecated fields, which nothing sets any more.
+    Deprecated fields are left out: nothing sets them.
     """
     return {
         field.name: _plain(getattr(message, field.name))

@@ -1,4 +1,4 @@
-"""Where a reader of views is: what it has been told already."""
+"""The position of a watcher of WatchStatus: the events and samples that it has already."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from ps_protocol.v1 import cluster_pb2
 
 @dataclass(frozen=True)
 class Position:
-    """What a caller has been told. process: by which coordinator; numbers of another one mean nothing"""
+    """The last event and sample that a caller has.
+
+    process: the coordinator's process that numbered them; the numbers mean nothing to another one"""
 
     process: int = 0
     last_event: int = 0

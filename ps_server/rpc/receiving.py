@@ -1,4 +1,6 @@
-"""Receives requests, a few of each kind at a time: what clients begin and do not end takes no more than its share."""
+"""Receives requests, a few of each kind at a time, so that unfinished requests use no more than their share of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ KINDS = {
     "/ps_protocol.v1.DataService/PushRows": RequestKind.DATA,
     "/ps_protocol.v1.DataService/PushTable": RequestKind.DATA,
     "/ps_protocol.v1.JobService/RegisterJob": RequestKind.LARGE,
-    "/ps_protocol.v1.MembershipService/Leave": RequestKind.LARGE,  # it brings what SaveWorkerState does
+    # It carries a worker's state, as SaveWorkerState does
+    "/ps_protocol.v1.MembershipService/Leave": RequestKind.LARGE,
     "/ps_protocol.v1.MembershipService/SaveWorkerState": RequestKind.LARGE,
     "/ps_protocol.v1.RoundService/GatherValues": RequestKind.LARGE,
     "/ps_protocol.v1.ShardService/CreateJob": RequestKind.LARGE,
@@ -38,8 +41,8 @@ def kind_of(method: str) -> RequestKind:
 class Refused(Exception):
     """A request was refused: too many wait for a place.
 
-    error:        what its caller is told
-    held_seconds: for which it is not told so, if its answer costs no thread
+    error:        the error for its caller
+    held_seconds: the delay of this error, if the delay costs no thread
     """
 
     def __init__(self, held_seconds: float) -> None:
@@ -50,9 +53,9 @@ class Refused(Exception):
 class _Call:
     """A call whose request is to be received: it waits for a place, or has one.
 
-    told: is called once with this, from any thread, when that is decided while it waits. It must not refer to this: in
-          a cycle, gRPC's own call would live until the collector of cycles comes by, and gRPC refuses streams of a
-          connection on which more than its limit are alive.
+    told: called once with this object, from any thread, if the decision comes while the call waits. It must not refer
+          to this object: in a cycle, gRPC's call would live until the garbage collector runs, and gRPC refuses new
+          streams on a connection that has too many.
     """
 
     def __init__(self, call: ServerCall, told: Callable[[_Call], object]) -> None:
@@ -61,7 +64,7 @@ class _Call:
 
 
 class Receiving:
-    """The places of each kind of request. Thread-safe. waits: is called where a request has to wait for a place"""
+    """The places of each kind of request. Thread-safe. waits: called when a request has to wait for a place"""
 
     def __init__(self, kinds: Mapping[RequestKind, Terms], waits: Callable[[], None] = nothing) -> None:
         self._on_wait = waits
@@ -101,11 +104,11 @@ class Receiving:
         receive: Callable[[contextlib.AbstractContextManager[None]], None],
         refuse: Callable[[Refused], None],
     ) -> None:
-        """Has a request received once there is a place for it; no thread waits for that.
+        """Receives a request once a place is free. No thread waits for the place.
 
-        submit:  runs in a pool what is to be done later
-        receive: gets the place, which it enters while it reads: in this thread where there is one already
-        refuse:  is called instead if too many wait for one
+        submit:  runs a function in a pool
+        receive: called with the place, which it enters while it reads; in this thread if a place is free at once
+        refuse:  called instead if too many requests wait
         """
         kind = self._kinds[of]
 
@@ -126,7 +129,7 @@ class Receiving:
             self._give_up(kind, waiting)
 
     def cut_off(self) -> None:
-        """Cancels the calls whose places are needed, and those whose time is over."""
+        """Cancels the calls that took too long to receive, or whose places other calls have a claim to."""
         now = time.monotonic()
         with self._lock:
             overdue = [waiting for kind in self._kinds.values() for waiting in kind.overdue(now)]
@@ -134,12 +137,12 @@ class Receiving:
             waiting.call.cancel()
 
     def was_broken_off(self) -> bool:
-        """Returns whether a request has been broken off since the last time that this was asked."""
+        """Returns whether a request was broken off since the last call of this method."""
         was, self._was_broken_off = self._was_broken_off, False
         return was
 
     def _ask(self, kind: RequestPlaces[_Call], call: _Call, origin: Origin) -> bool:
-        """Asks for a place. Returns whether it is decided already; if not, the call is told when it is."""
+        """Asks for a place. Returns whether the decision is made; if not, `told` is called later."""
         with self._lock:
             decided = _decide(kind.ask(call, origin, time.monotonic()))
             is_decided = call.is_admitted or call.is_refused
@@ -164,7 +167,7 @@ class Receiving:
         _tell(decided)
 
     def _give_up(self, kind: RequestPlaces[_Call], call: _Call) -> None:
-        """Ends the wait of a call whose caller is gone. One that has its place by now gives it back itself."""
+        """Ends the wait of a call whose caller has gone. A call that got its place meanwhile gives it back itself."""
         with self._lock:
             if call.is_admitted:
                 return
@@ -177,7 +180,7 @@ class Receiving:
 
 
 def _decide(changes: AdmissionChanges[_Call]) -> list[_Call]:
-    """Notes what was decided, under the lock; returns the calls to tell without it."""
+    """Records the decisions, under the lock; returns the calls to notify without it."""
     for call in changes.admitted:
         call.is_admitted = True
     for call in changes.refused:

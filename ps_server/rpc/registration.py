@@ -1,4 +1,4 @@
-"""How a shard makes itself known to the coordinator."""
+"""Registers a shard with the coordinator, again and again."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ QUIET_SECONDS = 10.0
 
 
 class ShardRegistration:
-    """Tells the coordinator every few seconds that this shard is here, for as long as it is.
+    """Registers this shard with the coordinator every few seconds, until it stops.
 
     process:       the number that this process chose when it started
     restart_count: how often its supervisor has started it again
-    memory_place:  where it can share memory with workers
-    known:         is set when the coordinator has answered
+    memory_place:  identifies the host and namespace in which it can share memory with workers
+    known:         set when the coordinator has answered
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class ShardRegistration:
         start(self._thread)
 
     def stop(self) -> None:
-        """Stops telling the coordinator."""
+        """Stops registering."""
         self._stopping.set()
-        self._client.close()  # a call that waits for a coordinator which is gone ends now
+        self._client.close()  # ends a call that waits for a coordinator that has gone
         self._thread.join()
 
     def checkpoint(self, job: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Serves the readers of a relay: editions, and what they ask first. Needs no torch."""
+"""Serves the readers of a relay: editions, and the status that they request first. Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ps_server.rpc.streams import GrpcCall, PullStream, Send
 
 
 class RelayFeedService(FeedMethods):
-    """Editions; a relay has no rows."""
+    """Serves editions. A relay has no rows."""
 
     def __init__(self, relayed: Relayed, origin: Origin, threads: int) -> None:
-        """threads: the most of each of its two pools. One begins calls, the other sends editions"""
+        """threads: the most threads of each of its two pools. One begins calls, the other sends editions"""
         super().__init__(threads, "relay")
         self._relayed, self._origin = relayed, origin
 
@@ -46,7 +46,7 @@ class RelayFeedService(FeedMethods):
 
 
 class RelayClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[misc,unused-ignore]
-    """GetStatus, by which a reader finds the shards: this relay is the one.
+    """Serves GetStatus, by which a reader finds the shards: the answer names this relay as the only one.
 
     address, metrics_address: of this relay
     """
@@ -96,7 +96,7 @@ def _job(name: str, spec: JobSpec | None) -> cluster_pb2.JobStatus:
 
 
 def _held(job: FollowedJob) -> shard_pb2.ShardJobStatus:
-    """Returns what a relay has of a job, in one wire format."""
+    """Returns the status of a job whose editions this relay has in one wire format."""
     kept = job.newest
     assert kept is not None
     edition = kept.arrays

@@ -1,4 +1,4 @@
-"""What a relay serves over HTTP: editions as safetensors files, for callers that have no client of this project.
+"""A relay's HTTP site: editions as safetensors files, for callers without a client of this project.
 
 Callers have the roles of PullEdition, and its limits: a download counts as a feed while it lasts.
 """
@@ -34,7 +34,7 @@ _STATUS: tuple[tuple[type[PSError], str], ...] = (
 
 
 class _HttpCall:
-    """A request, as the limits of calls see it."""
+    """An HTTP request as a ServerCall, for CallLimits."""
 
     worker = None
     request_bytes = 0
@@ -45,48 +45,48 @@ class _HttpCall:
         self._callbacks: list[Callable[[], None]] = []
 
     def peer(self) -> str:
-        """Returns where it comes from, as gRPC names peers."""
+        """Returns the caller's address in gRPC's form."""
         host = self._asked.host
         return f"ipv6:[{host}]:0" if ":" in host else f"ipv4:{host}:0"
 
     def invocation_metadata(self) -> Metadata:
-        """Returns what the caller shows of itself."""
+        """Returns the caller's authorization header as metadata."""
         token = self._asked.headers.get("authorization")
         return () if token is None else (("authorization", token),)
 
     def auth_context(self) -> AuthContext:
-        """Returns the names in its certificate."""
+        """Returns the names in the caller's certificate."""
         return {"x509_common_name": [name.encode() for name in self._asked.names]}
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Has a callback when the request is answered."""
+        """Calls back when the request is answered."""
         self._callbacks.append(callback)
         return True
 
     def cancel(self) -> None:
-        """Does nothing: its connection has limits of its own."""
+        """Does nothing: an HTTP connection has limits of its own."""
 
     def receive(self) -> None:
-        """Returns nothing: it has no body."""
+        """Returns None: the request has no body."""
 
     def fail(self, error: PSError) -> None:
-        """Does nothing: whoever calls this answers."""
+        """Does nothing: the function that handles the request answers with the error."""
 
     def end(self) -> None:
-        """Calls back: it is answered."""
+        """Runs the callbacks: the request is answered."""
         for callback in self._callbacks:
             callback()
 
 
 @dataclass(eq=False)
 class Download:
-    """A client that gets an edition. error: why it is taken away"""
+    """A client that downloads an edition. error: why the download was ended"""
 
     caller: str
     error: PSError | None = field(default=None)
 
     def end(self, error: PSError) -> None:
-        """Takes the edition away."""
+        """Ends the download with an error."""
         self.error = error
 
 
@@ -100,7 +100,7 @@ class RelaySite:
         """Returns the answer to a request."""
         call = _HttpCall(asked)
         try:
-            with contextlib.ExitStack() as over:  # what an answer holds is given back after it, or where there is none
+            with contextlib.ExitStack() as over:  # releases what an answer holds, after it or if there is none
                 over.callback(call.end)
                 reply = self._answer(asked, call, over)
                 reply.close = over.pop_all().close
@@ -132,7 +132,7 @@ class RelaySite:
         known = asked.headers.get("if-none-match")
         kept = job.current if which is None else job.newest
         if kept is None:
-            job.describe(False)  # says why there is none
+            job.describe(False)  # raises the reason why there is none
         if known is not None and kept is not None and known == kept.etag and which is None:
             return _reply(job, kept, which)  # it is not held: no byte of it leaves
         if asked.method == "GET":
@@ -152,7 +152,7 @@ class RelaySite:
 
 def _reply(job: FollowedJob, kept: KeptEdition, which: str | None) -> Reply:
     edition = kept.arrays
-    # A version comes again with another run and after a rollback; what the ETag says does not.
+    # Another run, or a rollback, repeats a version number; the ETag is never repeated.
     is_fixed = which is not None and which == kept.etag.strip('"')
     headers = (
         ("Content-Type", "application/octet-stream"),

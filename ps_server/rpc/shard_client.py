@@ -32,8 +32,9 @@ STATUS_SECONDS = 2.0
 class ShardClient:
     """One shard over gRPC; see coordinator.shards.ShardApi.
 
-    seconds: after which a call that was not answered raises TryLater
-    charge:  of the coordinator that calls: says its term, and hears that a shard obeys a later one
+    seconds: the deadline of a call, after which it raises TryLater
+    charge:  the calling coordinator's: it has the term that calls carry, and learns from shards that a later
+             coordinator is in charge
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class ShardClient:
         self.address = address
         self._channel = open_channel(address, access)
         self._stub = ShardServiceStub(self._channel)
-        # Calls that take seconds, one for each job: with more jobs than a connection has calls at a time, others would
-        # wait behind them, a join for one.
+        # For calls that take seconds, one for each job. With more jobs than a connection carries calls at a time, other
+        # calls, such as a join, would wait behind them.
         self._slow_channel = open_channel(address, access)
         self._slow_stub = ShardServiceStub(self._slow_channel)
         self._takes_several = True  # workers in one call
 
     def create_job(self, spec: JobSpec, buckets: list[int], run: str, shards: int) -> None:
-        """Makes room for the buckets of a run of a job. shards: how many have a part of its tables"""
+        """Creates the buckets of a run of a job on the shard. shards: how many shards share its tables"""
         request = shard_pb2.CreateJobRequest(spec=job_spec_message(spec), buckets=buckets, run=run, shard_count=shards)
         self._call(self._stub.CreateJob, request)
 
@@ -65,7 +66,7 @@ class ShardClient:
         self._call(self._stub.DropJob, shard_pb2.DropJobRequest(job=job, run=run))
 
     def add_workers(self, job: str, workers: Sequence[Arrival], run: str) -> list[Counted | Fenced]:
-        """Counts workers as live; returns for each how far the shard is, or why it is fenced."""
+        """Counts workers as live. Returns for each the shard's state, or why it is fenced."""
         requests = [
             shard_pb2.AddWorkerRequest(
                 worker=WorkerIdentity(
@@ -101,7 +102,7 @@ class ShardClient:
 
     @contextlib.contextmanager
     def _unless_earlier(self) -> Iterator[None]:
-        """Goes on where the shard is of a version that takes one worker a call."""
+        """Switches to one worker a call if the shard's version does not know a call for several."""
         try:
             yield
         except Unreachable:
@@ -115,22 +116,22 @@ class ShardClient:
         )
 
     def begin_snapshot(self, request: SnapshotRequest) -> None:
-        """Has the shard take its part of a checkpoint."""
+        """Begins the shard's snapshot for a checkpoint."""
         self._call(self._stub.BeginSnapshot, shard_messages.snapshot_message(request))
 
     def await_snapshot(self, job: str, checkpoint: str, run: str) -> ShardSnapshot:
-        """Returns the shard's part, once it is on disk. Raises TryLater after a few seconds."""
+        """Returns the shard's file of the checkpoint, once it is on disk. Raises TryLater after a few seconds."""
         request = shard_pb2.AwaitSnapshotRequest(job=job, checkpoint=checkpoint, run=run)
         return shard_messages.shard_snapshot(self._call(self._slow_stub.AwaitSnapshot, request))
 
     def restore_job(self, request: RestoreRequest) -> RestoreProgress:
-        """Has the shard hold a job as a checkpoint has it; answers within seconds how far it is."""
+        """Makes the shard restore a job from a checkpoint. Returns its progress within seconds."""
         return shard_messages.restore_progress(
             self._call(self._slow_stub.RestoreJob, shard_messages.restore_message(request))
         )
 
     def statistics(self) -> ShardStatistics:
-        """Returns what the shard holds."""
+        """Returns the statistics of the shard and its jobs."""
         return shard_messages.shard_statistics(self._status())
 
     def process(self) -> int:

@@ -1,4 +1,4 @@
-"""What a coordinator asks of a shard and hears from it: values and protobuf messages, in both directions."""
+"""Requests of a coordinator to a shard, and the answers: conversion of values to protobuf messages and back."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from ps_server.rpc.feed_status import feed_figures, feed_message
 
 
 def arrival(request: shard_pb2.AddWorkerRequest) -> Arrival:
-    """Returns a worker that a shard is to count."""
+    """Returns the worker in a message, which a shard shall count."""
     worker, clock = request.worker, request.clock if request.HasField("clock") else None
     return Arrival(worker.rank, worker.incarnation, worker.lease_key, clock)
 
 
 def add_worker_response(counted: Counted) -> shard_pb2.AddWorkerResponse:
-    """Returns how far a shard is that counts a worker."""
+    """Returns the message of a shard's state when it counted a worker."""
     pushes = pushed_message(0, ShardPushed(counted.pushed or 0, counted.further or {}))
     return shard_pb2.AddWorkerResponse(frontier=counted.frontier, pushed_clock=counted.pushed, pushes=pushes)
 
 
 def added_worker(added: Counted | Fenced) -> shard_pb2.AddedWorker:
-    """Returns whether a shard counts one of several workers."""
+    """Returns the message for one of several workers: the shard's state, or why the worker is fenced."""
     if isinstance(added, Fenced):
         return shard_pb2.AddedWorker(fenced=str(added))
     return shard_pb2.AddedWorker(counted=add_worker_response(added))
 
 
 def added(worker: shard_pb2.AddedWorker) -> Counted | Fenced:
-    """Returns whether a shard counts one of several workers, as it answers."""
+    """Returns a shard's answer for one of several workers: its state, or why the worker is fenced."""
     return Fenced(worker.fenced) if worker.fenced else counted(worker.counted)
 
 
 def counted(response: shard_pb2.AddWorkerResponse) -> Counted:
-    """Returns the frontier, and what a worker has pushed, as a shard's answer names them."""
+    """Returns the shard's state in an answer to AddWorker."""
     pushed = response.pushed_clock if response.HasField("pushed_clock") else None
     further = shard_pushed(response.pushes).further if response.HasField("pushes") else None
     return Counted(response.frontier, pushed, further)
@@ -79,7 +79,7 @@ def committed_response(committed: Committed, has_say: bool) -> shard_pb2.GetComm
 
 
 def committed(response: shard_pb2.GetCommittedDataResponse) -> Committed | None:
-    """Returns what a shard has committed; None if no bucket trains there."""
+    """Returns a shard's committed data; None if it trains no bucket."""
     if not response.trains_buckets:
         return None
     return {data.loader: (data.pass_number, [(r.start, r.stop) for r in data.ranges]) for data in response.loaders}
@@ -106,7 +106,7 @@ def shard_snapshot(response: shard_pb2.AwaitSnapshotResponse) -> ShardSnapshot:
 
 
 def part(message: shard_pb2.AwaitSnapshotResponse | shard_pb2.ShardFile) -> Part:
-    """Returns what a message says of a shard's file."""
+    """Returns the file of a shard that a message describes."""
     return Part(message.file, message.size_bytes, message.sha256.hex(), message.disk)
 
 
@@ -125,7 +125,7 @@ def snapshot_message(request: SnapshotRequest) -> shard_pb2.BeginSnapshotRequest
 
 
 def snapshot_request(message: shard_pb2.BeginSnapshotRequest) -> SnapshotRequest:
-    """Returns which part of a checkpoint a shard is asked for."""
+    """Returns the snapshot that a message requests."""
     return SnapshotRequest(
         message.job,
         message.checkpoint,
@@ -154,7 +154,7 @@ def restore_message(request: RestoreRequest) -> shard_pb2.RestoreJobRequest:
 
 
 def restore_request(message: shard_pb2.RestoreJobRequest) -> RestoreRequest:
-    """Returns the job that a shard is asked to continue. Raises InvalidRequest as job_spec."""
+    """Returns the restore that a message requests. Raises InvalidRequest as job_spec."""
     files = [*message.base_files, message.own_file] if message.HasField("own_file") else []
     own = tuple(StoredPart(file.checkpoint or message.checkpoint, part(file)) for file in files)
     at = message.checkpoint, message.last_incarnation, message.run
@@ -173,19 +173,19 @@ def _file_message(stored: StoredPart) -> shard_pb2.ShardFile:
 
 
 def versions_message(versions: VersionRange) -> shard_pb2.VersionRange:
-    """Returns the message that says how far buckets are."""
+    """Returns the message of the versions and clocks of buckets."""
     return shard_pb2.VersionRange(
         min_version=versions.version_min, max_version=versions.version_max, clocks=versions.clocks
     )
 
 
 def versions(message: shard_pb2.VersionRange) -> VersionRange:
-    """Returns how far buckets are."""
+    """Returns the versions and clocks of buckets in a message."""
     return VersionRange(message.min_version, message.max_version, dict(message.clocks))
 
 
 def restore_response(progress: RestoreProgress) -> shard_pb2.RestoreJobResponse:
-    """Returns the message that says how far a restore is."""
+    """Returns the message of a restore's progress."""
     response = shard_pb2.RestoreJobResponse(done_bytes=progress.done, total_bytes=progress.total)
     if progress.extent is not None:
         response.versions.CopyFrom(versions_message(progress.extent))
@@ -193,7 +193,7 @@ def restore_response(progress: RestoreProgress) -> shard_pb2.RestoreJobResponse:
 
 
 def restore_progress(message: shard_pb2.RestoreJobResponse) -> RestoreProgress:
-    """Returns how far a restore is."""
+    """Returns the progress of a restore in a message."""
     extent = versions(message.versions) if message.HasField("versions") else None
     return RestoreProgress(message.done_bytes, message.total_bytes, extent)
 
@@ -232,7 +232,7 @@ def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobSt
 
 
 def shard_statistics(response: shard_pb2.GetShardStatusResponse) -> ShardStatistics:
-    """Returns what a shard holds."""
+    """Returns the statistics of a shard in its answer."""
     figures = shard_figures(response.figures) if response.HasField("figures") else None
     return ShardStatistics({job.job: _shard_job(job) for job in response.jobs}, figures)
 
@@ -276,7 +276,7 @@ def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
 
 
 def worker_figures(message: figures_pb2.WorkerFigures) -> WorkerFigures:
-    """Returns what a worker says that it has measured. Raises InvalidRequest for what no worker can measure."""
+    """Returns the measurements of a worker in a message. Raises InvalidRequest for impossible ones."""
     figures = WorkerFigures(
         measured=seconds(message.measured_duration),
         steps=message.step_count,
@@ -295,7 +295,7 @@ def worker_figures(message: figures_pb2.WorkerFigures) -> WorkerFigures:
 
 
 def shard_figures(message: figures_pb2.ShardFigures) -> ShardFigures:
-    """Returns what a shard has measured of itself."""
+    """Returns the measurements of a shard's process in a message."""
     return ShardFigures(
         seconds(message.measured_duration),
         message.resident_bytes,
@@ -305,7 +305,7 @@ def shard_figures(message: figures_pb2.ShardFigures) -> ShardFigures:
 
 
 def shard_message(figures: ShardFigures) -> figures_pb2.ShardFigures:
-    """Returns the message of what a shard has measured of itself."""
+    """Returns the message of the measurements of a shard's process."""
     return figures_pb2.ShardFigures(
         measured_duration=duration(figures.measured),
         resident_bytes=figures.resident,
@@ -315,7 +315,7 @@ def shard_message(figures: ShardFigures) -> figures_pb2.ShardFigures:
 
 
 def shard_job_figures(message: figures_pb2.ShardJobFigures) -> ShardJobFigures:
-    """Returns what a shard has measured of a job."""
+    """Returns a shard's measurements of a job in a message."""
     return ShardJobFigures(
         applies=message.apply_count,
         apply_seconds=seconds(message.apply_duration),
@@ -330,7 +330,7 @@ def shard_job_figures(message: figures_pb2.ShardJobFigures) -> ShardJobFigures:
 
 
 def shard_job_message(figures: ShardJobFigures) -> figures_pb2.ShardJobFigures:
-    """Returns the message of what a shard has measured of a job."""
+    """Returns the message of a shard's measurements of a job."""
     message = figures_pb2.ShardJobFigures(
         apply_count=figures.applies,
         apply_duration=duration(figures.apply_seconds),
@@ -347,7 +347,7 @@ def shard_job_message(figures: ShardJobFigures) -> figures_pb2.ShardJobFigures:
 
 
 def table_figures(message: figures_pb2.TableFigures) -> TableFigures:
-    """Returns what a shard has of a table."""
+    """Returns the size and the counts of a table in a message."""
     counts = RowCounts(
         found=message.found_id_count,
         missing=message.missing_id_count,
@@ -364,7 +364,7 @@ def table_figures(message: figures_pb2.TableFigures) -> TableFigures:
 
 
 def table_message(figures: TableFigures) -> figures_pb2.TableFigures:
-    """Returns the message of what a shard has of a table."""
+    """Returns the message of the size and the counts of a table."""
     counts = figures.counts
     return figures_pb2.TableFigures(
         table=figures.name,

@@ -1,4 +1,4 @@
-"""Serves what the coordinator asks of a shard."""
+"""A shard's service for the coordinator."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ps_server.shard.shard import Shard
 from ps_server.shard.terms import CoordinatorTerms
 
 AWAIT_SECONDS = 5.0
-RESTORE_SECONDS = 2.0  # after which a call is told how far a restore is
+RESTORE_SECONDS = 2.0  # the longest wait of a call before it answers with the restore's progress
 
 
 class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,unused-ignore]
-    """What the coordinator asks of a shard.
+    """A shard's methods for the coordinator.
 
     process: the number of this process
-    pool: its methods run here; None: in the server's own pool. A server that is the coordinator, too, gives one: the
-          coordinator's joins fill the server's pool while they wait for calls of this service, in the same process.
-          With 26 threads and 32 joins at once these calls ran into their deadlines, and a join took 10 s.
+    pool: its methods run here; None: in the server's own pool. A server that is also the coordinator has a separate
+          pool: the coordinator's joins fill the server's pool while they wait for calls of this service, in the same
+          process. With 26 threads and 32 joins at once these calls ran into their deadlines, and a join took 10 s.
     """
 
     NAME = shard_pb2.DESCRIPTOR.services_by_name["ShardService"].full_name

@@ -29,7 +29,7 @@ Send = Callable[[Any], None]
 
 
 class GrpcCall(ServerCall):
-    """A call over gRPC. requests: what its caller sends"""
+    """A call over gRPC. requests: the caller's messages"""
 
     worker = None
     request_bytes = None
@@ -52,12 +52,12 @@ class GrpcCall(ServerCall):
         return tuple(self._context.invocation_metadata() or ())
 
     def auth_context(self) -> AuthContext:
-        """Returns what TLS knows of the caller, by name."""
+        """Returns the properties of the caller's TLS certificate, by name."""
         found: AuthContext = self._context.auth_context()
         return found
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Has a callback when the call is over; returns False if it already is."""
+        """Calls back when the call is over; returns False if it already is."""
         return bool(self._context.add_callback(callback))
 
     def cancel(self) -> None:
@@ -72,7 +72,7 @@ class GrpcCall(ServerCall):
             raise CallBroken from None
 
     def fail(self, error: PSError) -> None:
-        """Has the call end with an error once its stream is closed, or by `abort`."""
+        """Sets the error with which the call ends: when its stream is closed, or by `abort`."""
         self._context.set_code(code_of(error))
         self._context.set_details(str(error))
         self._context.set_trailing_metadata(((STATUS_KEY, status_of(error).SerializeToString()),))
@@ -99,8 +99,9 @@ class ResponseStream:
             self.closed = True
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Has a sender call back when the stream is over, however it ended: before its end is told; at once if it was
-        over already."""
+        """Calls back in a sender's thread when the stream is over, however it ended; at once if it already is.
+
+        The callback comes before the client learns of the end."""
         with self._lock:
             over = self.closed
             if not over:
@@ -109,7 +110,7 @@ class ResponseStream:
             self._submit(callback)
 
     def put(self, make: Callable[[], Any]) -> None:
-        """Queues a message. `make` is called when its turn has come; what it returns is sent. None ends the stream."""
+        """Queues a message: `make` is called when its turn has come, and returns the message. None ends the stream."""
         with self._lock:
             if self.closed:
                 return
@@ -120,11 +121,11 @@ class ResponseStream:
         self._submit(self._drain)
 
     def finish(self) -> None:
-        """Ends the stream after what is queued."""
+        """Ends the stream after the queued messages."""
         self.put(lambda: None)
 
     def fail(self, error: PSError) -> None:
-        """Ends the stream with an error, after what is queued."""
+        """Ends the stream with an error, after the queued messages."""
 
         def make() -> None:
             self._call.fail(error)
@@ -145,22 +146,22 @@ class ResponseStream:
                 self._call.fail(PSError("internal error; the server's log says more"))
                 message = None
             if message is None:  # the end of the stream: another reason to end, queued behind it, is dropped
-                # First: who is told of the end may call again at once, and this call counts among the caller's no more.
+                # First, so that this call is no longer counted when the client learns of the end, and calls again.
                 guarded("send", self._over())
             self._send(message)
 
     def _closed(self) -> None:
-        # gRPC tells of a call's end on the one thread that serves every call: nothing may be waited for there.
+        # gRPC reports a call's end on the one thread that serves every call: nothing may block it.
         callback = self._over()
         if callback is not nothing:
             self._submit(callback)
 
     def _over(self) -> Callable[[], None]:
-        """Drops what is queued; returns what is to be called back, the first time."""
+        """Drops the queued messages. Returns the callback, the first time."""
         with self._lock:
             self.closed = True
             self._queue.clear()
-            # Dropped: it refers to this outbox, and a cycle is only freed when the collector comes by.
+            # Dropped because it refers to this outbox: the garbage collector alone would free the cycle.
             callback, self._on_close = self._on_close, nothing
         return callback
 
@@ -170,9 +171,9 @@ class ResponseStream:
 
 
 class PullStream(ResponseStream, Outbox):
-    """The answers to one pull, as a shard hands them over.
+    """The outbox for the answers to one pull over gRPC.
 
-    write: what makes a message of an answer
+    write: encodes an answer as a message
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The view of a cluster as messages: what one caller may see of it, and what that caller has not been told yet."""
+"""The view of a cluster as messages, limited to the jobs that a caller may see."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ps_server.view.history import Samples
 from ps_server.view.making import logged_means
 from ps_server.view.view import JobView, ShardView, ShardWork, View, WorkerView
 
-Sees = Callable[[str], bool]  # whether a caller may be told of a job
+Sees = Callable[[str], bool]  # whether a caller may see a job
 
 
 def view_response(
@@ -41,7 +41,7 @@ def view_response(
 
 
 def event_messages(events: Iterable[Event], sees: Sees) -> list[cluster_pb2.Event]:
-    """Returns the events that the caller may see: those of all, and those of its jobs."""
+    """Returns the events that the caller may see: those of the cluster, and those of its jobs."""
     return [
         cluster_pb2.Event(
             number=event.number,
@@ -58,7 +58,7 @@ def event_messages(events: Iterable[Event], sees: Sees) -> list[cluster_pb2.Even
 
 
 def finished_message(finished: EndedJobView, text: str, with_history: bool) -> cluster_pb2.FinishedJob:
-    """Returns a job that has ended. text: how, in words"""
+    """Returns the message of a job that has ended. text: how it ended"""
     job, checkpoints = finished.job, finished.end.checkpoints
     figures = [*(finished.end.figures or job.statistics.figures).values()]
     last = {value.name: value.last for each in figures for value in each.values}
@@ -149,10 +149,10 @@ def _shard(shard: ShardView, sees: Sees) -> cluster_pb2.ShardView:
 def shard_status(
     shard: RegisteredShard, statistics: ShardStatistics | None, silent: float, sees: Sees
 ) -> cluster_pb2.ShardStatus:
-    """Returns a shard's status for a caller, which may not see all jobs that the shard tells the coordinator of.
+    """Returns a shard's status with the jobs that a caller may see.
 
-    statistics: its last ones; None: it has not answered
-    silent:     for so many seconds it has answered nothing
+    statistics: its last answer; None: it has not answered
+    silent:     seconds since its last answer, if it does not answer now
     """
     jobs, figures = (statistics.jobs, statistics.figures) if statistics is not None else ({}, None)
     return cluster_pb2.ShardStatus(

@@ -1,7 +1,7 @@
-"""Answers of WatchStatus: each with the view of the moment, and with what its caller has not been told yet.
+"""Answers of WatchStatus: each has the present view, and the events and samples that its caller lacks.
 
-A view is whole in itself: it is small, and a reader that has missed some, or begins anew, has nothing to put together.
-Events and samples only grow, so that each answer brings what came since the one before; a position says where that is.
+A view is complete: it is small, and a reader that has missed some needs nothing else. Events and samples only grow in
+number, so an answer brings those since the answer before; a position says which the caller has.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from ps_server.view.finished import EndedJobView
 from ps_server.view.view import View
 from ps_server.view.watch import LOOK_SECONDS, Watch
 
-EARLY_SECONDS = 0.25  # a view that comes so much early is taken: looks come a little more often than once a second
+# A view may be so much early, since the cluster is observed a little more often than once a second
+EARLY_SECONDS = 0.25
 
 
 def period(request: cluster_pb2.WatchStatusRequest) -> float:
-    """Returns the seconds between two answers. Raises InvalidRequest for a period that is none."""
+    """Returns the seconds between two answers. Raises InvalidRequest for a period outside of the limits."""
     if not request.HasField("period_duration"):
         return LOOK_SECONDS
     wanted = seconds(request.period_duration)
@@ -39,9 +40,9 @@ def period(request: cluster_pb2.WatchStatusRequest) -> float:
 
 
 class Views:
-    """Makes answers of what is watched. Thread-safe.
+    """Makes answers from the watched cluster. Thread-safe.
 
-    where: returns where the coordinator's services are, and its metrics
+    where: returns the addresses of the coordinator's services and metrics
     """
 
     def __init__(self, watch: Watch, events: EventLog, shard_count: int, where: Callable[[], tuple[str, str]]) -> None:
@@ -60,7 +61,7 @@ class Views:
         )
 
     def answer(self, sees: Sees, told: Position, history: bool) -> tuple[cluster_pb2.WatchStatusResponse, Position]:
-        """Returns the answer to a caller, and what it has been told then."""
+        """Returns the answer to a caller, and the caller's position after it."""
         watch = self.watch
         if told.process != watch.process:
             told = Position(watch.process)
@@ -82,7 +83,7 @@ class Views:
         return response, Position(watch.process, last_event, next_sample)
 
     def _how_it_ended(self, job: EndedJobView) -> str:
-        """Returns what was noted when a job ended, in words."""
+        """Returns the text of the event with which a job ended."""
         name = job.job.statistics.name
         texts = [
             event.text
@@ -93,8 +94,9 @@ class Views:
 
 
 class ViewStream:
-    """Sends one caller a view every period, for as long as it reads. One that reads slowly misses views: an answer is
-    made when the one before is sent."""
+    """Sends one caller a view every period, for as long as it reads. A slow reader misses views: an answer is made when
+    the one before has been sent.
+    """
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class ViewStream:
         self._due = 0.0
 
     def begin(self) -> None:
-        """Sends the first answer, and those that follow. Raises LimitExceeded where too many are watching."""
+        """Sends the first answer, and then one every period. Raises LimitExceeded for too many watchers."""
         self._stream.on_close(self._views.watch.add(self._changed, self._caller))
 
     def _changed(self, view: View | None) -> None:

@@ -1,4 +1,4 @@
-"""Serves workers: they join a job, stay in it and leave it, gather values in rounds, and lease data."""
+"""The coordinator's services for workers: membership, rounds of values, and data leases."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from ps_server.rpc.streams import GrpcCall, ResponseStream, Send
 
 
 class _Newest:
-    """The roster that a watcher is to be sent next: the newest in place of one that was not. Thread-safe."""
+    """The next roster for one watcher. A newer roster replaces one that was not sent yet. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._roster: Roster | None = None
 
     def put(self, roster: Roster) -> bool:
-        """Puts a roster in place of one that was not taken; returns whether there was none."""
+        """Sets the next roster. Returns True if none was waiting to be sent, so that the caller must start a send."""
         with self._lock:
             is_first, self._roster = self._roster is None, roster
             return is_first
 
     def take(self) -> Roster:
-        """Takes the answer."""
+        """Returns the roster to send, and removes it."""
         with self._lock:
             roster, self._roster = self._roster, None
             assert roster is not None
@@ -60,10 +60,10 @@ class _Newest:
 
 
 class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type: ignore[misc,unused-ignore]
-    """Lets workers join and leave, and says which are live. Heartbeats have threads of their own.
+    """Workers join, send heartbeats and leave; watchers get the roster. Heartbeats have threads of their own.
 
-    senders: send to those that watch
-    threads: for heartbeats
+    senders: the threads that send rosters to watchers
+    threads: the number of threads for heartbeats
     """
 
     NAME = membership_pb2.DESCRIPTOR.services_by_name["MembershipService"].full_name
@@ -163,12 +163,12 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         told = _told(request)
         speaks = not worker.member  # for its group
         if speaks and told is not None and len(told[1]) <= MAX_SCRIPT_BYTES:
-            with suppress(PSError):  # it has lost its place, and leaves all the same
+            with suppress(PSError):  # the worker is no longer a member, and leaves nevertheless
                 job = self._coordinator.job(worker.job, worker.run)
                 job.members.check(worker.rank, worker.incarnation, worker.lease_key)
                 job.script.tell(worker.rank, 0, told)
         if speaks and request.done and request.HasField("figures"):
-            with suppress(PSError):  # the same; and what is wrong with them keeps nobody from leaving
+            with suppress(PSError):  # the same; and an error in the report prevents no worker from leaving
                 job = self._coordinator.job(worker.job, worker.run)
                 job.members.check(worker.rank, worker.incarnation, worker.lease_key)
                 job.figures.done(worker.rank, shard_messages.worker_figures(request.figures))
@@ -182,7 +182,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
 
 
 def _pushed(on_shards: Mapping[int, Counted]) -> dict[int, ShardPushed]:
-    """Returns how far a rank had pushed on each shard; nothing, if one of them does not say."""
+    """Returns the last clocks that a rank had pushed on each shard; empty if a shard does not report them."""
     if any(counted.further is None for counted in on_shards.values()):
         return {}
     return {
@@ -193,13 +193,14 @@ def _pushed(on_shards: Mapping[int, Counted]) -> dict[int, ShardPushed]:
 
 
 def _told(request: membership_pb2.SaveWorkerStateRequest | membership_pb2.LeaveRequest) -> tuple[int, bytes] | None:
-    """Returns the state of a worker's script in a request: its clock then, and the content."""
+    """Returns the worker's state in a request, with its clock; None if it has none."""
     return (request.script.clock, request.script.content) if request.HasField("script") else None
 
 
 def _process(request: membership_pb2.ReportWorkerEndRequest) -> NamedProcess:
-    """Returns the process that a launcher has seen end. Raises InvalidRequest unless it is named as a worker names
-    itself."""
+    """Returns the process whose end a launcher reports. Raises InvalidRequest unless launch, host and pid are named as
+    workers name them.
+    """
     check_host(request.host)
     check_launch(request.launch)
     if not request.launch or not request.pid:
@@ -234,7 +235,9 @@ class DataLeaseService(leases_pb2_grpc.DataLeaseServiceServicer):  # type: ignor
 
 
 class RoundService(rounds_pb2_grpc.RoundServiceServicer):  # type: ignore[misc,unused-ignore]
-    """Takes a value of each worker, and hands all to each. `senders`: send to those that wait."""
+    """Collects a value from each worker, and sends all values to each. senders: the threads that send to waiting
+    workers
+    """
 
     NAME = rounds_pb2.DESCRIPTOR.services_by_name["RoundService"].full_name
 
@@ -256,7 +259,7 @@ class RoundService(rounds_pb2_grpc.RoundServiceServicer):  # type: ignore[misc,u
 
 
 class _RoundListener:
-    """Tells a worker over its stream how a round stands; see rounds.Listener."""
+    """Sends a worker the state of a round over its stream; see rounds.Listener."""
 
     def __init__(self, stream: ResponseStream) -> None:
         self._stream = stream
