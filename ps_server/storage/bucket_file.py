@@ -24,10 +24,10 @@ from ps_server.storage.manifest import WITHOUT_BASES
 from ps_server.storage.tensor_file import TensorEntry, TensorReader
 
 _STATE_NAME = re.compile(r"[a-z_]{1,64}")
-# In the names of a table's tensors: of all its rows, or of those that changed. An earlier version knows no changes, and
-# must not take them for all.
+# In the names of a table's tensors: all its rows, or the changed ones. Earlier releases know no changes, and must not
+# mistake them for all rows.
 _ROWS, _CHANGES = "rows", "changes"
-_SENT = "sent"  # in the name of what workers have of a bucket, where that is not its weights
+_SENT = "sent"  # in the name of the workers' copy of a bucket, if it differs from the weights
 # In the name of a bucket's weights; the latter where another optimizer trains it than its job is registered with. An
 # earlier version, which would go on with the registered one, does not know that name.
 _WEIGHTS, _STAGED_WEIGHTS = "weights", "weights-in-stage"
@@ -107,13 +107,13 @@ def read_snapshots(
 
 
 def read_into(reader: TensorReader, buckets: Sequence[BucketSpec], cut: OtherCut) -> None:
-    """Has buckets in a file taken by a job that is cut otherwise, tensor by tensor. Raises ValueError as
-    `read_snapshots` does, and what `cut` raises.
+    """Passes the buckets of a file, tensor by tensor, to a job with another cut. Raises ValueError as `read_snapshots`
+    does, and the errors of `cut`.
     """
     described, wanted = json.loads(reader.metadata["buckets"]), {bucket.index: bucket for bucket in buckets}
     nothing = torch.empty(0)
     heads = {index: _snapshot(bucket, described[str(index)], nothing, {}, None) for index, bucket in wanted.items()}
-    passing = torch.empty(0, dtype=torch.uint8)  # one tensor after the other
+    passing = torch.empty(0, dtype=torch.uint8)  # reused for one tensor after the other
 
     def place(entry: TensorEntry) -> torch.Tensor | None:
         nonlocal passing
@@ -135,7 +135,7 @@ def read_into(reader: TensorReader, buckets: Sequence[BucketSpec], cut: OtherCut
 
 
 def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:
-    """Raises ValueError for a tensor that a bucket cannot have, before memory is taken for it."""
+    """Raises ValueError for a tensor that a bucket cannot have, before memory is allocated for it."""
     _, *rest = entry.name.split("/")
     if rest in ([_WEIGHTS], [_STAGED_WEIGHTS], [_SENT]):
         if entry.dtype != TORCH_DTYPES[bucket.dtype] or entry.shape != (bucket.numel,):
@@ -192,7 +192,9 @@ def _table(index: int, described: Mapping[str, Any], tensors: Mapping[str, torch
 
 
 def _reached(index: int, described: Mapping[str, Any]) -> tuple[int, dict[int, int], dict[int, int]]:
-    """Returns the version of a bucket or a table, its clocks, and what was pushed; earlier versions wrote no such."""
+    """Returns the version of a bucket or a table, its clocks and its pushed clocks. Files of earlier releases lack the
+    last.
+    """
     version, clocks = described["version"], {int(rank): clock for rank, clock in described["clocks"].items()}
     pushed = {int(rank): clock for rank, clock in described.get("pushed", {}).items()}
     numbers = version, *clocks, *clocks.values(), *pushed, *pushed.values()

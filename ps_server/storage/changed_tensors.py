@@ -1,7 +1,6 @@
-"""The tensors of a model that no optimizer steps, such as buffers, as training has changed them.
+"""Tensors of a model that no optimizer steps and that training has changed, such as buffers.
 
-Shards have them as they were when the job began. Each worker has them in its own part of a checkpoint, where they have
-changed.
+Shards have the values with which the job began. Changed values are in each worker's own file of a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ps_server.storage.manifest import Manifest
 def changed_tensors(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec) -> dict[int, torch.Tensor]:
     """Returns the frozen tensors that training has changed, by parameter, from the worker of the lowest rank.
 
-    spec: the job as the checkpoint has it
+    spec: the job of the checkpoint
     Raises CheckpointDamaged if they do not fit the job.
     """
     rank = min(manifest.workers, default=None)

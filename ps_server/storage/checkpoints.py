@@ -78,8 +78,7 @@ def last_whole(
     take: Callable[[str], T | None],
     pass_over: Callable[[str, CheckpointDamaged], object],
 ) -> T | None:
-    """Returns the result of `take` for the last intact checkpoint: the one that a restore continues from, and that an
-    export reads.
+    """Returns the result of `take` for the last intact checkpoint. Restores and exports use that one.
 
     names: oldest first
     take: raises CheckpointDamaged for a damaged checkpoint; returns None to skip one
@@ -214,7 +213,7 @@ class CheckpointStore:
         complete = self.names(job)
         try:
             stays = staying(complete, keep, also, partial(self._needs.of, job))
-        except VersionMismatch:  # who has written it knows what it needs
+        except VersionMismatch:  # a newer release has written it; it may need any other checkpoint
             return
         for name in reversed(self._all_names(job)):  # newest first: an older one may be its base
             if complete and name < complete[-1] and name not in stays:

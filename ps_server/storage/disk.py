@@ -105,7 +105,7 @@ class Disk:
         return file.close
 
     def open(self, path: Path) -> BinaryIO:
-        """Opens a file to read it. What it returns is closed by the caller."""
+        """Opens a file for reading. The caller closes it."""
         handle = os.open(
             path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         )  # O_NONBLOCK: opening a named pipe would wait for its writer
@@ -167,7 +167,7 @@ class Disk:
         """Removes a directory and its content, as far as possible."""
         shutil.rmtree(path, ignore_errors=True)
 
-    # -- of what the rest is made: each is one call of the system, and a simulation has its own ------------------------
+    # -- system calls: the other methods use these alone, and the simulation replaces them -----------------------------
 
     def _make_directory(self, path: Path, exist_ok: bool) -> None:
         path.mkdir(mode=0o700, exist_ok=exist_ok)

@@ -209,7 +209,7 @@ def _in_last_stage(
 
 
 def _as_modules_have_them(model: dict[str, torch.Tensor], spec: JobSpec) -> dict[str, torch.Tensor]:
-    """Returns tensors in the model's own element types, without those that its state_dict does not contain."""
+    """Returns the tensors of the model's state_dict: in its element types, and without those that it leaves out."""
     elements = {parameter.name: parameter.element for parameter in spec.parameters}
     left_out = {parameter.name for parameter in spec.parameters if not parameter.is_saved}
     return {

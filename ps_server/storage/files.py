@@ -41,7 +41,7 @@ class Files(Protocol):
         """Returns the names of the directories in a directory, sorted; none where it is missing."""
 
     def is_empty(self, path: Path) -> bool:
-        """Whether no file is in a directory. None is in one that was removed meanwhile."""
+        """Whether a directory has no file. One that was removed meanwhile has none."""
 
     def size(self, path: Path) -> int:
         """Returns the bytes of a file."""
@@ -60,8 +60,9 @@ class Files(Protocol):
         ends with its process."""
 
     def taken_over(self) -> str:
-        """Returns the process that has taken over the lease, in words; empty: none is known. Does not wait for the
-        store."""
+        """Returns the process that has taken over the lease, as text; empty: none is known. Does not wait for the
+        store.
+        """
 
     def open(self, path: Path) -> BinaryIO:
         """Opens a file to be read from its beginning to its end. The caller closes it."""

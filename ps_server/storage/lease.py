@@ -52,7 +52,7 @@ class Store(Protocol):
 class Lease:
     """A process's lease of a name. Methods are thread-safe.
 
-    seconds: the time for which others wait before they take it from a holder that does not renew it
+    seconds: how long other processes wait before they take the lease from a holder that does not renew it
     """
 
     def __init__(self, store: Store, path: Path, holder: bytes, seconds: float) -> None:
@@ -67,7 +67,7 @@ class Lease:
         }
         self._number = 0
         self._renewed = 0.0
-        self._lost = ""  # the reason for which this process may not write any more
+        self._lost = ""  # why this process may no longer write
         self._lock = threading.Lock()  # held while it is renewed
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew_regularly, name="lease", daemon=True)
@@ -79,7 +79,7 @@ class Lease:
             if content is not None and self._is_live(number, content):
                 raise BlockingIOError(errno.EWOULDBLOCK, str(content.get("holder", "")))
             began = _now()
-            with contextlib.suppress(FileExistsError):  # another was faster
+            with contextlib.suppress(FileExistsError):  # another process was faster
                 self._store.create(self._at(number + 1), self._text())
                 self._number, self._renewed = number + 1, began
         with contextlib.suppress(FileExistsError):
@@ -108,8 +108,9 @@ class Lease:
 
     @property
     def lost(self) -> str:
-        """The process that has taken it over, as far as this process knows; empty: none. Unlike `check`, it does not
-        wait."""
+        """The process that has taken over the lease, if this process knows of one; otherwise empty. Unlike `check`,
+        this does not wait.
+        """
         return self._lost
 
     def release(self) -> None:
@@ -160,7 +161,7 @@ class Lease:
         return False
 
     def _newest(self) -> tuple[int, dict[str, Any] | None]:
-        """Returns the number and the content of the lock; 0 and None where there was none."""
+        """Returns the number and the content of the lock; 0 and None if there is none."""
         number = max(self._numbers(), default=0)
         if not number:
             return 0, None

@@ -40,7 +40,7 @@ class Manifest:
     workers: by rank, without those that sent no state
     versions: the lowest and highest version of a bucket that trains: equal in sync
     clocks: by rank, the lowest clock over the buckets that train
-    last_incarnation, restore_count: of the job when the checkpoint was made
+    last_incarnation, restore_count: the job's, when the checkpoint was made
     without: the ranks of workers that took part, or had left, and whose own state is missing
     bases: by shard, the files of earlier checkpoints that its own file builds on, oldest first. Its own file then has
     only the later changes of tables. A shard with a complete file is missing.
@@ -82,7 +82,7 @@ def sealed(manifest: Manifest) -> dict[str, Any]:
     data = json.loads(json.dumps(asdict(manifest)))  # as it will be read: with text for keys
     if manifest.bases:
         data["format"] = FORMAT
-    else:  # what an earlier version reads, too
+    else:  # readable by earlier releases too
         del data["bases"]
     return {**data, "seal": seal(data)}
 
@@ -98,7 +98,7 @@ def unsealed(data: dict[str, Any]) -> Manifest:
         raise ValueError("it names no job")
     data["placement"] = tuple(data["placement"])
     data["versions"] = tuple(data["versions"])
-    data["without"] = tuple(data.get("without", ()))  # what earlier releases have written says nothing of it
+    data["without"] = tuple(data.get("without", ()))  # files of earlier releases lack it
     data["shards"] = {int(index): Part(**part) for index, part in data["shards"].items()}
     data["workers"] = {
         int(rank): WorkerPart(Part(**worker["part"]), worker["clock"]) for rank, worker in data["workers"].items()

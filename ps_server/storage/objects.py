@@ -27,7 +27,7 @@ from ps_server.storage.lease import LEASE_SECONDS, Lease
 CLAIM = ".begun"  # the object that makes a directory
 PART_BYTES = 2**25  # of an upload, of which there may be 10,000: so a file may have 320 GB
 READ_AHEAD_BYTES = 2**23
-_OPTIONS: dict[str, Any] = {}  # of fsspec's file system, beside those that make it see what others have written
+_OPTIONS: dict[str, Any] = {}  # further options of fsspec's file system; `Objects` adds those that disable its caches
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 
 
@@ -43,9 +43,9 @@ class Objects:
         self._lease: Lease | None = None
 
     def make_directory(self, path: Path, is_new: bool = False) -> None:
-        """Claims a directory that `is_new`, or looks whether the store answers: others come with their files.
+        """Claims a new directory. Otherwise only checks that the bucket exists: directories come with their files.
 
-        Raises FileExistsError for a new one that is there.
+        Raises FileExistsError for a new directory that exists.
         """
         if is_new:
             self.create(path / CLAIM, b"begun")
@@ -53,11 +53,11 @@ class Objects:
             raise FileNotFoundError(errno.ENOENT, f"there is no {bucket}")
 
     def is_writable(self, path: Path) -> bool:
-        """Returns True: what may be written shows when it is."""
+        """Returns True: only a write shows whether it is permitted."""
         return True
 
     def kind(self, path: Path) -> str | None:
-        """Returns what is at a path: "a file" or "a directory"; None: nothing is."""
+        """Returns "a file" or "a directory" for a path; None if neither is there."""
         with _told(path):
             try:
                 return f"a {self._fs.info(_key(path))['type']}"
@@ -77,7 +77,7 @@ class Objects:
         return not any(name != CLAIM for name, _ in self._list(path))
 
     def _list(self, path: Path) -> Iterator[tuple[str, str]]:
-        """Yields name and type of all that is in a directory."""
+        """Yields the name and the type of each entry of a directory."""
         with _told(path):
             try:
                 entries = self._fs.ls(_key(path), detail=True)
@@ -104,9 +104,10 @@ class Objects:
         return dict(info)
 
     def lock(self, path: Path, holder: bytes) -> Callable[[], None]:
-        """Takes the lease of a name; from then on nothing is written here without it. `holder`: for others to read.
+        """Takes the lease of a name. From then on this backend writes only while it has the lease.
 
-        Raises BlockingIOError, with that text, if a live process has it. That takes as long as a lease.
+        holder: a text for other processes
+        Raises BlockingIOError, with that text, if a live process has the lease. Finding out takes as long as a lease.
         """
         lease = Lease(self, path, holder, self._lease_seconds)
         lease.take()
@@ -114,29 +115,29 @@ class Objects:
         return lease.release
 
     def term(self) -> int:
-        """Returns the number of the lease, which rises with each holder; 0: none was taken."""
+        """Returns the number of the lease, which rises with each holder; 0: this process has taken none."""
         return self._lease.number if self._lease is not None else 0
 
     def taken_over(self) -> str:
-        """Returns who has taken the lease over, in words; empty: nobody, as far as this process knows."""
+        """Returns the process that has taken over the lease, as text; empty: none is known."""
         return self._lease.lost if self._lease is not None else ""
 
     def open(self, path: Path) -> BinaryIO:
-        """Opens a file to read it. What it returns is closed by the caller."""
+        """Opens a file for reading. The caller closes it."""
         with _told(path):
             opened = self._fs.open(_key(path), "rb", block_size=READ_AHEAD_BYTES, cache_type="readahead")
         return cast(BinaryIO, _ObjectReader(opened, path))
 
     def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
-        """Returns the content of a file. Raises OSError, and reads nothing, where that has more bytes than `most`."""
+        """Returns the content of a file. Raises OSError, and reads nothing, if the file has more than `most` bytes."""
         check_readable(path, self.size(path), most)
         with _told(path):
             return bytes(self._fs.cat_file(_key(path)))
 
     def write(self, path: Path, chunks: Iterable[Buffer]) -> None:
-        """Writes a file, in place of one that is there: it is there when all of it has arrived, or not at all.
+        """Writes a file, and replaces an existing one. It exists when all of it has arrived, or not at all.
 
-        Raises FileNotFoundError if nothing has claimed its directory, or that was removed since.
+        Raises FileNotFoundError if nothing has claimed its directory, or if that was removed since.
         """
         self._check_lease()
         self._info(path.parent / CLAIM)
@@ -155,19 +156,19 @@ class Objects:
             raise
 
     def replace(self, path: Path, data: bytes, failpoint: Callable[[str], object]) -> None:
-        """Gives a file new content; see storage.files.Files.replace."""
+        """Replaces the content of a file; see storage.files.Files.replace."""
         self._check_lease()
         failpoint("half-written")
         failpoint("unnamed")
         self.put(path, data)
 
     def put(self, path: Path, data: bytes) -> None:
-        """Gives a file new content, with the lease or without."""
+        """Replaces the content of a file, whether or not this process has the lease."""
         with _told(path):
             self._fs.pipe_file(_key(path), data)
 
     def create(self, path: Path, data: bytes) -> None:
-        """Makes a file. Raises FileExistsError if it is there: of several callers only one makes it."""
+        """Creates a file. Raises FileExistsError if it exists: of several callers one succeeds."""
         with _told(path):
             self._fs.pipe_file(_key(path), data, mode="create")
 
@@ -178,7 +179,7 @@ class Objects:
             self._fs.rm_file(_key(path))
 
     def remove_tree(self, path: Path) -> None:
-        """Removes a directory with all that is in it, as far as it can."""
+        """Removes a directory and its content, as far as possible."""
         inside = _key(path) + "/"
         with contextlib.suppress(Exception):
             self._check_lease()
@@ -215,9 +216,9 @@ class _ObjectReader(io.RawIOBase):
 
 @contextlib.contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Has what goes wrong in fsspec, and in the packages under it, be an OSError with words.
+    """Turns the errors of fsspec, and of the packages below it, into OSErrors with a text.
 
-    It is a ConnectionError unless it is about one object: whatever keeps the store from answering may pass.
+    An error that is not about one object becomes a ConnectionError: whatever keeps the store from answering may pass.
     """
     try:
         yield
@@ -230,7 +231,7 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def _key(path: Path) -> str:
-    """Returns the name of an object as fsspec has it: no character in it means anything there."""
+    """Returns the name of an object in fsspec's form. Every character in it stands for itself."""
     _, bucket, *names = path.parts
     return "/".join((bucket, *(quote(name, safe="=+@") for name in names)))
 

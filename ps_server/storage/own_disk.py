@@ -1,12 +1,12 @@
-"""A disk of a shard's own: where the servers share no directory, each shard keeps its files of checkpoints here.
+"""A shard's own disk. If the servers share no directory, each shard keeps its files of checkpoints on its own disk.
 
     DIRECTORY/.shard-0/.disk                               the disk's name: random, written once
                        .lock                               held by the shard's process
                        JOB/NAME/shard-0.safetensors
 
-The coordinator's manifest says of each file which disk has it. So a shard that comes up where its disk is not can say
-that, and is not taken for one whose files are damaged. The directory has the shard's index in its name: shards on one
-machine have disks of their own, too, below one DIRECTORY.
+The coordinator's manifest names the disk of each file. So a shard that starts on a machine without its disk can report
+that, instead of damaged files. The directory's name has the shard's index: shards on one machine have separate
+directories below one DIRECTORY.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ _NAME = re.compile(r"[0-9a-f]{16}")
 
 
 def own_directory(directory: Path, shard: int) -> Path:
-    """Returns where a shard keeps its files below a directory."""
+    """Returns the directory of a shard's files, below the directory of checkpoints."""
     return directory / f".shard-{shard}"
 
 
 def own_path(directory: Path, path: Path, shard: int) -> Path:
-    """Returns where a shard has what would be at a path below the directory, if that were shared."""
+    """Returns the path on a shard's own disk for a path below the directory of checkpoints."""
     return own_directory(directory, shard) / path.relative_to(directory)
 
 
 def disk_name(path: Path, files: Files) -> str | None:
-    """Returns the name of the disk that a shard's directory is on; None if there is none, or no such directory.
+    """Returns the name of the disk that a shard's directory is on; None if it has no name, or does not exist.
 
-    Raises InvalidRequest where it cannot be read: under another name, no checkpoint's part here would be found again.
+    Raises InvalidRequest if the name cannot be read: under another name, the checkpoints on this disk would not be
+    found.
     """
     try:
         name = json.loads(files.read(path / FILE, MAX_HOLDER_BYTES))["disk"]
@@ -57,7 +58,7 @@ def disk_name(path: Path, files: Files) -> str | None:
 
 
 def check_disk(directory: Path, shard: int, part: Part, checkpoint: str, files: Files) -> None:
-    """Raises TryLater, saying which disk is missing where, if a shard's directory is not on the disk of a part."""
+    """Raises TryLater, which names the missing disk, if a shard's directory is not on the disk of the file."""
     path = own_directory(directory, shard)
     try:
         present = disk_name(path, files)
@@ -72,7 +73,9 @@ def check_disk(directory: Path, shard: int, part: Part, checkpoint: str, files: 
 
 
 def prune(path: Path, kept: Collection[str], files: Files) -> None:
-    """Removes a shard's parts of checkpoints before the one at a path, but those that stay. kept: none: all stay"""
+    """Removes a shard's files of checkpoints before the one at a path, except for those in `kept`. kept empty: removes
+    none
+    """
     with contextlib.suppress(OSError):  # the next checkpoint tries it again
         for name in files.directories(path.parent):
             if kept and name < path.name and name not in kept:
@@ -82,11 +85,11 @@ def prune(path: Path, kept: Collection[str], files: Files) -> None:
 def take_own_disk(
     directory: Path, shard: int, address: str, since: float, files: Files | None = None
 ) -> tuple[str, Callable[[], None]]:
-    """Takes a shard's directory for this process; returns the disk's name, and what gives the directory back.
+    """Locks a shard's directory for this process. Returns the disk's name, and a function that unlocks it.
 
-    address, since: of this shard, for others to read; since in seconds since 1970
-    Raises InvalidRequest if another process has it, if it cannot be written, if its name cannot be read, and where an
-    object store is no disk.
+    address, since: this shard's, for other processes to read; since in seconds since 1970
+    Raises InvalidRequest if another process has the lock, if the directory cannot be written, if its name cannot be
+    read, or if the directory is in an object store.
     """
     if isinstance(directory, RemotePath):
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Which checkpoints of a job stay, where some build on the files of others."""
+"""Selects the checkpoints of a job that are kept. Some build on the files of others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Needs = Callable[[str], frozenset[str] | None]
 
 
 class KnownNeeds:
-    """Which checkpoints each one builds on, by job and name: a manifest that was read once is not read again."""
+    """A cache of the checkpoints that each one builds on, by job and name: each manifest is read once."""
 
     def __init__(self, manifest: Callable[[str, str], Manifest]) -> None:
         self._manifest = manifest
@@ -32,12 +32,15 @@ class KnownNeeds:
 
 
 def staying(complete: Sequence[str], keep: int, also: Collection[str | None], needs: Needs) -> set[str]:
-    """Returns the checkpoints that stay: the last `keep`, and what they build on.
+    """Returns the checkpoints that are kept: the last `keep`, and those that they build on.
 
-    Where several are kept, the last one that has no file in common with the newest stays, too: one damaged file must
-    not take all. Where the manifest of one of the last `keep` cannot be read, all stay: the disk may not have answered,
-    and it may build on any of them.
-    complete: all, oldest first; also: those that stay besides
+    If several are kept, so is the last one that has no file in common with the newest: one damaged file must not damage
+    all. If the manifest of one of the last `keep` cannot be read, all are kept: the disk may only not have answered,
+    and
+    that checkpoint may build on any other.
+
+    complete: all complete checkpoints, oldest first
+    also:     further checkpoints to keep
     """
     last = complete[-keep:]
     if any(needs(name) is None for name in last):

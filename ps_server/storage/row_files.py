@@ -1,8 +1,9 @@
-"""Files of rows that a shard's memory has no room for. They are scratch: they have no names, and end with the process.
+"""Files of rows that do not fit into a shard's memory. They are scratch files: without names, and gone with the
+process.
 
-A file is as long as it may become from its beginning, but the disk gives it room in pieces, before anything is written
-there. Rows are read through a mapping that cannot be written to, and written by calls, which say so where the disk is
-full. So a full disk is never met by an access to memory, which would end the process.
+A file has its full length from the beginning. Its blocks on disk are allocated step by step, before anything is written
+to them. Rows are read through a read-only mapping and written with system calls, which report a full disk. Through a
+writable mapping, a full disk would kill the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from ps_tables.row_arrays import RowNumbers
 log = logging.getLogger("ps_server")
 
 PIECE_BYTES = 64 * 2**20  # of the disk at a time
-_READERS = 32  # rows read at a time: a disk answers many faster than one after the other (measured: 37 beside 9 k/s)
+_READERS = 32  # parallel reads: a disk answers many at a time faster (measured: 37 k rows/s instead of 9 k/s)
 _FEW = 64  # rows that one thread reads
 
 
 class RowFiles:
-    """The files of one shard. Thread-safe. Raises InvalidRequest for a directory where none can be made.
+    """The files of one shard. Thread-safe. Raises InvalidRequest for a directory in which no file can be made.
 
-    limit: bytes of all files together; None: half of what the disk has free when a job begins
-    pool:  makes the threads that read, from their number and a name
+    limit: bytes of all files together; None: half of the disk's free bytes when a job begins
+    pool:  makes a pool of reader threads, from their number and a name
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class RowFiles:
             raise InvalidRequest(f"no files of rows can be made in {directory}: {error.strerror}") from None
 
     def stop(self) -> None:
-        """Ends the threads that read: no row is read any more."""
+        """Ends the reader threads. Nothing can be read afterwards."""
         self._readers.shutdown()
 
     def free_bytes(self) -> int:
-        """Bytes that files to come may have, all together."""
+        """Bytes that further files may have, all together."""
         with self._lock:
             if self._limit is not None:
                 return max(0, self._limit - self._promised)
@@ -72,7 +73,7 @@ class RowFiles:
             return max(0, disk.f_bavail * disk.f_frsize - self._promised) // 2
 
     def open(self, elements: int, places: int) -> DiskRows:
-        """Makes a file for so many records of so many elements. Raises LimitExceeded where the disk cannot have it."""
+        """Makes a file for `places` records of `elements` elements. Raises LimitExceeded if the disk is too small."""
         size = 4 * elements * places
         try:
             rows = DiskRows(self._directory, elements, places, self._readers)
@@ -91,10 +92,10 @@ class RowFiles:
 
 
 class DiskRows:
-    """One file, of records of float32. For one caller at a time. It is gone with this object.
+    """One file of float32 records. Not thread-safe. The file is gone with this object.
 
-    room:   places that can be written; fewer once the disk has no more
-    nbytes: that the disk has given
+    room:   how many records can be written; fewer once the disk is full
+    nbytes: bytes that are allocated on disk
     """
 
     def __init__(self, directory: Path, elements: int, places: int, readers: ThreadPoolExecutor) -> None:
@@ -113,7 +114,7 @@ class DiskRows:
         self._records: npt.NDArray[Any] = np.frombuffer(memory, dtype=f"V{self._size}")
 
     def read(self, places: RowNumbers) -> Records:
-        """Returns the records at places that were written."""
+        """Returns the records at these positions, which must have been written."""
         records = np.empty((len(places), self._elements), np.float32)
         out = records.reshape(-1).view(self._records.dtype)
         if len(places) <= _FEW:
@@ -126,14 +127,14 @@ class DiskRows:
         return records
 
     def write(self, places: RowNumbers, records: Records) -> bool:
-        """Writes records at places in ascending order. False where the disk does not take them."""
+        """Writes records at ascending positions. Returns False if the disk is full."""
         if not len(places):
             return True
-        ends = np.append(np.flatnonzero(np.diff(places) != 1) + 1, len(places))  # of what lies together
+        ends = np.append(np.flatnonzero(np.diff(places) != 1) + 1, len(places))  # ends of runs of adjacent records
         begins = np.append(0, ends[:-1])
         try:
             self._grow((int(places[-1]) + 1) * self._size)
-            if len(ends) > 1:  # pages that are written in part are read first: all together
+            if len(ends) > 1:  # a partly written page is read first: read all of these together
                 self.read(places[np.union1d(begins, ends - 1)])
             data = np.ascontiguousarray(records).reshape(-1).view(np.uint8).data
             for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
@@ -148,13 +149,13 @@ class DiskRows:
         return True
 
     def let_go(self) -> None:
-        """Has the page cache let go of what it can: what is read next comes from the disk."""
+        """Drops the file from the page cache as far as possible, so that the next reads come from the disk."""
         os.fdatasync(self._file)
         self._memory.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _grow(self, size: int) -> None:
-        """Has the disk give room for so many bytes. Raises OSError, and has room for no more from then on."""
+        """Allocates blocks up to `size` bytes. If it raises OSError, `room` stays at what is allocated."""
         if size <= self.nbytes:
             return
         size = min(self._length, -(-size // PIECE_BYTES) * PIECE_BYTES)

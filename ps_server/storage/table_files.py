@@ -4,8 +4,9 @@
     npy          NAME/ids.npy and so on: an array each, which numpy.load maps into memory
     parquet      NAME.parquet: a row each; needs pyarrow
 
-All have the same names: ids [n] int64; weights [n, dim] float32; state.* of the optimizer, [n, dim] or [n, 1] float32;
-and last [n] int64, the update of the table that trained a row last. Rows are in the order of mixed ids.
+All formats have the same names: ids [n] int64; weights [n, dim] float32; state.* of the optimizer, [n, dim] or [n, 1]
+float32; and last [n] int64, the last update of the table that trained the row. Rows are in the order of their mixed
+(hashed) ids.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ps_protocol.errors import InvalidRequest
 
 Rows = Mapping[str, torch.Tensor]  # of a table, as Table.snapshot returns them
 
-ROW_GROUP_BYTES = 2**26  # of a Parquet file, before they are compressed: what is made at a time
+ROW_GROUP_BYTES = 2**26  # before compression; a Parquet file is written one group at a time
 
 
 def check_format(name: str) -> None:
@@ -35,7 +36,7 @@ def check_format(name: str) -> None:
 
 
 def write_rows(rows: Rows, folder: Path, name: str, form: str) -> None:
-    """Writes the rows of a table. form: see `check_format`. Raises OSError or SafetensorError where it cannot."""
+    """Writes the rows of a table. form: see `check_format`. Raises OSError or SafetensorError."""
     folder.mkdir(exist_ok=True)
     WRITERS[form](rows, folder / name.replace("/", "_"))
 
@@ -65,7 +66,7 @@ def _write_npy(rows: Rows, path: Path) -> None:
 
 def _write_parquet(rows: Rows, path: Path) -> None:
     arrow, parquet = _pyarrow()
-    # What is not of rows has another length: ids that wait for admission are left out.
+    # Ids that wait for admission are no rows: they have another length, and are left out.
     columns = {name: tensor for name, tensor in rows.items() if name != "version" and not name.startswith("waiting.")}
     made = {name: _column(arrow, tensor.contiguous().numpy()) for name, tensor in columns.items()}
     table = arrow.table(made).replace_schema_metadata({"version": str(int(rows["version"]))})
@@ -77,13 +78,13 @@ def _write_parquet(rows: Rows, path: Path) -> None:
 
 
 def _column(arrow: Any, values: np.ndarray[Any, Any]) -> Any:
-    """Returns a column of numbers, or of lists of numbers that are all as long: without a copy."""
+    """Returns a column of numbers, or of lists of numbers of equal length, without a copy."""
     flat = arrow.array(values.reshape(-1))
     return flat if values.ndim == 1 else arrow.FixedSizeListArray.from_arrays(flat, values.shape[1])
 
 
 def _pyarrow() -> tuple[Any, Any]:
-    """Returns pyarrow and its Parquet. Raises InvalidRequest where it is not installed."""
+    """Returns pyarrow and its Parquet. Raises InvalidRequest if it is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -4,9 +4,9 @@
     header    JSON: tensor's name -> {dtype, shape, data_offsets}; "__metadata__" -> texts by name
     data      the tensors, one after the other without a gap
 
-A file is read once, from its beginning to its end: each tensor goes straight to where it is wanted, and the checksum
-of all is there at the end. So a shard of many gigabytes needs no second copy of any of them. Other programs read these
-files with the library of that name.
+A file is read once, from its beginning to its end. Each tensor is read directly into its destination, and the checksum
+is computed on the way. So a shard of many gigabytes needs no second copy of a tensor. Other programs read these files
+with the safetensors library.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a header says of one tensor. `nbytes`: in the data."""
+    """The description of one tensor in a header. `nbytes`: its bytes in the data."""
 
     name: str
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class TensorEntry:
     nbytes: int
 
     def empty(self) -> torch.Tensor:
-        """Returns an uninitialised tensor of this entry's form."""
+        """Returns an uninitialised tensor of this entry's shape and type."""
         return torch.empty(self.shape, dtype=self.dtype)
 
 
@@ -56,7 +56,9 @@ class TensorEntry:
 
 
 def file_chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterator[Buffer]:
-    """Yields what a file of tensors holds. Copies none of them. Raises ValueError for more than a header can name."""
+    """Yields the bytes of a file of tensors, without a copy of them. Raises ValueError if the header becomes
+    too large.
+    """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # so that each is aligned
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -81,7 +83,7 @@ class TensorReader:
     """Reads a file of tensors from its beginning to its end. Methods raise OSError, and ValueError for other content.
 
     size: of the file, in bytes
-    told: called with the bytes that were read, now and then
+    told: called now and then with the number of bytes read
     """
 
     def __init__(self, file: BinaryIO, size: int, told: Callable[[int], object] = lambda count: None) -> None:
@@ -97,9 +99,9 @@ class TensorReader:
     def tensors(
         self, wanted: Callable[[TensorEntry], torch.Tensor | None]
     ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yields the tensors that are wanted, in the order of the data, and passes over the others. To be used up.
+        """Yields the wanted tensors in the order of the data, and skips the others. Iterate to the end.
 
-        wanted: returns the tensor that takes an entry's place, of its shape and type, or None to pass over it
+        wanted: returns the tensor to fill, of the entry's shape and type; None: skip the entry
         """
         passed_over = bytearray(_READ_BYTES)
         for entry in self.entries:
@@ -116,7 +118,7 @@ class TensorReader:
                 left -= part
 
     def sha256(self) -> str:
-        """Returns the checksum of what was read."""
+        """Returns the checksum of the bytes read so far."""
         return self._digest.hexdigest()
 
     def _bytes(self, count: int) -> bytes:
@@ -148,7 +150,7 @@ def _header(text: bytes) -> dict[str, Any]:
 
 
 def _entries(header: Mapping[str, Any], data_bytes: int) -> list[TensorEntry]:
-    """Returns the tensors in the order of the data, which they fill."""
+    """Returns the tensors in the order of the data. Raises ValueError unless they fill it without a gap."""
     entries: list[TensorEntry] = []
     end = 0
     for name, described in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
