@@ -1,9 +1,9 @@
 """Whether a coordinator is still in charge, or another one has taken over the lease that keeps others out.
 
-A coordinator that stood still or was cut off hears no heartbeats any more, although the workers live: they send them to
-the other coordinator. So it must not remove those workers from the shards, nor end or roll back their jobs. It learns
-from its lease, or from a shard, that it is not in charge. Each call to a shard carries the coordinator's term, and a
-shard refuses a term below the highest that it has seen.
+A coordinator that was suspended or cut off gets no heartbeats, although the workers live: they send them to the other
+coordinator. So it must not remove those workers from the shards, nor end or roll back their jobs. It learns from its
+lease, or from a shard, that it is not in charge. Each call to a shard carries the coordinator's term, and a shard
+refuses a term below the highest that it has seen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Leased(Protocol):
     """The lease that at most one coordinator holds at a time; see storage.files.Files."""
 
     def term(self) -> int:
-        """Returns the number of the lease; 0 where there is none."""
+        """Returns the number of the lease; 0 if there is none."""
 
     def taken_over(self) -> str:
         """Returns a description of the process that holds the lease now; empty if, as far as is known,
@@ -33,13 +33,11 @@ class Charge:
 
     def __init__(self) -> None:
         self._leased: Leased | None = None
-        self._refused = ""  # what a shard, or the disk, has said
+        self._refused = ""  # the reason, from a shard
         self._is_told = False
 
     def begin(self, leased: Leased) -> None:
-        """Sets the lease that decides from now on whether this coordinator is in charge. This process has just taken
-        it.
-        """
+        """Sets the lease that decides from now on whether this coordinator is in charge. This process must hold it."""
         self._leased = leased
 
     @property
@@ -53,7 +51,7 @@ class Charge:
 
     @property
     def lost(self) -> str:
-        """Why this coordinator is not in charge any more; empty: it is, as far as it knows."""
+        """Why this coordinator is no longer in charge; empty: it is, as far as it knows."""
         why = self._refused or (self._leased.taken_over() if self._leased is not None else "")
         if why and not self._is_told:
             self._is_told = True

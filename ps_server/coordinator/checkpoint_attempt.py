@@ -1,13 +1,14 @@
-"""One checkpoint of a job under way: its clock, the shards' parts, the workers' states, and what it becomes.
+"""An attempt at one checkpoint of a job: its clock, the shards' parts, the workers' states, and its manifest.
 
 1. name a clock that lies ahead of all shards, and have each take its part there
-2. wait for the parts, and for the state of each live worker, however slow a step is: as long as the request may take
+2. wait for the parts, and for the state of each live worker: as long as the request permits, however slow a step is
 3. write the workers' states and the manifest, and remove old checkpoints
 
 In sync every bucket of every shard, and every worker, is captured at one clock. It has to lie ahead of all of them when
 it is named: the shards are asked, and if one is past it already, a later one is named. In ssp and async there is no
-common clock: each shard copies its buckets at once, and the manifest says how far each was. Where no worker trains any
-more, or the time of a request is over, buckets at one version are taken as they are. The manifest names the workers
+common clock: each shard copies its buckets at once, and the manifest has the versions and clocks of each. If no worker
+              trains any more, or the time of a request is over, buckets at one version are copied as they are. The
+              manifest names the workers
 whose states are missing.
 
 The phases are generators, which yield the seconds that they wait for, or less if something changes meanwhile.
@@ -50,7 +51,7 @@ from ps_server.storage.manifest import Manifest, WorkerPart
 log = logging.getLogger("ps_server")
 
 T = TypeVar("T")
-# What takes time: yields the seconds after which it looks again, or sooner if something changes.
+# A generator that yields the seconds until it must be resumed; it may be resumed sooner if something changes.
 Steps = Generator[float, None, T]
 
 
@@ -66,7 +67,7 @@ class Requests:
     asked:    the number of the last request
     answered: the number of the last request that is answered
     error:    why the last request failed; None if it succeeded
-    standing: the last request says that no worker trains any more
+    standing: as of the last request, no worker trains any more
     last:     the servers end after the checkpoint
     until:    the time until which live workers may take to reach the checkpoint's clock; after it, it is made without
               them
@@ -90,7 +91,7 @@ class Requests:
         """
         self.until = min(until, self.until) if self.open else until
         self.standing = standing
-        self.last = last or self.last  # what a shard that ends asks for after that is no less the last
+        self.last = last or self.last  # a later request, of a shard that ends, does not undo it
         self.asked += 1
         return self.asked
 
@@ -112,12 +113,12 @@ class CheckpointProgress:
     at:         when that one was complete, on the coordinator's clock
     base:       the checkpoint on which the parts of the one under way may build; None: they have all rows
     whole:      the name of the last checkpoint that has the states of all workers
-    of_earlier_run: the name of the last checkpoint of an earlier run, from which this run has not continued; it is kept
-    reached:    the highest version (in sync) or clock (otherwise) of the job that is known
+    of_earlier_run: the name of an earlier run's last checkpoint, from which this run has not continued. It is kept
+    reached:    the highest known version (in sync) or clock (otherwise) of the job
     complete, failed, incomplete: how many checkpoints were completed; failed; were completed without some workers'
     states
     seconds:    how long the last checkpoint took
-    held_up:    for how many seconds it kept updates from the shard that it held up most
+    held_up:    for how many seconds it stopped updates, on the shard where this took longest
     """
 
     def __init__(self, now: float) -> None:
@@ -131,20 +132,20 @@ class CheckpointProgress:
         self.seconds, self.held_up = 0.0, 0.0
 
     def committed(self, manifest: Manifest, held_up: float) -> None:
-        """Notes that a checkpoint is complete. held_up: seconds, see the class's description"""
+        """Records a complete checkpoint. held_up: seconds, see the class's description"""
         self.resumed(manifest)
         self.held_up = held_up
         self.complete += 1
         self.incomplete += bool(manifest.without)
 
     def resumed(self, manifest: Manifest) -> None:
-        """Notes the checkpoint with which the job was resumed."""
+        """Records the checkpoint with which the job was resumed."""
         self.last = manifest
         self.whole = self.whole if manifest.without else manifest.name
         self.reached = max(self.reached, manifest.clock)
 
     def statistics(self, now: float) -> CheckpointStatistics:
-        """Returns how many checkpoints there were, and what the last one is."""
+        """Returns the counts of checkpoints, and the last one."""
         last = self.last
         return CheckpointStatistics(
             complete=self.complete,
@@ -161,12 +162,12 @@ class CheckpointProgress:
 
 @dataclass(frozen=True)
 class CheckpointedJob:
-    """What all checkpoints of one job share.
+    """The state that all checkpoints of one job share.
 
     pool:     runs the calls to shards
-    names:    yields the names of checkpoints to come
+    names:    yields names for further checkpoints
     changed:  called when a shard has answered
-    troubles: logs what checkpoint after checkpoint lacks, such as a worker's state
+    troubles: logs what checkpoints lack, such as a worker's state: once, and not for each checkpoint
     began:    by rank, the clock at which a worker of that rank first joined
     """
 
@@ -184,8 +185,8 @@ class CheckpointedJob:
     began: Mapping[int, int]
 
     def look(self) -> int:
-        """Asks all shards that answer how far the job is: returns the highest version (in sync) or clock
-        (otherwise).
+        """Queries the shards; returns the job's highest version (in sync) or clock (otherwise). Shards that do not
+        answer do not count.
         """
         spec, highest = self.placed.spec, 0
         for shard in self.cluster.shards.known().values():
@@ -265,7 +266,8 @@ class CheckpointAttempt:
         self._awaited: dict[int, Future[ShardSnapshot]] = {}  # by shard, the call that waits for its part
         self._last = False  # the servers end after it
         self._void = False
-        self._committing = threading.Lock()  # held while a manifest is written: it is there, or never will be
+        # Held while a manifest is written, so that `abandon` is certain whether it exists
+        self._committing = threading.Lock()
 
     def abandon(self) -> None:
         """Makes the checkpoint void, unless its manifest is written already. No manifest is written after
@@ -279,7 +281,7 @@ class CheckpointAttempt:
             raise Void
 
     def make(self) -> Steps[None]:
-        """Makes the checkpoint. Raises Void once it is abandoned, PSError where it fails."""
+        """Makes the checkpoint. Raises Void once it is abandoned, PSError if it fails."""
         self._last = self._job.requests.last
         if self._job.requests.standing or (self._job.requests.open and self._stands_still()):
             yield from self._make_standing()
@@ -305,15 +307,19 @@ class CheckpointAttempt:
         yield from self._make_standing()
 
     def _stands_still(self) -> bool:
-        """Whether no worker can be in a step: there is none, or training has not begun. One that evaluates comes."""
+        """Whether no worker can be in a step: there is none, or training has not begun. A worker that evaluates may
+        still step.
+        """
         return self._job.members.stand_still()
 
     def _make_standing(self) -> Steps[None]:
-        """Takes each bucket as it is. In sync that will do if all are at one version: then training stands still."""
+        """Copies each bucket as it is. In sync that is enough if all buckets have one version: then no worker
+        trains.
+        """
         until = self._job.requests.until + self._timing.fallback
         while self._job.members.removals.pending() and self._now() < until:
             self._check_void()
-            yield self._timing.checkpoint_begin  # a worker that has left may have brought what waits for it to be gone
+            yield self._timing.checkpoint_begin  # staged contributions of a worker that has left wait for its removal
         while True:
             self._begin_standing()
             yield from self._await_parts()
@@ -330,20 +336,20 @@ class CheckpointAttempt:
     # -- 1. name a clock ---------------------------------------------------------------------------------------------
 
     def _begin(self) -> Steps[None]:
-        """Names a clock that all shards can still meet; in ssp and async there is none to name."""
+        """Chooses a clock that all shards can still meet. In ssp and async there is no such clock."""
         ahead = 1
         if self._one_clock and self._job.requests.open:
-            self._look()  # a clock that is needlessly far ahead costs a step, however long that takes
+            self._look()  # each step that the clock lies needlessly ahead delays the checkpoint by a step
         self._rename(ahead)
         while True:
             self._check_void()
             try:
-                # Asked for once more, because an answer was lost, it may be complete by now: what workers have sent for
-                # it meanwhile stays.
+                # A repeated call, whose first answer was lost, may find the part complete. The states that workers have
+                # sent for it stay.
                 self._begin_on_shards()
                 return
             except OutOfOrder:
-                ahead *= 2  # further at each try, because training goes on meanwhile
+                ahead *= 2  # further ahead at each attempt, because training continues meanwhile
                 self._look()
                 self._store.discard(self._spec.name, self._name)
                 self._rename(ahead)
@@ -351,14 +357,14 @@ class CheckpointAttempt:
                 yield from self._job.requests.pause(self._now, self._timing.checkpoint_begin)
 
     def _look(self) -> None:
-        """Asks the shards which clocks the job has reached."""
+        """Queries the shards for the clocks that the job has reached."""
         reached, progress = self._job.look(), self._job.progress
         with self._committing:
             self._check_void()  # otherwise that was before a rollback
             progress.reached = max(progress.reached, reached)
 
     def _rename(self, ahead: int) -> None:
-        """Chooses another name, and a clock that lies so many steps, or multiples of the policy's, ahead."""
+        """Chooses another name, and a clock `ahead` steps, or multiples of the policy's steps, ahead."""
         self._job.states.forget()
         self._name = self._next_name()
         reached, steps = self._job.progress.reached, self._job.checkpointing.policy.steps
@@ -370,7 +376,7 @@ class CheckpointAttempt:
             self._clock = (reached // steps + ahead) * steps
 
     def _next_name(self) -> str:
-        """Returns the name of a checkpoint that was just begun: no other one, of any coordinator, has it."""
+        """Begins a checkpoint on disk under a new name, and returns the name. No coordinator has used it before."""
         self._job.progress.base = self._job.base()
         return next(name for name in self._job.names if self._store.begin(self._spec.name, name))
 
@@ -393,7 +399,9 @@ class CheckpointAttempt:
         answers_of([pool.submit(api.begin_snapshot, request) for api, request in requests])
 
     def _refusal(self) -> float:
-        """Returns for how many seconds shards take no push that would not be in the checkpoint; 0: they take all."""
+        """Returns for how many seconds shards refuse pushes that come too late for the checkpoint; 0: they
+        refuse none.
+        """
         requests = self._job.requests
         if not (self._last or requests.standing):
             return 0.0
@@ -402,8 +410,11 @@ class CheckpointAttempt:
     # -- 2. wait for parts and states --------------------------------------------------------------------------------
 
     def _await_parts(self) -> Steps[bool]:
-        """Waits for every shard's part. Returns False if the checkpoint was asked for, and training stands still, or
-        the time is over in which live workers had to come to its clock."""
+        """Waits for every shard's part.
+
+        Returns False for a requested checkpoint if no worker trains, or if live workers have not reached its clock in
+        time.
+        """
         requests, self._parts, self._awaited = self._job.requests, {}, {}
         asked, wanted = requests.asked, requests.open
         while True:
@@ -443,22 +454,22 @@ class CheckpointAttempt:
         while True:
             self._check_void()
             late = {member.rank for member in self._job.members.all()} - self._job.states.at(clock).keys()
-            # One that was asked for meanwhile has its own time.
+            # A request that came meanwhile has a time of its own.
             if not late or self._now() >= min(until, requests.until if requests.open else math.inf):
                 return self._states_now(clock)
             yield self._timing.checkpoint_look
 
     def _states_until(self) -> float:
-        """Returns how long live workers have to send their states. In sync no other state will do."""
-        if not self._one_clock:  # where pushes are refused, no worker passes by any more
+        """Returns until when live workers must send their states. In sync a state of another clock is of no use."""
+        if not self._one_clock:  # shards that refuse pushes let no worker pass the clock
             return self._now() + (0.0 if self._last else self._timing.any_state)
         return math.inf if self._job.requests.open else self._now() + self._timing.state
 
     def _states_now(self, clock: int | None) -> States:
         """Returns the states that belong to a clock; without one, the newest of each worker.
 
-        Of a worker that died the newest is in the last checkpoint: a new process of its rank goes on from there, with
-        the data of the clock that the job has come to.
+        The newest state of a worker that died is in the last checkpoint. A new process of its rank continues from that
+        state, with the data of the job's present clock.
         """
         states = self._job.states
         if clock is not None:
@@ -485,7 +496,7 @@ class CheckpointAttempt:
         return tuple(sorted(({member.rank for member in self._job.members.all()} | left.keys()) - states.keys()))
 
     def _reached(self) -> VersionRange:
-        """Returns how far the buckets are in all parts together."""
+        """Returns the versions and clocks of the buckets in all parts."""
         # A shard may train no bucket at all.
         return union(part.extent for part in self._parts.values() if part.extent.clocks)
 
@@ -514,7 +525,7 @@ class CheckpointAttempt:
         self._log_states(manifest)
 
     def _log_states(self, manifest: Manifest) -> None:
-        """Says which workers' states are missing, or are older than the checkpoint's clock."""
+        """Logs which workers' states are missing, or are older than the checkpoint's clock."""
         job, left, troubles = self._spec.name, self._job.states.left_at(), self._job.troubles
         if not manifest.without:
             troubles.over("without")
@@ -562,7 +573,9 @@ class CheckpointAttempt:
 
 
 def _bases(base: Manifest | None, parts: Mapping[int, ShardSnapshot]) -> dict[int, tuple[StoredPart, ...]]:
-    """Returns, by shard, the files that its part builds on, oldest first. base: the checkpoint before, that they may"""
+    """Returns, by shard, the files that its part builds on, oldest first. base: the checkpoint that the parts may build
+    on
+    """
     if base is None:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What all jobs of a coordinator share: the shards, the limits, the directory of checkpoints, and the time."""
+"""Shared by all jobs of a coordinator: the shards, the limits, the directory of checkpoints, and the clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ps_server.storage.files import Files
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Where checkpoints are, and when they are made.
+    """The checkpoints of a cluster: their directory, and the policy by which they are made.
 
     release: gives up the lock on the directory, so that another coordinator can use it
     room:    the memory budget for the workers' states of all jobs
@@ -44,7 +44,7 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What each job of the coordinator sees of the cluster.
+    """The cluster, for the jobs of its coordinator.
 
     lease:         seconds for which a worker counts as live without a heartbeat
     checkpointing: None: the servers make no checkpoints
@@ -82,6 +82,6 @@ class Registry(Protocol):
     def forget(self, name: str, why: str, finished: FinishedJob | None) -> None:
         """Drops a job that has ended, and frees its name.
 
-        why:      the reason in words; empty if all its workers have left
-        finished: what stays known of the job if its workers were done; None if they were not
+        why:      the reason, as text; empty if all its workers have left
+        finished: the record of the job that is kept if its workers were done; None if they were not
         """

@@ -1,4 +1,4 @@
-"""A job, as its coordinator knows it. All that happens to it is a method here.
+"""A job on its coordinator. Everything that happens to a job is a method of CoordinatedJob.
 
     workers come and go:        join, leave, expire, finish
     while they train:           members.heartbeat, data.lease, rounds.gather_values, look_at_rounds, save_worker_state
@@ -120,7 +120,7 @@ class CoordinatedJob:
 
     @property
     def spec(self) -> JobSpec:
-        """What the job is."""
+        """The job's spec."""
         return self.placed.spec
 
     @functools.cached_property
@@ -134,7 +134,7 @@ class CoordinatedJob:
         return self._shard_processes
 
     def lost(self, shards: Mapping[int, RegisteredShard] | None = None) -> list[int]:
-        """Returns the shards that are served by another process than the one that held their part of the job."""
+        """Returns the shards whose process has changed since it got its part of the job: the part is lost."""
         shards = self._cluster.shards.known() if shards is None else shards
         return [index for index, shard in shards.items() if self._shard_processes.get(index) != shard.process]
 
@@ -170,7 +170,7 @@ class CoordinatedJob:
         )
 
     def _announce(self) -> None:
-        """Tells the watchers, and the workers in a round, which workers are live now."""
+        """Sends the roster to the watchers, and to the workers in a round."""
         self.script.workers_changed()
         self.watchers.tell()
         self.rounds.changed()
@@ -178,11 +178,11 @@ class CoordinatedJob:
     # -- workers come and go -----------------------------------------------------------------------------------------
 
     def join(self, rank: int | None, request: JoinRequest) -> JoinedMember:
-        """Makes the caller a live worker; returns its place and the clock it starts from.
+        """Makes the caller a live worker; returns its membership and the clock it starts from.
 
-        Raises JobInUse where live workers of another launch are in the way; TryLater while it is not clear whether they
-        are still live, see Membership.rivals, where a shard does not answer, and where the disk does not take the
-        coordinator's file: a coordinator that came back would not know of the worker that the shards count.
+        Raises JobInUse if live workers of another launch prevent the join; TryLater while it is unknown whether they
+        live (Membership.rivals), if a shard does not answer, or if the coordinator's file cannot be written: a
+        restarted coordinator would not know a worker that the shards count.
         """
         continued = self._continued(request)
         try:
@@ -212,7 +212,7 @@ class CoordinatedJob:
         return result
 
     def _tell_of_waits(self) -> None:
-        """Says once for whom the first worker waits that has come back after all were gone."""
+        """Logs once which ranks the job waits for, when a first worker comes back."""
         awaited = self.members.newly_awaited()
         if awaited:
             ranks = ranks_text(awaited)
@@ -220,7 +220,7 @@ class CoordinatedJob:
             self._cluster.events.note("lost", self.spec.name, f"no worker was left: the job waits for {ranks}")
 
     def _continued(self, request: JoinRequest) -> Continued | None:
-        """Returns what a worker goes on with whose launch has taken no part in the job yet."""
+        """Returns what earlier launches have trained, for the first worker of a new launch; otherwise None."""
         attendance = self.members.attendance
         if request.previous is not None or not request.launch or request.launch in attendance.launches:
             return None
@@ -262,12 +262,12 @@ class CoordinatedJob:
         """Removes a worker that leaves. Returns True if it was the last one and the job has ended.
 
         state: the worker's clock and own state, which the next checkpoints keep; None: it sends none
-        done:  the worker's script has run to its end
+        done:  the worker's script has ended
         of:    the member of the worker's group that leaves. The group stays until each member has left with `done`, or
                one leaves without
         """
         state = _if_small(self.spec.name, rank, state, self._cluster.limits.state_bytes)
-        with self.life.deciding():  # not between what a rollback decides and what it books
+        with self.life.deciding():  # not between the decision and the bookkeeping of a rollback
             if self.spec.group_size > 1:
                 stays, state = self._member_leaves((rank, incarnation, key), of, state, done)
                 if stays:
@@ -282,7 +282,7 @@ class CoordinatedJob:
         how = f"{', done' if done else ''}{'' if was_live else ', and does not join again'}"
         log.info("job %s: worker %d leaves%s", self.spec.name, rank, how)
         self._cluster.events.note("leave", self.spec.name, f"worker {rank} leaves{how}")
-        # Also the last one, before the last checkpoint: what others have staged may wait for a step of this one.
+        # The last worker too, before the last checkpoint: staged contributions may wait for its step.
         self._remove([member])
         self._registry.save()
         self.members.removals.tell()
@@ -291,34 +291,34 @@ class CoordinatedJob:
     def _member_leaves(
         self, worker: tuple[int, int, bytes], of: int, state: tuple[int, bytes] | None, done: bool
     ) -> tuple[bool, tuple[int, bytes] | None]:
-        """Takes what a member of a group leaves behind; returns whether the group stays, and what it leaves behind.
+        """Records that a member of a group leaves. Returns whether the group stays, and the state that it leaves.
 
-        A caller that is no live worker changes nothing here: its states would be nobody's. Raises Forbidden.
+        A caller that is no live worker changes nothing: its state would belong to no worker. Raises Forbidden.
         """
         self.check_member(of)
         try:
             self.members.check(*worker)
             stays = done and self.members.member_leaves(*worker, of)
-        except UnknownWorker:  # or it is fenced: `leave` says so
+        except UnknownWorker:  # also for a fenced worker: `leave` raises its error
             return False, None
         if self.checkpoints is None:
             return stays, None
         return stays, self.checkpoints.member_left(worker[0], of, state if done else None)
 
     def absent_awaited(self) -> tuple[Member, ...]:
-        """Returns the workers for whose return the job waits before it ends, as all others have left; else none."""
+        """Returns the absent workers that the job waits for before it ends: all other workers have left. Else none."""
         return self.members.absent() if self.members.attendance.waits else ()
 
     @property
     def ends_soon(self) -> bool:
-        """Whether the job only waited for silent workers to come back, and the time of the last of these is over."""
+        """Whether the job only waited for silent workers to come back, and the last one's time is over."""
         return self.members.attendance.waits and not self.members.absent()
 
     def finish(self, wait: bool = True) -> bool:
         """Ends the job if its last worker has left; returns whether it has ended. Does nothing during a rollback, which
         calls this when it is over.
 
-        A worker that was removed as silent may still be alive, in the middle of its script. It is to find the weights
+        A worker that was removed as silent may still be alive, in the middle of its script. It must find the weights
         when it comes back. So the job waits for such workers: see Timing.absence.
 
         wait: False: the job ends without waiting for them
@@ -345,7 +345,7 @@ class CoordinatedJob:
         return True
 
     def _tell_wait(self, absent: tuple[Member, ...]) -> None:
-        """Says that the job waits for workers that may come back, and keeps it on disk."""
+        """Logs that the job waits for workers that may come back, and writes that to the state file."""
         seconds = max(member.expires for member in absent) - self._cluster.clock.now()
         who = ranks_text([member.rank for member in absent])
         were = "was" if len(absent) == 1 else "were"
@@ -355,7 +355,7 @@ class CoordinatedJob:
         self._registry.save()
 
     def _remove(self, members: Sequence[Member]) -> None:
-        """Has what workers that left, or were taken off, keep from others go to them."""
+        """Removes workers that left or were removed everywhere: from the shards, the data leases and the rounds."""
         with self.life.deciding():
             for member in members:
                 self.accounting.gone(member.rank, member.clock)
@@ -392,13 +392,13 @@ class CoordinatedJob:
             self._cluster.events.note("lost", self.spec.name, text)
         if expired or ended:
             self._remove([*expired, *ended])
-            # Before a shard hears of it: a coordinator that comes back must not take for live what a shard has removed.
+            # Before any shard hears of it: a restarted coordinator must not count a worker that a shard has removed.
             self._registry.save()
         self.members.removals.tell()
         return [member.rank for member in ended]
 
     def desert(self) -> None:
-        """Ends the job because its workers are gone, after a last checkpoint; not if one comes."""
+        """Ends a job whose workers have left without ending it, after a last checkpoint; not if a worker comes."""
         seconds = self.life.deserted_for(self.members.empty(without_awaited=True))
         with self.life.deciding():
             if not self.members.empty(without_awaited=True) or not self.life.is_running:
@@ -415,23 +415,21 @@ class CoordinatedJob:
     # -- while they train --------------------------------------------------------------------------------------------
 
     def look_at_rounds(self) -> None:
-        """Tells each worker that waits in a round which ranks it waits for, and whether one of these waits for a step
-        of its.
-        """
+        """Tells each worker that waits in a round which ranks it waits for, and if one of these waits for its step."""
         if self.rounds.waiting():
             self.rounds.look(self._waits(), self.spec.consistency.mixes_clocks)
 
     def _waits(self) -> list[Wait]:
-        """Asks all shards which workers wait there.
+        """Queries all shards for the workers that wait on them.
 
-        Returns none if the mode has pulls wait for no worker, if no look is due yet, or if a shard does not answer.
+        Returns none if pulls never wait for workers in this mode, if no query is due, or if a shard does not answer.
         """
         if self.spec.consistency.max_staleness is None or not self.rounds.look_due():
             return []
         try:
             answers = self._cluster.shards.call_all(lambda shard: shard.api.statistics())
         except PSError:
-            return []  # a shard is away: the next look is soon
+            return []  # a shard does not answer: the next query comes soon
         hosted = [shard.jobs[self.spec.name] for shard in answers if self.spec.name in shard.jobs]
         return [wait for job in hosted for wait in job.waits]
 
@@ -478,9 +476,9 @@ class CoordinatedJob:
             if not lost or not self.life.may_roll_back:
                 return
             if self.spec.consistency.goes_back_together and len(shards) < self._cluster.shards.count:
-                return  # all are rolled back, and one has not called in yet
+                return  # all shards go back together, and one has not registered yet
             if self._cluster.shards.are_awaited(self._cluster.timing.shard_awaited):
-                return  # those that keep theirs know what is lost with a worker that has died
+                return  # such a shard knows the steps of a worker that has died
             self.life.begin(Phase.ROLLING_BACK)
         reason = ""
         try:
@@ -506,7 +504,7 @@ class CoordinatedJob:
             self.finish()
 
     def _rollback(self, recovery: Recovery, shards: Mapping[int, RegisteredShard], lost: list[int]) -> None:
-        """Changes nothing for workers if it raises, or all are fenced: the same call may be made again."""
+        """If it raises, nothing has changed for workers, or all are fenced. The call may be repeated."""
         if self.checkpoints is not None:
             self.checkpoints.abandon()
         everywhere = self.spec.consistency.goes_back_together
@@ -533,8 +531,10 @@ class CoordinatedJob:
         self._announce()
 
     def _heard(self, shards: list[RegisteredShard]) -> tuple[dict[int, int], dict[int, int]]:
-        """Returns, by rank, how far each live worker is, as it said last, or as shards that keep theirs know better;
-        and how far those are that are gone, as these shards know."""
+        """Returns two maps of clocks by rank: of live workers, and of workers that have left.
+
+        A live worker's clock is the one that it reported last, or a higher one on a shard that keeps its part.
+        """
 
         def clocks_of(shard: RegisteredShard) -> Mapping[int, int]:
             with contextlib.suppress(PSError):
@@ -550,7 +550,7 @@ class CoordinatedJob:
         return heard, gone
 
     def continue_from(self, restored: Restored, shards: Iterable[RegisteredShard]) -> None:
-        """Notes that these shards hold the job as a checkpoint has it."""
+        """Records that these shards have restored the job from a checkpoint."""
         self._shard_processes |= {shard.index: shard.process for shard in shards}
         self.data.rolled_back()
         if self.checkpoints is not None:
@@ -559,10 +559,10 @@ class CoordinatedJob:
     # -- the job ends ------------------------------------------------------------------------------------------------
 
     def end(self, why: str = "", finished: FinishedJob | None = None) -> None:
-        """Ends the job, also if workers take part, and gives its memory back on every shard that answers.
+        """Ends the job, even while it has workers, and frees its memory on every shard that answers.
 
-        finished: the job as it stays known, if its workers were done
-        A shard that does not answer drops it later: no other run of the job's name waits for that.
+        finished: the record of the job that is kept, if its workers were done
+        A shard that does not answer drops it later. No other run of the job's name waits for that.
         """
         name, run = self.spec.name, self.placed.run
         ended = self.life.end(why)
@@ -582,7 +582,7 @@ class CoordinatedJob:
         self._cluster.events.note("end", self.spec.name, text)
 
     def stop(self) -> None:
-        """Ends the streams of workers: the coordinator stops, and the job goes on."""
+        """Ends the streams of workers because the coordinator stops. The job itself continues."""
         if self.checkpoints is not None:
             self.checkpoints.stop()
         self.watchers.end()
@@ -590,7 +590,7 @@ class CoordinatedJob:
 
 
 def _if_small(name: str, rank: int, state: tuple[int, bytes] | None, limit: int) -> tuple[int, bytes] | None:
-    """Returns a state that a worker leaves behind, unless it is too large: the worker leaves all the same."""
+    """Returns a worker's state, or None if it is too large: the worker leaves without it."""
     if state is None or len(state[1]) <= limit:
         return state
     size = len(state[1])

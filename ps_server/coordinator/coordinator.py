@@ -1,14 +1,14 @@
-"""The coordinator: its jobs, and where each begins and ends.
+"""The coordinator: its jobs, from beginning to end.
 
 It is not on the data path: workers reach the shards by themselves once they have the shard map.
 
     a cluster comes up:       shard_directory, shards
     a job begins:             register_job: made, or continued from a checkpoint
-    what happens to a job:    coordinator.job, which this finds by its name
+    what happens to a job:    coordinated_job.py; `job` finds a job by its name
     in the background:        expire_workers, recover_jobs, look_at_rounds, held_jobs.compare
     it ends, and is followed: drain, stop; the next one resumes the jobs from the state file
 
-Nothing here starts a thread but `start`: without it, what goes on in the background is done when it is called.
+Only `start` starts threads. Without it, tests and simulations call the background work themselves.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ class Coordinator:
         if policy is not None and (policy.restore or policy.resume):
             self._resume_jobs()
 
-    # -- what goes on in the background ------------------------------------------------------------------------------
+    # -- background work ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the threads that do what goes on in the background."""
+        """Starts the threads for the background work."""
         timing, lease = self._cluster.timing, self._cluster.lease
         self._background.start()
         self._background.repeat("leases", min(0.5, lease / 10), self._expiry.look_regularly)
@@ -124,7 +124,7 @@ class Coordinator:
             self._run_checkpoints(job)
 
     def stop(self) -> None:
-        """Ends the threads and tells watchers that nothing more comes."""
+        """Ends the threads and the streams of watchers."""
         self._background.stop()
         _at_once(self._cluster, "stop", [job.stop for job in self.jobs().values()])
         self._cluster.shards.close()
@@ -133,7 +133,7 @@ class Coordinator:
 
     @property
     def stopping(self) -> bool:
-        """True once `stop` was called."""
+        """Whether `stop` was called."""
         return self._background.stopping
 
     def _run_checkpoints(self, job: CoordinatedJob) -> None:
@@ -141,11 +141,11 @@ class Coordinator:
             self._background.run("checkpoints", job.checkpoints.run)
 
     def expire_workers(self) -> None:
-        """Takes off workers whose lease ran out, so that no worker waits for them."""
+        """Removes workers whose lease ran out, so that no worker waits for them."""
         self._expiry.look()
 
     def recover_jobs(self) -> None:
-        """Rolls back the jobs of which a shard lost its part, each beside the others."""
+        """Rolls back the jobs of which a shard lost its part, each in a thread of its own."""
         if self.charge.lost:
             return
         for name, job in self.jobs().items():
@@ -153,17 +153,20 @@ class Coordinator:
                 self._background.apart("recovery", name, partial(job.recover, self._recovery))
 
     def look_at_rounds(self) -> None:
-        """Tells workers in rounds which others these wait for."""
+        """Tells workers in rounds which ranks they wait for."""
         for name, job in self.jobs().items():
             if job.rounds.waiting():
                 self._background.apart("rounds", name, job.look_at_rounds)
 
     def _known_runs(self) -> set[Run]:
-        being_made = self._new_jobs.runs.being_made()  # before the jobs: what is made meanwhile is one of them
+        # Read before the jobs: a job that is made meanwhile is then in one of the two
+        being_made = self._new_jobs.runs.being_made()
         return being_made | {(name, job.placed.run) for name, job in self.jobs().items()}
 
     def make_checkpoints(self) -> None:
-        """Does what can be done now for the checkpoints of all jobs; with `start`, each job has a thread for it."""
+        """Advances the checkpoints of all jobs as far as possible now. After `start`, each job has a thread for
+        this.
+        """
         for job in self.jobs().values():
             if job.checkpoints is not None:
                 job.checkpoints.advance()
@@ -172,15 +175,15 @@ class Coordinator:
 
     @property
     def shard_directory(self) -> Shards:
-        """Which process serves which shard."""
+        """The registered shards."""
         return self._cluster.shards
 
     def shards(self) -> dict[int, RegisteredShard]:
-        """Returns the shards that have called in, by index."""
+        """Returns the registered shards, by index."""
         return self._cluster.shards.known()
 
     def shard_map(self, placement: Sequence[int]) -> ShardMap:
-        """Returns where the shards are, and which bucket is on which. placement: the shard of each bucket"""
+        """Returns the addresses of the shards, and the placement of buckets. placement: the shard of each bucket"""
         return ShardMap({index: shard.address for index, shard in self.shards().items()}, tuple(placement))
 
     # -- jobs --------------------------------------------------------------------------------------------------------
@@ -191,8 +194,8 @@ class Coordinator:
             return dict(self._jobs)
 
     def job(self, name: str, run: str = "") -> CoordinatedJob:
-        """Returns a job. Raises NotFound, saying why the job ended if that is known; FinishedWithout if the run has
-        finished; RunEnded if another run has the name now.
+        """Returns a job. Raises NotFound, with the reason of the job's end if it is known; FinishedWithout if the run
+        has finished; RunEnded if another run has the name now.
 
         run: the caller's run; empty: any
         """
@@ -241,7 +244,7 @@ class Coordinator:
                 owners = [job.owner.name for job in self._jobs.values()]
                 self._new_jobs.begin(spec.name, owners, caller)
             else:
-                self._new_jobs.check(spec.name)  # one that is not on disk yet may not come to be
+                self._new_jobs.check(spec.name)  # a job that is not on disk yet may still fail
         if known is not None:
             spec = spec if spec.bucket_bytes else replace(spec, bucket_bytes=known.spec.bucket_bytes)
             differs = difference(known.spec, spec)
@@ -272,10 +275,12 @@ class Coordinator:
         return job, True
 
     def _check_not_waiting(self, job: CoordinatedJob, launch: str) -> None:
-        """Raises where a job only waits for workers that may come back: JobFinished for a launch that took part, whose
-        last worker was done; TryLater for another launch, which begins the job anew.
+        """Raises an error if a job only waits for workers that may come back.
 
-        A process that comes back to its own place registers nothing.
+        That is JobFinished for a launch that took part and whose last worker was done, and TryLater for another launch,
+        which begins the job anew.
+
+        A worker process that rejoins does not register the job.
         """
         attendance, name = job.members.attendance, job.spec.name
         if not job.absent_awaited():
@@ -295,7 +300,7 @@ class Coordinator:
             try:
                 spec = job_spec_from_data(left.spec)
                 check_job_spec(spec, self._cluster.limits)
-                spec = with_defaults(spec)  # a server of version 1 kept what was registered
+                spec = with_defaults(spec)  # a server of version 1 stored the registered values without defaults
                 job = self._jobs[name] = resumed(left, spec, self._cluster, self)
             except PSError as error:
                 log.error("job %s: cannot be resumed: %s", name, error)
@@ -306,7 +311,7 @@ class Coordinator:
     def drain(self, seconds: float) -> None:
         """Refuses new jobs and workers, and makes a last checkpoint of each job.
 
-        seconds: the time that workers have to end their current steps
+        seconds: the time in which workers can end their current steps
         """
         self._draining = True
         text = "stopping"
@@ -323,21 +328,21 @@ class Coordinator:
         if self._draining:
             raise TryLater("the cluster is stopping")
 
-    # -- what jobs tell it: coordinator.cluster.Registry -------------------------------------------------------------
+    # -- calls of jobs: coordinator.cluster.Registry ------------------------------------------------------------------
 
     def save_ahead(self) -> None:
-        """Keeps what a coordinator after this one needs. Raises TryLater where the disk does not take it."""
+        """Writes the state file, for a later coordinator. Raises TryLater if the write fails."""
         if self._state_file is not None:
             self._saves.do(None)
 
     def _save_for_all(self, callers: Sequence[None]) -> Sequence[None]:
-        """Writes the file once, with what all callers have changed until now."""
+        """Writes the file once, with the changes of all callers."""
         assert self._state_file is not None
         self._state_file.save(lambda: {name: saved(job) for name, job in self.jobs().items()}, self.ended.finished)
         return callers
 
     def save(self) -> None:
-        """Does as `save_ahead`; where the disk does not take it, `save_again` does so later."""
+        """Writes the state file. If the write fails, `save_again` repeats it later."""
         try:
             self.save_ahead()
         except PSError as error:
@@ -346,7 +351,7 @@ class Coordinator:
             self._troubles.over("")
 
     def save_again(self) -> None:
-        """Keeps on disk what the disk did not take before."""
+        """Writes the state file if an earlier write has failed."""
         if self._state_file is not None and self._state_file.is_behind:
             self.save()
 
@@ -358,7 +363,7 @@ class Coordinator:
 
     def forget(self, name: str, why: str, finished: FinishedJob | None = None) -> None:
         """Drops a job that has ended, and frees its name."""
-        with self._lock:  # at any moment it is here or among those that have ended
+        with self._lock:  # so that the job is always either listed or among the ended ones
             if self._recovery is not None:
                 self._recovery.forget(name)  # before another job can have the name
             self._jobs.pop(name, None)
@@ -408,7 +413,7 @@ class Coordinator:
 
 
 def _at_once(cluster: Cluster, name: str, works: Sequence[Callable[[], object]]) -> None:
-    """Does something for all jobs at the same time: for one of them it may have to wait for a hung shard."""
+    """Calls functions in parallel, one for each job: one of them may have to wait for a hung shard."""
     with cluster.make_executor(max(1, len(works)), name) as pool:
         for work in works:
             pool.submit(guarded, name, work)

@@ -1,8 +1,8 @@
 """The jobs that are over: why, and which of them have finished.
 
-A job has finished when the last of its workers has left because its script had come to its end. It stays finished for
-the launches that took part in it: a worker that such a launch starts late is told so, and does not train the job a
-second time. For every other launch the name is free.
+A job has finished when the last of its workers has left because its script ended. It stays finished for the launches
+that took part in it: a worker that such a launch starts late gets an error, and does not train the job a second time.
+For every other launch the name is free.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FinishedJob:
 
 
 class EndedJobs:
-    """Methods may be called from any thread."""
+    """The ended jobs of a coordinator. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class EndedJobs:
             return dict(self._finished)
 
     def resume(self, finished: Mapping[str, FinishedJob]) -> None:
-        """Takes over what an earlier coordinator knew of jobs that have finished."""
+        """Adopts an earlier coordinator's record of finished jobs."""
         with self._lock:
             self._finished = dict(finished)
 
@@ -59,8 +59,8 @@ class EndedJobs:
                 raise has_finished(name, finished.at)
 
     def error(self, name: str, run: str) -> NotFound | None:
-        """Returns the error for a worker that asks for a job that does not run; None if no job of this name has ended
-        here.
+        """Returns the error for a worker that asks for a job that does not run; None if this coordinator has ended no
+        job of that name.
 
         run: the worker's run; may be empty. If it is the run that has finished, the worker was away when it finished
         """
@@ -71,7 +71,7 @@ class EndedJobs:
         return NotFound(f"job {name!r} ended: {why}") if why else None
 
     def ended(self, name: str, why: str, finished: FinishedJob | None) -> None:
-        """Notes that a job is over. why: in words; empty where its workers have left"""
+        """Records that a job is over. why: the reason, as text; empty if its workers have left"""
         with self._lock:
             if finished is not None:
                 before = self._finished.pop(name, None)
@@ -85,17 +85,18 @@ class EndedJobs:
                     del self._why[next(iter(self._why))]
 
     def begun(self, name: str, launch: str) -> None:
-        """Notes that a job of this name begins anew. launch: the launch that begins it; empty: unknown, or it has asked
-        to
+        """Records that a job of this name begins anew.
+
+        launch: the launch that begins it; empty: unknown, or the launch has explicitly asked for it
         """
         with self._lock:
             self._why.pop(name, None)
             if not launch:
                 self._finished.pop(name, None)
-            self._forget_added(name)  # its new run adds groups anew
+            self._forget_added(name)  # its new run adds parameter groups again
 
     def joined(self, name: str, launch: str) -> None:
-        """Notes that a launch takes part in the running job of this name, which so is no longer finished for it."""
+        """Records that a launch takes part in the running job of this name: the job is no longer finished for it."""
         with self._lock:
             finished = self._finished.get(name)
             if finished is not None and launch in finished.launches:
@@ -116,8 +117,9 @@ class EndedJobs:
 
 
 def has_finished(name: str, at: float) -> JobFinished:
-    """Returns the error for a worker that starts after its job has finished. at: when that was, in seconds
-    since 1970
+    """Returns the error for a worker that starts after its job has finished.
+
+    at: the time of the job's end, in seconds since 1970
     """
     return JobFinished(
         f"job {name!r} has finished: its last worker was done at {_date(at)}, so there is nothing to do for a worker "

@@ -1,4 +1,4 @@
-"""What happened to the jobs of a coordinator lately, for people who watch: the last events, in words."""
+"""The log of a coordinator's recent events, as text, for status and the page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EventLog:
 
     A repeated event is kept once, with a count: a caller that is refused in a loop displaces no other event. An event
     repeats the last one if kind, job and text are equal; a refusal repeats any kept refusal of its job.
-    Where there are too many, the oldest of the most frequent kind is forgotten: a checkpoint a minute displaces no
+    If there are too many, the oldest event of the most frequent kind is dropped: a checkpoint every minute displaces no
     rollback.
     """
 

@@ -1,4 +1,4 @@
-"""The figures that the workers of one job have measured: from their last heartbeats, or from when a done one left."""
+"""The measurements of one job's workers: from their last heartbeats, or from the end of a worker that is done."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HeardFigures:
             self._done.pop(rank, None)
 
     def done(self, rank: int, figures: WorkerFigures) -> None:
-        """Keeps the last figures of a worker that leaves because its script has run to its end."""
+        """Keeps the last figures of a worker that leaves because its script has ended."""
         with self._lock:
             self._done[rank] = figures
 

@@ -1,12 +1,12 @@
 """Finds jobs that only the shards or only the coordinator has, and ends them.
 
 A shard may hold a job that the coordinator does not know, because a CreateJob may arrive after the DropJob that was
-sent later. The coordinator has the shard drop such an orphan.
+sent later. The coordinator makes the shard drop such an orphan.
 
 The coordinator may know a job that no shard holds. Such a job ended while the disk with the coordinator's file was
-full, and the next coordinator has read the file from before the end. A shard whose process runs on drops a job only
-when it ends. So the coordinator ends the job, too, once none of the workers in that file is live or awaited. Otherwise
-workers would wait to join it until it is deserted for so long that it ends (Timing).
+full, and the next coordinator has read the file from before the end. A shard whose process keeps running drops a job
+only at the job's end. So the coordinator ends the job, too, once none of the workers in that file is live or awaited.
+Otherwise workers would wait to join it until it is deserted for so long that it ends (Timing).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Run = tuple[str, str]  # the name of a job, and its run
 
 @dataclass(frozen=True)
 class _Look:
-    """The jobs that one query of a shard found there."""
+    """The result of one query of a shard."""
 
     orphans: set[Run] = field(default_factory=set)
     dropped: set[Run] = field(default_factory=set)
@@ -39,8 +39,8 @@ class _Look:
 class HeldJobs:
     """Compares the coordinator's jobs with those that shards hold.
 
-    A difference counts only if two looks in a row find it: a job that begins or ends is on its shards a moment before,
-    or after, the coordinator lists it. For one thread.
+    A difference counts only if two queries in a row find it: a job that begins or ends may be on its shards shortly
+    before, or after, the coordinator lists it. For one thread.
 
     jobs:  returns the coordinator's jobs, by name
     known: returns the runs of these jobs, and those of jobs that are being made
@@ -62,7 +62,7 @@ class HeldJobs:
         dropped: set[Run] = set()
         for index, shard in self._shards.known().items():
             expected = {(name, job.placed.run) for name, job in self._jobs().items() if _is_held(job, shard)}
-            with contextlib.suppress(PSError):  # it is asked again soon
+            with contextlib.suppress(PSError):  # the shard is queried again soon
                 held = {(name, job.run) for name, job in shard.api.statistics().jobs.items()}
                 look = _Look(held - set(self._known()), expected - held)
                 before, self._last[index] = self._last.get(index, _Look()), look
@@ -76,7 +76,7 @@ class HeldJobs:
 
 
 def _is_held(job: CoordinatedJob, shard: RegisteredShard) -> bool:
-    """Whether a shard has to hold its part of a job at this moment."""
+    """Whether a shard must hold its part of a job now."""
     return job.life.is_running and not job.lost() and job.shard_processes.get(shard.index) == shard.process
 
 
@@ -90,10 +90,9 @@ def _end(job: CoordinatedJob) -> None:
 
 # -- leases that have run out ------------------------------------------------------------------------------------------
 
-# Ends leases that have run out, and jobs that wait for no worker any more, or that their workers have deserted.
-#
-# A coordinator that stood still itself (its machine was suspended, its process stopped) has heard no heartbeat
-# meanwhile: that ends no lease.
+# Ends leases that have run out, jobs that no longer wait for a worker, and jobs whose workers have left without an end.
+# A coordinator that was suspended itself (its machine, or its process by a signal) has missed heartbeats. That ends no
+# lease.
 
 
 # Of a lease: a coordinator that wakes up later by this has stood still. Four heartbeats come in a lease.
@@ -116,7 +115,7 @@ class Expiry:
     def look_regularly(self) -> None:
         """Calls `look`. A thread calls this at least four times a lease.
 
-        If the process itself stood still between two calls, all workers first get that much more time.
+        If this process was suspended between two calls, all workers first get that much more time.
         """
         clock, before = self._cluster.clock, self._looked
         stood_still = clock.now() - before if before is not None else 0.0
@@ -127,7 +126,7 @@ class Expiry:
         self._looked = clock.now()
 
     def look(self) -> None:
-        """Takes off the workers whose lease ran out, and ends the jobs that have had no worker for too long."""
+        """Removes the workers whose lease ran out, and ends the jobs that have had no worker for too long."""
         if self._cluster.shards.charge.lost:
             return  # their heartbeats go to another coordinator
         for name, job in self._jobs().items():

@@ -1,6 +1,6 @@
-"""The checkpoints of one job: when one is made, who has asked for one, and what the last one has.
+"""The checkpoints of one job: when one is made, the requests for one, and the content of the last one.
 
-A checkpoint is due after a number of steps or of seconds, or when it is asked for. checkpoint_attempt.py makes it. All
+A checkpoint is due after a number of steps or of seconds, or on request. checkpoint_attempt.py makes it. All
 of this is one generator, which yields the seconds that it waits for. In a server a thread runs it (`run`); a test or a
 simulation takes one step at a time (`advance`).
 """
@@ -68,7 +68,7 @@ class JobCheckpoints:
         self._changed = threading.Condition()
         self._changes = 0  # rises with every notice
         self._stopping, self._running = False, False
-        # Its calls wait for the shards' disks, and those for an abandoned checkpoint may be waiting still.
+        # Its calls wait for the shards' disks, and calls for an abandoned checkpoint may still be waiting.
         pool = cluster.make_executor(2 * cluster.shards.count, "checkpoints")
         first = int(checkpointing.store.next_name(placed.spec.name))
         names = (f"{number:06d}" for number in itertools.count(first))
@@ -79,10 +79,10 @@ class JobCheckpoints:
         self._work = self._make_all()
         self._job.spare_earlier_run()
 
-    # -- what makes it work ------------------------------------------------------------------------------------------
+    # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Makes checkpoints until `stop`: what a thread calls."""
+        """Makes checkpoints until `stop`. A thread calls this."""
         with self._changed:
             self._running = True
         try:
@@ -97,7 +97,7 @@ class JobCheckpoints:
                 self._changed.notify_all()
 
     def advance(self) -> float:
-        """Does what can be done now; returns the seconds until there may be more to do, if nothing changes."""
+        """Advances the work as far as possible now. Returns the seconds until the next call, if nothing changes."""
         return next(self._work)
 
     def stop(self) -> None:
@@ -156,7 +156,7 @@ class JobCheckpoints:
             self._job.cluster.events.note("checkpoint", self._spec.name, text)
 
     def _await_due(self) -> Steps[None]:
-        """Ends when a checkpoint is to be begun. One at a clock that lies ahead is begun long before that."""
+        """Waits until a checkpoint must be begun. A checkpoint at a clock ahead is begun well before that clock."""
         policy, progress = self._policy, self._progress
         while not self._requests.open:
             if progress.last is None and (policy.steps or policy.seconds):
@@ -176,10 +176,10 @@ class JobCheckpoints:
                 self._attempt.abandon()
             return self._attempt
 
-    # -- what the job and its workers bring --------------------------------------------------------------------------
+    # -- changes of the job and its workers --------------------------------------------------------------------------
 
     def save_state(self, rank: int, clock: int, state: bytes, of: int = 0) -> None:
-        """Takes a worker's own part, or that of a member of its group. Raises LimitExceeded where there is no room."""
+        """Keeps the state of a worker, or of a member of its group. Raises LimitExceeded if there is no room."""
         self._states.save(rank, clock, state, of)
         self._notify()
 
@@ -196,23 +196,23 @@ class JobCheckpoints:
             return None
 
     def left(self, rank: int, state: tuple[int, bytes] | None) -> None:
-        """Notes that a worker has left. state: its clock then and its own part, where it has sent it"""
+        """Records that a worker has left. state: its clock and its own state, if it has sent them"""
         try:
             self._states.leave(rank, state)
         except LimitExceeded as error:
             log.warning("job %s: worker %d leaves no state: %s", self._spec.name, rank, error)
 
     def joined(self, rank: int, has_place: bool = False) -> None:
-        """Notes that a worker of this rank is live. has_place: it has heard so: see WorkerStates.joined"""
+        """Records that a worker of this rank is live. has_place: it knows that it is: see WorkerStates.joined"""
         self._states.joined(rank, has_place)
 
     def state_of(self, rank: int, is_new: bool) -> tuple[int, bytes] | None:
-        """Returns the clock and state from which a joining worker of a rank continues; None if there is none to use.
+        """Returns the clock and state from which a joining worker of a rank continues; None if there is no usable one.
 
         It is the one that an earlier worker of the rank left behind, or the one in the last checkpoint.
 
         is_new: the worker's process has no state of its own. A process that was cut off while a checkpoint was made in
-                sync has a newer state than the checkpoint has of it: it keeps its own
+                sync has a newer state than the checkpoint, and keeps it
         """
         last = self._progress.last
         part = None if last is None or not self._spec.consistency.one_clock else last.workers.get(rank)
@@ -243,8 +243,10 @@ class JobCheckpoints:
         attempt.abandon()
 
     def rolled_back(self, manifest: Manifest) -> None:
-        """Notes that the job continues from a checkpoint: what is being made is void, the next one comes in time."""
-        with self._changed:  # no attempt begins in between: it would be named by a clock of before
+        """Records that the job continues from a checkpoint. A checkpoint under way is void, and the next one is made as
+        scheduled.
+        """
+        with self._changed:  # no attempt may begin in between: its clock would be from before the rollback
             self.abandon()
             self._states.rolled_back(StatesOnDisk(self._job.checkpointing.store, manifest, self._spec))
             self._progress.last, self._progress.reached = manifest, manifest.clock
@@ -300,8 +302,8 @@ class JobCheckpoints:
 
         seconds:  the time for live workers to reach the checkpoint's clock. After it, buckets are copied as they are,
                   without the states of workers that are late
-        standing: no worker trains any more
-        last:     the servers end after it: shards refuse pushes that would not be in it
+        standing: whether no worker trains any more
+        last:     whether the servers end after it: then shards refuse pushes that come too late for it
         """
         with self._changed:
             number = self._requests.ask(self._clock.now() + seconds, standing, last)
@@ -316,7 +318,7 @@ class JobCheckpoints:
             return self._progress.last
 
     def request_last(self, seconds: float) -> None:
-        """Makes the last checkpoint of a job that ends, if training went on since the one before. seconds: see
+        """Makes the last checkpoint of a job that ends, if there were steps since the one before. seconds: see
         `request`
         """
         if not self._is_up_to_date():
@@ -331,8 +333,9 @@ class JobCheckpoints:
             return
         until = self._clock.now() + seconds
         if not self._spec.consistency.one_clock:
-            # The workers send their states while pushes are still taken. Then there is one more, of all that shards
-            # acknowledged: it has these states, and each worker leaves out the data of the steps that it made since.
+            # The workers send their states for a first checkpoint while shards still accept pushes. A second one then
+            # has all acknowledged pushes, with the same states: each worker skips the data of the steps that it made in
+            # between.
             self._request_last(seconds / 2)
         self._request_last(max(0.0, until - self._clock.now()), last=True)
 
@@ -356,5 +359,5 @@ class JobCheckpoints:
         return None
 
     def statistics(self) -> CheckpointStatistics:
-        """Returns how many checkpoints there were, and what the last one is."""
+        """Returns the counts of checkpoints, and the last one."""
         return self._progress.statistics(self._clock.now())

@@ -1,4 +1,6 @@
-"""The leased data of one job: core.data_leases behind a lock. Asks the shards which data the weights have had."""
+"""The leased data of one job: core.data_leases behind a lock. Queries the shards for the data that the weights have
+had.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class JobData:
         self._members, self._shards, self._limits = members, cluster.shards, cluster.limits
         self._lock = threading.Lock()
         self._loaders: dict[int, DataLeases] = {}
-        self._looking: list[DataLeases] = []  # those of which the shards are being asked
+        self._looking: list[DataLeases] = []  # loaders for which the shards are being queried
         self._rollbacks = 0
         self._troubles = Troubles(log, "committed_data")
 
@@ -45,7 +47,7 @@ class JobData:
         if wanted:
             self._look(leases)
         lease = self._give(worker, key, leases, request.pass_number, request.count, request.report)
-        # Nothing is left: the shards know best what is done.
+        # No batch is free: query the shards for the committed ones.
         if request.count and not lease.ranges and not lease.complete:
             self._look(leases)
             leased = LeaseReport(leased=request.report.leased)
@@ -56,7 +58,7 @@ class JobData:
         self, worker: WorkerId, key: bytes, leases: DataLeases, number: int, count: int, report: LeaseReport
     ) -> BatchLease:
         with self._lock:
-            # Checked in here, so that no worker is given anything once `gone` was called for it.
+            # Checked under this lock, so that a worker gets no batch after `gone` was called for it.
             workers = self._members.check(*worker, key)
             if leases.stale:
                 raise try_soon(f"job {self._spec.name!r}: the shards are being asked which data is committed")
@@ -71,12 +73,12 @@ class JobData:
         return leases
 
     def _settled(self, leases: DataLeases) -> set[WorkerId]:
-        """Returns the workers that are gone, that had leased something, and from which no shard accepts anything."""
+        """Returns the workers that have left with leased batches, and from which no shard accepts a push any more."""
         half_gone = {(rank, incarnation) for _, rank, incarnation in self._members.removals.pending()}
         return leases.doubtful - half_gone
 
     def _committed(self) -> list[Committed]:
-        """Returns what every shard has committed. Raises PSError if one does not answer."""
+        """Returns the committed data of every shard. Raises PSError if one does not answer."""
         name, run = self._spec.name, self._run
         try:
             answers = self._shards.call_all(lambda shard: shard.api.committed(name, run))
@@ -85,12 +87,12 @@ class JobData:
         return [committed for committed in answers if committed is not None]
 
     def _look(self, leases: DataLeases) -> None:
-        """Asks the shards what is committed, unless another call does so at this moment. No lock is held meanwhile."""
+        """Queries the shards for committed data, unless another call is doing so. No lock is held meanwhile."""
         with self._lock:
             if leases in self._looking:
                 return
             self._looking.append(leases)
-            # Chosen before the shards are asked: nothing more of these workers can be committed.
+            # Chosen before the shards are queried: no further data of these workers can be committed.
             gone, rollbacks = self._settled(leases), self._rollbacks
         try:
             committed = self._committed()
@@ -108,13 +110,13 @@ class JobData:
                 self._looking.remove(leases)
 
     def gone(self, rank: int, incarnation: int) -> None:
-        """Notes that worker `rank` of this incarnation, and all earlier workers of the rank, take part no more."""
+        """Records that worker `rank` of this incarnation, and all earlier workers of the rank, have left."""
         with self._lock:
             for leases in self._loaders.values():
                 leases.gone(rank, incarnation)
 
     def rolled_back(self) -> None:
-        """Notes a rollback: before the next lease, the shards are asked again which data their weights have."""
+        """Records a rollback: before the next lease, the shards are queried again for the data in their weights."""
         with self._lock:
             self._rollbacks += 1
             for leases in self._loaders.values():

@@ -24,11 +24,11 @@ from ps_server.core.statistics import Wait
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of a round, as a waiting worker is told it.
+    """The state of a round, for a waiting worker.
 
     complete:    the round, if it is complete; otherwise None
     waiting_for: the ranks that have not given their value yet
-    step_wanted: one of these ranks waits for a step of the worker that is told
+    step_wanted: one of these ranks waits for a step of the worker that gets this
     """
 
     number: int
@@ -63,7 +63,7 @@ class _Waiter:
 class JobRounds:
     """All rounds of one job. Methods may be called from any thread.
 
-    save:  writes a complete round to disk, before any worker is told of it; raises TryLater if the write fails
+    save:  writes a complete round to disk, before any worker gets it; raises TryLater if the write fails
     owner: the principal to whom the values' memory is accounted
     """
 
@@ -73,13 +73,14 @@ class JobRounds:
         self._members, self._save, self._timing, self._clock = members, save, cluster.timing, cluster.clock
         self._lock = threading.RLock()
         self._waiters: list[_Waiter] = []
-        self._done: tuple[int, tuple[Round, ...]] = (0, ())  # the last complete round, and those kept
+        # The number of the last complete round, and the kept rounds
+        self._done: tuple[int, tuple[Round, ...]] = (0, ())
         self._over: NotFound | TryLater | None = None
         self._looked = 0.0
         self._unsaved: Round | None = None  # complete, and not on disk yet
 
     def resume(self, completed: int, kept: Sequence[Round]) -> None:
-        """Continues from what an earlier coordinator had kept."""
+        """Continues from the rounds that an earlier coordinator has kept."""
         with self._lock:
             self._rounds.completed, self._rounds.kept = completed, tuple(kept)
             self._rounds.behind = True
@@ -87,10 +88,10 @@ class JobRounds:
             self._done = completed, self._rounds.kept
 
     def _count(self) -> None:
-        """Notes how many bytes of values there are.
+        """Updates the number of bytes of the values.
 
-        Past rounds are kept for workers that start late, and the last one in any case. They take no room that others
-        need: what a job keeps of them is at most its equal part of the budget.
+        Past rounds are kept for workers that start late, and the last one always. A job keeps at most its equal share
+        of the budget, so past rounds take no memory that other jobs need.
         """
         kept = newest(self._rounds.kept, int(min(self._rounds.limit, self._room.fair())))
         self._rounds.kept = kept
@@ -131,13 +132,13 @@ class JobRounds:
                 return lambda: self._drop(waiter)
             if self._rounds.completed > before:
                 self._publish(complete)
-            elif self._unsaved is not None:  # not what was asked for: that may be an earlier one
+            elif self._unsaved is not None:  # the round that is not saved yet; the requested one may be earlier
                 self._publish(self._unsaved)
             listener.tell(Standing(complete.number, complete))
             return lambda: None
 
     def changed(self) -> None:
-        """Updates the rounds after a worker has joined or is gone. A worker that is gone is not waited for; its stream
+        """Updates the rounds after a worker has joined or left. No round waits for a worker that has left; its stream
         fails.
         """
         with self._lock:
@@ -180,9 +181,10 @@ class JobRounds:
     def look(self, waits: Collection[Wait], mixes_clocks: bool = False) -> None:
         """Sends the state of the round to each waiting worker that is due for it; see Timing.round_notice.
 
-        A worker whose step is wanted, or that has waited for Timing.round_hold, gets the state and is to ask again.
+        A worker whose step is wanted, or that has waited for Timing.round_hold, gets the state, and its stream ends: it
+        asks again.
 
-        waits:        which worker waits on a shard for which other one
+        waits:        the waits of workers on shards
         mixes_clocks: True: each worker counts its own steps; False: a worker that has reached the clock of a wait has
                       made its step, and is not asked for another
         """
@@ -216,7 +218,7 @@ class JobRounds:
         return tuple(sorted(ranks - self._rounds.given.keys()))
 
     def _publish(self, complete: Round) -> None:
-        """Keeps a complete round on disk, and tells all that wait. Raises TryLater where the disk does not take it."""
+        """Writes a complete round to disk, and sends it to all waiting workers. Raises TryLater if the write fails."""
         self._done, self._unsaved = (self._rounds.completed, self._rounds.kept), complete
         self._save()
         self._unsaved = None

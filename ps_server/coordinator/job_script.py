@@ -1,10 +1,10 @@
-"""What the script of one job has set for the job and not for one worker, above all its learning-rate schedule.
+"""The settings that the script of one job makes for the whole job, above all its learning-rate schedule.
 
-tell   The coordinator asks one live worker for it with each of that worker's heartbeats. Each worker that leaves tells
-       it, too. The coordinator keeps the newest.
-ask    A worker that joined late asks for it before its first step. The coordinator then asks one live worker after the
-       other at once, and all of them with their next heartbeats, until one tells what it has set by now. If none does,
-       the newest counts of what was told before and of what checkpoints have.
+tell   One live worker reports the settings with each of its heartbeats, at the coordinator's request. So does each
+       worker that leaves. The coordinator keeps the newest report.
+ask    A worker that joined late asks for them before its first step. The coordinator then asks one live worker after
+       the other at once, and all of them with their next heartbeats, until one reports its present settings. If none
+       does, the newest of the earlier reports and of those in checkpoints counts.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import MAX_SCRIPT_BYTES
 from ps_server.coordinator.members import JobMembers
 
-Told = tuple[int, bytes]  # the clock of the worker that told it, and what it has set
+Told = tuple[int, bytes]  # a report: the worker's clock, and its settings
 
 
 class JobScript:
-    """What the script of one job has set. Thread-safe.
+    """The settings of the script of one job. Thread-safe.
 
     in_step: True: all workers are at one clock, and the script of the lowest rank counts; False: that of the worker
              with the highest clock counts
-    saved:   returns what checkpoints have, if it is of a clock above its argument; otherwise None
-    changed: called when a worker is to be asked at once
+    saved:   returns the settings in checkpoints, if their clock is above its argument; otherwise None
+    changed: called when a worker must be asked at once
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class JobScript:
         self._asking: dict[tuple[int, int], int] = {}  # by rank and incarnation, the request of a worker that came late
         self._number = self._answered = 1
         self._candidates: list[int] = []  # ranks that may be asked for the last request, the first one first
-        self._teller: int | None = None  # the rank that tells with each heartbeat; None: is to be chosen
+        self._teller: int | None = None  # the rank that reports with each heartbeat; None: not chosen yet
         self._lock = threading.Lock()
 
     def workers_changed(self) -> None:
-        """Notes that a worker came or went."""
+        """Records that a worker joined or left."""
         self._teller = None
 
     def asked_by_heartbeat(self, rank: int) -> int:
-        """Returns the request that a worker of this rank is to answer with its next heartbeat; 0: none."""
+        """Returns the number of the request that a worker of this rank must answer with its next heartbeat; 0: none."""
         teller = self._teller
         if teller is None:
             self._teller = teller = next(iter(self._by_preference()), None)
@@ -66,11 +66,10 @@ class JobScript:
             return (self._candidates[0], self._number) if waits else None
 
     def tell(self, rank: int, request: int, told: Told | None) -> None:
-        """Takes a live worker's report of what its script has set. Raises InvalidRequest if it has over
-        MAX_SCRIPT_BYTES.
+        """Keeps a live worker's report of its script's settings. Raises InvalidRequest if it has over MAX_SCRIPT_BYTES.
 
         request: the number of the request that it answers
-        told:    its clock and what it has set; None: it has nothing to report
+        told:    its clock and its settings; None: it has nothing to report
         """
         if told is not None and len(told[1]) > MAX_SCRIPT_BYTES:
             raise InvalidRequest(f"what a script has set may have {MAX_SCRIPT_BYTES} bytes, got {len(told[1])}")
@@ -116,13 +115,16 @@ class JobScript:
             self._told = None
 
     def _by_preference(self, but: int | None = None) -> list[int]:
-        """Returns the live ranks, the one first whose script counts; those last that ask themselves."""
+        """Returns the live ranks, in the order in which to ask them: the rank whose script counts first, and ranks that
+        ask themselves last.
+        """
         live = self._members.all()
         with self._lock:
             there = {(member.rank, member.incarnation) for member in live}
             self._asking = {worker: number for worker, number in self._asking.items() if worker in there}
             asking = {rank for rank, _ in self._asking}
         clock = {member.rank: 0 if self._in_step else -member.clock for member in live}
-        # Those that ask come last, and not never: one that got no answer in time has gone on, and has a schedule now.
+        # Ranks that ask are last, but included: a worker that got no answer in time trains on, and has a schedule by
+        # now.
         ranks = sorted(clock, key=lambda rank: (rank in asking, clock[rank], rank))
         return [rank for rank in ranks if rank != but]

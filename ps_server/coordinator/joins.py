@@ -1,8 +1,8 @@
 """The joins of one job. Workers that come while others are being added to the shards are added together, after these.
 
-Each worker has its own reservation, and gets its own place or its own error. The calls to the shards, the write of the
-coordinator's file, and the messages to the workers are made once for all of them. So W workers that start at once on S
-shards cost a few times S calls instead of W times S.
+Each worker has its own reservation, and gets its own membership or its own error. The calls to the shards, the write of
+the coordinator's file, and the messages to the workers are made once for all of them. So W workers that start at once
+on S shards cost a few times S calls instead of W times S.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class JobJoins:
             return error
 
     def _abort(self, reservations: Sequence[Reservation]) -> None:
-        """Takes back joins that failed half way."""
+        """Undoes joins that failed half way."""
         if not reservations:
             return
         fenced = [self._members.abort(reservation) for reservation in reservations]

@@ -14,7 +14,7 @@ from ps_server.coordinator.timing import Clock
 
 
 class Phase(enum.Enum):
-    """What is being done to a job. During a phase other than RUNNING no worker joins, and no other phase begins."""
+    """The phases of a job. During a phase other than RUNNING no worker joins, and no other phase begins."""
 
     RUNNING = enum.auto()
     ROLLING_BACK = enum.auto()
@@ -67,19 +67,19 @@ class Lifecycle:
         self._phase = phase
 
     def done(self) -> None:
-        """Notes that the job's current phase is over."""
+        """Ends the job's current phase."""
         with self._lock:
             self._phase = Phase.RUNNING
 
     def rollback_failed(self, why: str, pause: float) -> None:
-        """Notes why a rollback failed. Workers that ask to join are told why.
+        """Records why a rollback failed: the error for workers that ask to join.
 
         pause: seconds until the next attempt may begin
         """
         self._not_rolled_back, self._roll_back_at = why, self._clock.now() + pause
 
     def rolled_back(self) -> None:
-        """Notes that a rollback succeeded."""
+        """Records that a rollback succeeded."""
         self._not_rolled_back = ""
 
     def end(self, why: str) -> NotFound | None:

@@ -6,7 +6,7 @@ A join takes two rounds over the shards, so that each shard counts the worker fr
    the worker is complete there without it.
 2. The highest frontier becomes the clock at which the worker starts, on all shards.
 
-A worker that is gone stays a pending removal until every shard has heard of it (removals.py).
+A worker that has left stays a pending removal until every shard has stopped counting it (removals.py).
 
 No lock is held during a call to a shard. A join is first a reservation. It becomes a live worker when all shards count
 it, unless the reservation has become void meanwhile: by a later join of the same rank, or by a rollback.
@@ -37,7 +37,7 @@ Roster = tuple[list[int], int, bool]
 
 
 class _OnDisk:
-    """Which of the live workers are in the state file. The caller holds the lock of the members.
+    """The live workers that are in the state file. The caller holds the lock of the members.
 
     unsaved: incarnations of live workers that are not in the file yet
     """
@@ -47,7 +47,9 @@ class _OnDisk:
         self._started = started
 
     def roster(self, membership: Membership) -> Roster:
-        """Returns the roster without those, and whether training has started not only because of one of them."""
+        """Returns the roster without unsaved workers. Its last value is False if training has started only because of
+        one of these.
+        """
         ranks = [rank for rank, each in membership.members.items() if each.incarnation not in self.unsaved]
         self._started = membership.started and (self._started or not self.unsaved)
         return sorted(ranks), membership.world_size, self._started
@@ -55,9 +57,7 @@ class _OnDisk:
 
 @dataclass(frozen=True)
 class Joined:
-    """How far the job was when all shards counted a worker. clock: the clock from which they count it; others: see
-    Member
-    """
+    """The result of counting a worker on all shards. clock: the clock from which they count it; others: see Member"""
 
     clock: int
     pushed: int | None
@@ -87,7 +87,7 @@ class JobMembers:
         self._lock = threading.Lock()  # held for the moment of a look or a change
         self.removals = Removals(name, run, cluster.shards, pending_removals)
         self._joining = Reservations(name)
-        self._fenced: dict[int, Member] = {}  # by rank, those whose own join failed half way: they try again
+        self._fenced: dict[int, Member] = {}  # by rank, workers whose own join failed half way: they try again
         self.attendance = Attendance()
         self._on_disk = _OnDisk(membership.started)
         self._closed = False
@@ -138,7 +138,7 @@ class JobMembers:
             return tuple(member for _, member in sorted(self._membership.absent.items()))
 
     def done(self) -> tuple[int, ...]:
-        """Returns the ranks whose workers have left because their scripts had come to their ends."""
+        """Returns the ranks whose workers have left because their scripts ended."""
         with self._lock:
             return tuple(sorted(self._membership.done))
 
@@ -163,17 +163,17 @@ class JobMembers:
             return self._membership.last_incarnation
 
     def empty(self, without_awaited: bool = False) -> bool:
-        """Whether no worker is live, none joins at this moment, and none is expected to join again.
+        """Whether no worker is live, none is joining, and none is expected to join again.
 
-        without_awaited: those that are expected to join again do not count
+        without_awaited: ignore workers that are expected to join again
         """
         with self._lock:
             awaited = self._membership.rejoining and not without_awaited
             return not (self._membership.members or awaited or self._joining)
 
     def pending_removals(self) -> set[Removal]:
-        """Returns all workers that a shard may count although they are not live: those that are gone, and those that
-        are joining.
+        """Returns all workers that a shard may count although they are not live: workers that have left, and joining
+        ones.
         """
         with self._lock:
             joining = [(reservation.rank, reservation.incarnation) for reservation in self._joining]
@@ -199,9 +199,9 @@ class JobMembers:
 
         A worker repeats its request when the answer to the first call was lost.
 
-        Returns None, too, where the worker may be in a step and this coordinator, which has restarted, does not know
-        which shards have had that step. The worker then joins anew, and the shards say so. That is safe: from a place
-        that it never heard of, the worker has pushed nothing.
+        Also returns None if the worker may be in a step, and this coordinator has restarted: it does not know which
+        shards have had that step. The worker then joins once more, and the shards report it. That is safe: the worker
+        never learned of the first membership, so it has pushed nothing under it.
 
         Raises TryLater while the first call is being carried out.
         """
@@ -239,7 +239,7 @@ class JobMembers:
             number, is_new = membership.next_incarnation(), request.previous is None
             reservation = Reservation(rank, number, request.attempt, request.launch, key, older, is_new)
             before = self._joining.add(reservation)
-            if before is not None:  # what that join has told the shards by now is to be taken back
+            if before is not None:  # shards may count the worker of the void reservation
                 self.removals.add((before.rank, before.incarnation))
             return reservation
 
@@ -249,7 +249,7 @@ class JobMembers:
             self._closed = True
 
     def release(self, reservation: Reservation) -> None:
-        """Takes back a reservation of which no shard has heard."""
+        """Cancels a reservation of which no shard has heard."""
         with self._lock:
             self._joining.drop(reservation)
 
@@ -270,7 +270,7 @@ class JobMembers:
                 if not isinstance(each, Fenced)
             }
             last = {**first, **self._count_from(shards, clocks)}
-        except NotFound as error:  # a shard was started anew and has not called in yet, or see held_jobs.py
+        except NotFound as error:  # a shard was restarted and has not registered yet, or see held_jobs.py
             raise TryLater(f"job {self._name!r}: {error}") from None
         joined: list[Joined | PSError] = []
         for reservation in reservations:
@@ -286,8 +286,9 @@ class JobMembers:
     def _count_from(
         self, shards: Sequence[RegisteredShard], clocks: Mapping[Reservation, int | None]
     ) -> dict[Reservation, tuple[Counted, ...] | Fenced]:
-        """Has every shard count workers from these clocks on; returns what each shard says of each worker, or why one
-        has fenced it."""
+        """Makes every shard count workers from these clocks on. Returns, for each worker, each shard's state, or the
+        error of a shard that has fenced it.
+        """
         arrivals = [Arrival(each.rank, each.incarnation, each.key, clock) for each, clock in clocks.items()]
 
         def count(shard: RegisteredShard) -> list[Counted | Fenced]:
@@ -303,7 +304,7 @@ class JobMembers:
         return found
 
     def _retired(self, reservation: Reservation, fenced: object) -> PSError:
-        """Returns the error of a join of which a shard knows a later incarnation."""
+        """Returns the error for a join if a shard knows a later incarnation of the rank."""
         with self._lock:
             try:
                 self._joining.check(reservation)
@@ -348,7 +349,7 @@ class JobMembers:
         """Begins the lease of a worker, once its join is in the state file: the write may have taken longer than a
         lease.
 
-        Returns the worker with its new lease. Raises TryLater if the worker has lost its place meanwhile.
+        Returns the worker with its new lease. Raises TryLater if the worker was removed meanwhile.
         """
         with self._lock:
             self._on_disk.unsaved.discard(member.incarnation)
@@ -360,7 +361,7 @@ class JobMembers:
             return begun
 
     def abort(self, reservation: Reservation) -> bool:
-        """Takes back a join that failed half way. Some shards may have fenced the older worker of the rank: it is
+        """Undoes a join that failed half way. Some shards may have fenced the older worker of the rank, so it is
         removed too.
 
         Returns whether the older worker was live until now.
@@ -379,7 +380,7 @@ class JobMembers:
         return fenced
 
     def heartbeat(self, rank: int, incarnation: int, clock: int, key: bytes, of: int = 0) -> int:
-        """Renews a lease; returns the number of live workers. of: the member of a group whose heartbeat it is"""
+        """Renews a lease; returns the number of live workers. of: the member of the group that sends the heartbeat"""
         with self._lock:
             self._membership.heartbeat(rank, incarnation, clock, self._clock.now(), key, of)
             return len(self._membership.members)
@@ -388,11 +389,10 @@ class JobMembers:
 
     def leave(self, rank: int, incarnation: int, key: bytes, done: bool = False) -> tuple[Member, bool] | None:
         """Removes a worker, and returns it with whether it was live; None if there is no such worker. Raises Forbidden
-        for a wrong key.
+        for a
+        wrong key.
 
-        A worker that was not live was expected to join again after a rollback or a silence.
-
-        done: its script has run to its end
+        A worker that was not live was expected to join again after a rollback or a silence. done: its script has ended
         """
         with self._lock:
             self._fenced.pop(rank, None)
@@ -406,7 +406,7 @@ class JobMembers:
             return None
 
     def member_leaves(self, rank: int, incarnation: int, key: bytes, of: int) -> bool:
-        """Notes that a member of a group is done. Returns whether the group stays, because others of it are not.
+        """Records that a member of a group is done. Returns whether the group stays because other members are not.
 
         Raises UnknownWorker, Fenced or Forbidden unless the worker is live.
         """
@@ -442,14 +442,15 @@ class JobMembers:
             return self._membership.stop_waiting(self._clock.now())
 
     def doubt_is_over(self) -> bool:
-        """Returns whether a worker has turned out to live, after it seemed that none was left: see Membership."""
+        """Whether a worker has sent a heartbeat after all workers seemed dead: see Membership."""
         with self._lock:
             return self._membership.doubt_is_over()
 
     def rollback(self, everywhere: bool, last_incarnation: int) -> list[Member]:
         """Removes all workers, and expects them to join again. Makes reservations void. Returns the removed workers.
 
-        everywhere:       all shards were rolled back, and so count none of the workers; False: the others must be told
+        everywhere:       all shards were rolled back, and so count none of the workers; False: the other shards must
+                          remove them
         last_incarnation: the highest incarnation that any worker of the job may have had
         """
         with self._lock:
@@ -468,20 +469,19 @@ class JobMembers:
 
 
 def _may_be_late(request: JoinRequest) -> bool:
-    """Whether the caller may have died since: a network that was cut hands a call of a dead process over when it heals.
+    """Whether the caller may be dead: a network that was cut delivers a call of a dead process when it heals.
 
-    Such a call must not push out the process that was started in its place. One that lives asks again, and says that it
-    has waited. A client that names no launch is not asked to.
+    Such a call must not displace the process that replaced the dead one. A live process asks again, and reports how
+    long it has waited. A client that names no launch need not ask again.
     """
     return request.previous is None and bool(request.attempt and request.launch) and not request.waited
 
 
 # -- launches that have taken part -------------------------------------------------------------------------------------
 
-# The launches that have taken part in a job, and how its last worker left: whether the job has finished, for whom.
-#
-# A job whose last worker has left may wait for one that was taken off as silent: until that comes back, is known to be
-# dead, or has been away for too long. The job is finished then.
+# Attendance decides whether a job has finished, and for which launches.
+# A job whose last worker has left may wait for a worker that was removed as silent, until that one comes back, is known
+# to be dead, or was away for too long. The job is finished then.
 
 
 LAUNCHES_KEPT = 256  # that took part in one job; the first are forgotten
@@ -492,10 +492,10 @@ class Attendance:
 
     launches: the launches, the latest last
     has_been: a worker has joined since this coordinator knows the job
-    has_left: a worker has left, and since then none has joined and none was lost
-    is_done:  the script of the worker that left last had run to its end
+    has_left: a worker has left; since then none has joined, and none was lost
+    is_done:  the last worker that left was done: its script had ended
     left_at:  when that worker left, in seconds since 1970
-    waits:    all others have left, and the job waits for absent workers before it ends
+    waits:    all other workers have left, and the job waits for absent ones before it ends
     """
 
     def __init__(self) -> None:
@@ -504,23 +504,21 @@ class Attendance:
         self.left_at = 0.0
 
     def joined(self, launch: str) -> None:
-        """Notes that a worker has joined. launch: the launch that started it; empty: unknown"""
+        """Records that a worker has joined. launch: the launch that started it; empty: unknown"""
         self.has_been, self.has_left, self.waits = True, False, False
         if launch and launch not in self.launches:
             self.launches = (*self.launches, launch)[-LAUNCHES_KEPT:]
 
     def left(self, done: bool, at: float) -> None:
-        """Notes that a worker has left. done: its script has run to its end; at: in seconds since 1970"""
+        """Records that a worker has left. done: its script has ended; at: in seconds since 1970"""
         self.has_left, self.is_done, self.left_at = True, done, at
 
     def lost(self) -> None:
-        """Notes that a live worker was lost. Its work is not done, so the job does not end because of those that left
-        before.
-        """
+        """Records that a live worker was lost. Its work is not done, so the job does not end with the others' leaving."""
         self.has_left = self.waits = False
 
     def wait(self) -> bool:
-        """Notes that the job waits for absent workers. Returns True the first time, False if it waited already."""
+        """Records that the job waits for absent workers. Returns True the first time, False if it waited already."""
         begins, self.waits = not self.waits, True
         return begins
 
@@ -532,9 +530,9 @@ class Attendance:
 class Reservation:
     """The rank and incarnation of a worker that is about to join.
 
-    launch: what has started it; empty: unknown
+    launch: the launch that started it; empty: unknown
     older:  the live worker that it replaces
-    is_new: its process has not had a place before
+    is_new: its process was not a worker of the job before
     """
 
     rank: int
@@ -560,19 +558,20 @@ class Reservations:
         return len(self._by_rank)
 
     def ranks(self) -> Collection[int]:
-        """Returns the ranks that are being taken."""
+        """Returns the reserved ranks."""
         return self._by_rank.keys()
 
     def are_strange(self, rank: int, request: JoinRequest) -> bool:
-        """Whether another launch is taking one of a new launch's ranks: see Membership.rivals. Of two that begin at
-        once, one gets all ranks."""
+        """Whether another launch is taking one of a new launch's ranks: see Membership.rivals. Of two launches that
+        begin at once, one gets all ranks.
+        """
         if not request.launch or request.previous is not None or request.take_over:
             return False
         strange = (each.rank for each in self if each.launch not in ("", request.launch))
         return any(each == rank or each in request.launch_ranks for each in strange)
 
     def add(self, reservation: Reservation) -> Reservation | None:
-        """Takes a reservation in; returns the one of the same rank that it makes void."""
+        """Adds a reservation; returns the one of the same rank that it makes void."""
         before = self._by_rank.get(reservation.rank)
         self._by_rank[reservation.rank] = reservation
         return before

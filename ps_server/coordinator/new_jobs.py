@@ -33,7 +33,7 @@ class NewJobs:
 
     def __init__(self, cluster: Cluster, registry: Registry, recovery: Recovery | None) -> None:
         self._cluster, self._registry, self._recovery = cluster, registry, recovery
-        self._making: dict[str, str] = {}  # by name of the jobs that are being made, who began them
+        self._making: dict[str, str] = {}  # by name of each job that is being made, the principal that began it
         self._lock = threading.Lock()
         self.runs = Runs(cluster.clock)
 
@@ -57,7 +57,7 @@ class NewJobs:
             self._making[name] = caller
 
     def check(self, name: str) -> None:
-        """Raises TryLater while a job of this name is being made, or written down: see `begin`."""
+        """Raises TryLater while a job of this name is being made or saved: see `begin`."""
         with self._lock:
             self._check(name)
 
@@ -67,7 +67,7 @@ class NewJobs:
             raise restoring or try_soon(f"job {name!r} is being registered at this moment")
 
     def done(self, name: str) -> None:
-        """Notes that a job is made, or will not be."""
+        """Records that the job is made, or that making it failed."""
         with self._lock:
             self._making.pop(name, None)
         self.runs.made(name)
@@ -83,7 +83,7 @@ class NewJobs:
         """
         try:
             return self._made(spec, chosen)
-        except RunEnded:  # a shard holds what a coordinator with a clock ahead of this one's has made
+        except RunEnded:  # a shard holds a run of an earlier coordinator whose clock was ahead
             self.runs.follow(max(self._cluster.shards.runs_of(spec.name)))
             return self._made(spec, chosen)
 
@@ -109,7 +109,7 @@ class NewJobs:
         try:
             shards.call_all(create)
         except PSError:
-            # All or none: what some shards made room for would belong to no job.
+            # All or none: otherwise some shards would hold buckets of no job.
             with contextlib.suppress(PSError):
                 shards.call_all(lambda shard: shard.api.drop_job(spec.name, placed.run))
             raise
@@ -124,7 +124,7 @@ class NewJobs:
         self.runs.making(spec.name, placed.run)
         try:
             restored = recovery.restore(placed, list(shards.values()), last_incarnation=0, any_run=True)
-        except JobMismatch:  # one shard has found what cannot be cut anew, and others may have their parts already
+        except JobMismatch:  # one shard cannot cut its buckets anew; others may have restored theirs already
             with contextlib.suppress(PSError):
                 self._cluster.shards.call_all(lambda shard: shard.api.drop_job(spec.name, placed.run))
             raise

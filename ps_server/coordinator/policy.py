@@ -1,4 +1,4 @@
-"""When checkpoints are made, where they go, and how many are kept."""
+"""The policy of checkpoints: when they are made, where they go, and how many are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CheckpointPolicy:
     resume:         jobs that ran when an earlier coordinator ended are resumed; implied by `restore`
     full_every:     one of this many checkpoints has all rows of tables, the others only rows that changed since the one
                     before
-    address:        the coordinator's address, which another coordinator that wants the same directory is told
+    address:        the coordinator's address, for the error of another coordinator that wants the same directory
     """
 
     directory: Path

@@ -1,8 +1,8 @@
-"""Rolling a job back to its last checkpoint, after a shard lost what it held.
+"""Rolls a job back to its last checkpoint, after a shard lost its part of the job.
 
-In sync every shard goes back to the one clock that the checkpoint has, so that the job ends with the weights that it
-would have had. In ssp and async the shard that lost its part goes back alone: the others keep what they have, and what
-is missing on that shard is counted. Either way every worker is fenced, so that no push from before the rollback counts
+In sync every shard goes back to the checkpoint's clock, so the job ends with the same weights as without the loss. In
+ssp and async the shard that lost its part goes back alone: the others keep their weights, and the steps that are
+missing on that shard are counted. Either way every worker is fenced, so that no push from before the rollback counts
 after it. Then the workers join again.
 """
 
@@ -37,8 +37,8 @@ ANSWERS_WITHOUT_PROGRESS = 30  # of a shard that restores, after which other job
 class Restored:
     """The result of a rollback.
 
-    manifest:         of the checkpoint
-    reached:          how far the buckets are, for each shard that was rolled back
+    manifest:         the checkpoint's
+    reached:          the versions and clocks of the buckets, for each shard that was rolled back
     last_incarnation: the highest incarnation that any worker of the job may have had
     """
 
@@ -48,7 +48,7 @@ class Restored:
 
 
 class Rollback:
-    """A rollback to one checkpoint that is under way, and how far each shard is. Methods may be called from any thread.
+    """A rollback under way to one checkpoint, with the progress of each shard. Methods may be called from any thread.
 
     incarnation: shards fence all workers up to this one; higher than in every other rollback of the job
     """
@@ -58,7 +58,7 @@ class Rollback:
         self._shards: dict[int, RestoreProgress] = {}
 
     def note(self, shard: int, progress: RestoreProgress) -> bool:
-        """Notes how far a shard's restore is. Returns whether it has advanced."""
+        """Records the progress of a shard's restore. Returns whether it has advanced."""
         before, self._shards[shard] = self._shards.get(shard), progress
         return progress != before
 
@@ -83,7 +83,7 @@ class Recovery:
         self._store, self._policy, self._shards = checkpointing.store, checkpointing.policy, shards
         self._counts = RecoveryStatistics()
         self._troubles = Troubles(log, None)  # ps_restores_total counts them
-        self._lock = threading.Lock()  # of what jobs have in common that are restored at the same time
+        self._lock = threading.Lock()  # guards the fields below: jobs may be restored at the same time
         self._last: dict[str, Rollback] = {}  # by job
         self._under_way: dict[str, Rollback] = {}
 
@@ -101,11 +101,11 @@ class Recovery:
         return error
 
     def statistics(self) -> RecoveryStatistics:
-        """Returns how many checkpoints were restored, and how many passed over."""
+        """Returns how many checkpoints were restored, and how many were skipped."""
         return self._counts
 
     def restorable(self, spec: JobSpec) -> bool:
-        """Whether a job that is registered is to continue from a checkpoint of its name."""
+        """Whether a newly registered job continues from a checkpoint of its name."""
         return self._policy.restore and bool(self._store.names(spec.name))
 
     def last_bucket_bytes(self, spec: JobSpec) -> int | None:
@@ -140,7 +140,7 @@ class Recovery:
 
         Raises JobMismatch if the spec is not the same, naming the difference; VersionMismatch if a newer version of
         this program made the last checkpoint; NoCheckpoints if there is none; TryLater if a shard does not answer, or
-        if the disk of a shard is missing that has its part.
+        if a shard lacks the disk with its files.
         """
         name = job.spec.name
 
@@ -166,7 +166,8 @@ class Recovery:
         """Counts and logs the checkpoints that were begun after the one that was restored."""
         try:
             unfinished = self._store.unfinished(job, restored)
-        except (OSError, PSError) as error:  # the shards are restored: they would be once more, and again
+        # No error: the shards are restored, and the caller would restore them again
+        except (OSError, PSError) as error:
             log.warning("job %s: whether checkpoints after %s were begun is not known: %s", job, restored, error)
             return
         self._count(RecoveryStatistics(unfinished=len(unfinished)))
@@ -174,9 +175,10 @@ class Recovery:
             log.warning("job %s: checkpoint %s was not completed: it has no manifest", job, name)
 
     def _next(self, job: str, run: str, checkpoint: str, last_incarnation: int) -> Rollback:
-        """Returns the rollback to a checkpoint: the last one, if that was to the same, and no worker came since.
+        """Returns the rollback to a checkpoint: the last one again, if it was to the same checkpoint and no worker has
+        come since.
 
-        Another one has a higher incarnation: shards tell by it which call is the later one.
+        A new rollback has a higher incarnation, by which shards recognise the later call.
         """
         with self._lock:
             last = self._last.get(job)
@@ -188,7 +190,7 @@ class Recovery:
         return rollback
 
     def forget(self, job: str) -> None:
-        """Drops what is known of a job that has ended."""
+        """Drops the last rollback of a job that has ended."""
         with self._lock:
             self._last.pop(job, None)
 
@@ -220,7 +222,7 @@ class Recovery:
             manifest = self._store.manifest(job.spec.name, name)
         except VersionMismatch:
             if any_run:
-                raise  # it would be lost behind what is made from an older one
+                raise  # a run from an older checkpoint would bury this one
             return None
         if not any_run and not job.owns(manifest.run, name):
             return None
@@ -245,9 +247,10 @@ class Recovery:
 
 
 def _check_other_cut(before: JobSpec, spec: JobSpec, manifest: Manifest) -> None:
-    """Raises JobMismatch if a checkpoint whose parameters are cut otherwise cannot be cut anew: it is not in one place.
+    """Raises JobMismatch if a checkpoint with another cut cannot be cut anew, because its files are on several shards'
+    own disks.
 
-    before: the job as the checkpoint has it
+    before: the job of the checkpoint
     """
     were, are = (f"groups of {n}" if n > 1 else "workers of one process" for n in (before.group_size, spec.group_size))
     if any(part.disk for part in manifest.shards.values()):
@@ -264,10 +267,11 @@ def _check_other_cut(before: JobSpec, spec: JobSpec, manifest: Manifest) -> None
 
 
 def _own_files(job: PlacedJob, manifest: Manifest, shard: int) -> tuple[StoredPart, ...]:
-    """Returns the file that a shard has of a checkpoint on a disk of its own, and before it those that it builds on.
+    """Returns a shard's files of a checkpoint on its own disk: the files that the last one builds on, then the last
+    one.
 
-    Empty where all servers share one place. Raises TryLater if other shards' disks have some of its buckets: nothing is
-    lost if their number is put right.
+    Empty if all servers share one directory. Raises TryLater if other shards' disks have some of its buckets: the
+    number of shards has changed, and nothing is lost if the operator restores it.
     """
     part = manifest.shards.get(shard)
     is_own = part is not None and part.disk

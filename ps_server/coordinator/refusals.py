@@ -17,7 +17,7 @@ SOON_SECONDS = 0.05
 
 
 def try_soon(text: str) -> TryLater:
-    """Returns a TryLater whose cause is over in a moment."""
+    """Returns a TryLater for a cause that passes within a moment."""
     later = TryLater(text)
     later.retry_after = SOON_SECONDS
     return later
@@ -27,7 +27,7 @@ def refusal(job: str, rivals: Rivals, request: JoinRequest, lease: float) -> PSE
     """Returns the error for a worker whose rank or job is in use: JobInUse if a rival is known to be live, otherwise
     TryLater.
 
-    The TryLater says when to ask again. lease: seconds
+    The TryLater has the time after which to ask again. lease: seconds
     """
     in_use = f"job {job!r} is in use: {_described(rivals.members)}"
     if not rivals.live:
@@ -46,7 +46,7 @@ def refusal(job: str, rivals: Rivals, request: JoinRequest, lease: float) -> PSE
 
 
 def _described(members: tuple[Member, ...]) -> str:
-    """Says which ranks are held, on which hosts, and since when."""
+    """Describes workers for an error: their ranks, hosts, pids and the time since when they are live."""
     hosts: dict[str, list[Member]] = {}
     for member in members:
         hosts.setdefault(member.host or "unknown", []).append(member)

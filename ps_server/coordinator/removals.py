@@ -1,7 +1,8 @@
-"""Pending removals: workers that are gone and that a shard may still count. Live workers would wait for them for ever.
+"""Pending removals: workers that have left, and that a shard may still count. Live workers would wait for them for
+ever.
 
-Each shard is told in a thread of its own, again and again until it has heard. A shard that hangs delays only what waits
-for it anyway.
+Each shard gets its removals in a thread of its own, again and again until it has answered. A shard that hangs delays
+only work that needs this shard anyway.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ class Removals:
         self._name, self._run, self._shards = name, run, shards
         self._lock = threading.Lock()
         self._pending = set(pending)
-        self._telling: set[int] = set()  # the shards that are being told at this moment
+        self._telling: set[int] = set()  # the shards to which a thread is sending removals
         self._troubles = Troubles(log, "removal")
 
     def everywhere(self, workers: Iterable[WorkerId]) -> set[Removal]:
-        """Returns a removal of each worker for every shard of the cluster, also for shards that have not
-        called in yet.
+        """Returns a removal of each worker for every shard of the cluster, also for shards that have not registered
+        yet.
         """
         return {(shard, *worker) for worker in workers for shard in range(self._shards.count)}
 
@@ -50,7 +51,7 @@ class Removals:
             self._pending.clear()
 
     def pending(self) -> set[Removal]:
-        """Returns the removals of which not all shards have heard."""
+        """Returns the removals that shards have not carried out yet."""
         with self._lock:
             return set(self._pending)
 
@@ -65,7 +66,7 @@ class Removals:
                 self._shards.beside(index, partial(self._tell_all, index))
 
     def _tell_all(self, index: int) -> None:
-        """Tells one shard, until it has heard all or does not answer."""
+        """Sends one shard its removals, until none is left or the shard does not answer."""
         told = False
         try:
             while workers := self._next(index):
@@ -78,7 +79,7 @@ class Removals:
                     self._telling.discard(index)
 
     def _next(self, index: int) -> list[WorkerId]:
-        """Returns what a shard is to hear next. Where there is nothing, it is not being told any more."""
+        """Returns the next removals for a shard. If there are none, marks its thread as ended."""
         with self._lock:
             workers = sorted((rank, incarnation) for shard, rank, incarnation in self._pending if shard == index)
             if not workers:
@@ -89,7 +90,7 @@ class Removals:
         try:
             self._shards.known()[index].api.remove_workers(self._name, workers, self._run)
         except NotFound:
-            pass  # a new process, which has never heard of them
+            pass  # a new process, which counts none of them
         except PSError as error:
             ranks = {rank for rank, _ in workers}
             what = f"job %s: %s {'is' if len(ranks) == 1 else 'are'} not removed from shard %d yet: %s"

@@ -35,12 +35,14 @@ class Runs:
             self._last = max(self._last, run)
 
     def making(self, name: str, run: str) -> None:
-        """Notes that a run is being made, until `made`: so the shards' copies of it do not count as orphans."""
+        """Records that a run is being made, until `made`. Meanwhile the shards' copies of it do not count as
+        orphans.
+        """
         with self._lock:
             self._being_made[name] = run
 
     def made(self, name: str) -> None:
-        """Notes that a job is made, or will not be."""
+        """Records that the job is made, or that making it failed."""
         with self._lock:
             self._being_made.pop(name, None)
 

@@ -1,7 +1,7 @@
-"""The shards as the coordinator knows them: what it asks of one, and which process serves which.
+"""The shards of a cluster, for the coordinator: the interface of one, and which process serves which.
 
-ShardApi   what a coordinator asks of one shard; over gRPC in a cluster (rpc.shard_client), by a call in one process
-Shards     the shards that have called in: calls all of them
+ShardApi   the interface of one shard: over gRPC in a cluster (rpc.shard_client), direct calls in one process
+Shards     the registered shards: calls all of them
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ THREADS_OF_A_SHARD = 64  # that call it; they are made when they are needed
 
 
 class ShardApi(Protocol):
-    """What a coordinator asks of one shard. Methods raise PSError; all are safe to repeat."""
+    """The methods of one shard for the coordinator. They raise PSError; all are safe to repeat."""
 
     def create_job(self, spec: JobSpec, buckets: list[int], run: str, shards: int) -> None:
         """Allocates the buckets of a run of a job. Raises RunEnded if the shard holds a later run.
@@ -49,8 +49,8 @@ class ShardApi(Protocol):
         """Forgets a run of a job."""
 
     def add_workers(self, job: str, workers: Sequence[Arrival], run: str) -> list[Counted | Fenced]:
-        """Counts up to WORKERS_A_CALL workers as live. Returns for each how far it is on the shard, or a Fenced with
-        the reason.
+        """Counts up to WORKERS_A_CALL workers as live. Returns for each the shard's state, or a Fenced with the
+        reason.
         """
 
     def remove_workers(self, job: str, workers: Sequence[WorkerId], run: str) -> None:
@@ -70,14 +70,14 @@ class ShardApi(Protocol):
         """
 
     def restore_job(self, request: RestoreRequest) -> RestoreProgress:
-        """Restores a job on the shard from a checkpoint, and returns how far the restore is.
+        """Restores a job on the shard from a checkpoint, and returns the progress.
 
         A long restore takes several calls: each returns within seconds. The caller repeats the same call until
         `extent` of the progress is set.
         """
 
     def statistics(self) -> ShardStatistics:
-        """Returns what the shard holds."""
+        """Returns the statistics of the shard and its jobs."""
 
     def process(self) -> int:
         """Returns the number of the process that answers at the shard's address."""
@@ -86,7 +86,8 @@ class ShardApi(Protocol):
         """Closes the connection."""
 
 
-# Makes what calls run in, from a number of threads and a name: ThreadPoolExecutor, or one that runs each call at once.
+# Makes an executor for calls, from a number of threads and a name: ThreadPoolExecutor, or one that runs each call at
+# once.
 MakeExecutor = Callable[[int, str], Executor]
 
 # Makes the ShardApi of a shard from its index and address.
@@ -115,10 +116,10 @@ class RegisteredShard:
 
 
 class Shards:
-    """The shards that have called in. Methods may be called from any thread.
+    """The registered shards. Methods may be called from any thread.
 
     Each shard has its own threads for calls: if one shard hangs, calls to the others do not queue behind it. A
-    coordinator that is not in charge any more makes no calls.
+    coordinator that is no longer in charge makes no calls.
 
     count:   the number of shards of the cluster
     connect: makes the ShardApi of a shard from its index and address
@@ -142,7 +143,7 @@ class Shards:
         self._replaced: set[int] = set()  # processes that served a shard before another one did
         self._ended: set[int] = set()  # processes that serve a shard, and have ended, as their launchers have seen
         self._lock = threading.Lock()
-        self.is_closing = False  # what goes on for long ends soon
+        self.is_closing = False  # long work must end soon
 
     def register(
         self,
@@ -156,8 +157,8 @@ class Shards:
     ) -> None:
         """Registers a shard, or renews its registration. Raises TryLater while another process has its index.
 
-        A process that is new here is first asked for its number: it may have died since it sent this call, and another
-        process may have its address now.
+        The number of a new process is first verified by a call to its address: the process may have died since it
+        registered, and another one may have its address now.
         """
         _check_index(index, self.count)
         check_address(address, "a shard's address")
@@ -192,8 +193,8 @@ class Shards:
         log.info("shard %d at %s", index, address)
 
     def _check_free(self, before: RegisteredShard | None, address: str, process: int) -> None:
-        """Raises TryLater where a new process cannot have a shard's index. The caller holds the lock."""
-        if process in self._replaced:  # its call was late: what it held is lost
+        """Raises TryLater if a new process cannot get a shard's index yet. The caller holds the lock."""
+        if process in self._replaced:  # a late call of a replaced process: the job parts that it held are lost
             raise TryLater(f"a process at {address} was replaced by another one")
         # Only one process can listen at an address: at the same one it is the shard, started again.
         if before is None or before.process in self._ended:
@@ -217,12 +218,14 @@ class Shards:
         return True
 
     def known(self) -> dict[int, RegisteredShard]:
-        """Returns the shards that have called in, by index."""
+        """Returns the registered shards, by index."""
         with self._lock:
             return dict(self._known)
 
     def all(self) -> list[RegisteredShard]:
-        """Returns every shard of the cluster, by index. Raises TryLater naming those that have not called in yet."""
+        """Returns every shard of the cluster, by index. Raises TryLater that names those that have not
+        registered yet.
+        """
         known = self.known()
         missing = [index for index in range(self.count) if index not in known]
         if missing:
@@ -240,7 +243,7 @@ class Shards:
         return any(self.call([shard for shard in self.known().values() if shard.index != index], answers))
 
     def are_awaited(self, seconds: float) -> bool:
-        """Whether a shard has not called in yet, and the coordinator has run for less than `seconds`."""
+        """Whether a shard has not registered yet, and the coordinator has run for less than `seconds`."""
         return len(self.known()) < self.count and self._clock.now() < self._began + seconds
 
     def on_one_machine(self, memory_place: str = "") -> bool:
@@ -273,7 +276,7 @@ class Shards:
             raise TryLater("the coordinator is stopping") from None
 
     def runs_of(self, job: str) -> list[int]:
-        """Returns which run of a job each shard holds, as a number; 0 for one that holds none."""
+        """Returns the run of a job that each shard holds, as a number; 0 for a shard without the job."""
         answers = self.call_all(lambda shard: shard.api.statistics())
         return [int(shard.jobs[job].run or "0", 16) if job in shard.jobs else 0 for shard in answers]
 

@@ -1,4 +1,4 @@
-"""Memory that all jobs share. The jobs of one principal get at most half of it, so that others find room."""
+"""A memory budget that all jobs share. The jobs of one principal get at most half of it, so that others find room."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SharedRoom:
         return job
 
     def fair(self) -> float:
-        """Returns the budget divided by the number of jobs: what each gets if all use as much as they may."""
+        """Returns an equal share: the budget divided by the number of jobs."""
         with self._lock:
             return self._limit / max(1, len(self._jobs))
 
@@ -68,13 +68,13 @@ class SharedRoom:
 
 
 class JobShare:
-    """The bytes that one job has of a SharedRoom. owner: the principal that they count for"""
+    """The bytes that one job holds of a SharedRoom. owner: the principal to whom they are accounted"""
 
     def __init__(self, room: SharedRoom, owner: Owner) -> None:
         self._room, self.owner, self.held = room, owner, 0
 
     def fair(self) -> float:
-        """Returns an equal part of the room, in bytes."""
+        """Returns an equal share of the budget, in bytes."""
         return self._room.fair()
 
     def hold(self, more: int) -> None:

@@ -1,4 +1,4 @@
-"""What a coordinator needs to come back after its death, in one small file beside the checkpoints.
+"""The state that a restarted coordinator needs, in one small file beside the checkpoints.
 
 It is written when a job begins, ends or is rolled back, when a worker joins or leaves, and when the workers have
 exchanged values: never by a step. It holds the keys of the workers' leases, so only its owner may read it.
@@ -33,8 +33,8 @@ log = logging.getLogger("ps_server")
 
 FILE = ".coordinator.json"
 MAX_BYTES = 2**30  # that are read: it has the values of rounds, which are many where jobs are
-# Of workers, what is not written: times by the clock of a process that is gone when they are read, and what is for the
-# answer to a join alone.
+# Fields of workers that are not written: times on the clock of a process that has ended when they are read, and fields
+# for the answer to a join.
 _PASSING = ("expires", "heard", "heard_before", "on_shards")
 _NAMES_OF_FORMAT_1 = {"held_by": "shard_processes", "awaited": "rejoining", "ghosts": "pending_removals"}
 
@@ -57,7 +57,7 @@ class StateFile:
             raise InvalidRequest(f"{self.path} is {newer}, or give this one another directory")
 
     def _content(self) -> Any:
-        """Returns what the file holds; None where it is missing or no JSON. Raises TryLater as `load` does."""
+        """Returns the file's content; None if it is missing or no JSON. Raises TryLater as `load` does."""
         try:
             return json.loads(self._read())
         except (OSError, ValueError, RecursionError):
@@ -72,7 +72,7 @@ class StateFile:
                   state
         finished: returns the jobs that have finished, by name
         """
-        with self._lock:  # while they are listed, too: what is written last is the newest
+        with self._lock:  # held while the jobs are listed too, so that the last write has the newest state
             running = {name: _data(job) for name, job in jobs().items()}
             done = {name: json.loads(json.dumps(asdict(job))) for name, job in finished().items()}
             data = {"format": WITHOUT_BASES, "jobs": running, "finished": done}
@@ -104,7 +104,7 @@ class StateFile:
         try:
             data = self._sealed()
             jobs = {name: _job(job, data["format"]) for name, job in data["jobs"].items()}
-            finished = data.get("finished", {})  # earlier releases knew nothing of it
+            finished = data.get("finished", {})  # files of earlier releases lack it
             return jobs, {name: _finished(job) for name, job in finished.items()}
         except FileNotFoundError:
             return {}, {}
@@ -115,7 +115,7 @@ class StateFile:
             return {}, {}
 
     def _sealed(self) -> dict[str, Any]:
-        """Returns the file's content. Raises ValueError and others if it is not what was written."""
+        """Returns the file's content. Raises ValueError and others if the content was changed."""
         data: dict[str, Any] = json.loads(self._read())
         if data.pop("seal") != seal(data) or data["format"] not in READABLE:
             raise ValueError("it is not what was written")
@@ -135,7 +135,7 @@ def _data(job: SavedJob) -> dict[str, Any]:
         data[name] = [
             {each: value for each, value in vars(worker).items() if each not in _PASSING} for worker in workers
         ]
-    # Earlier releases know nothing of these: they go on with the file where it says nothing of them.
+    # Earlier releases do not know these fields. They can resume from a file without them.
     if job.left is None:
         del data["absent"], data["left"]
     if not job.done:
@@ -182,7 +182,7 @@ def _worker(data: dict[str, Any]) -> Member:
 # -- a job in it -------------------------------------------------------------------------------------------------------
 
 
-ROUND_BYTES_ON_DISK = 2**20  # what is kept of past rounds there: it is written anew with each
+ROUND_BYTES_ON_DISK = 2**20  # of past rounds in the file: each round writes them again
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ class SavedJob:
     spec:              as plain data
     run:               tells this job from earlier ones of its name
     shard_processes:   by shard, the process that holds the job's part
-    workers:           the live workers. Each has its attempt, by which a repeated join request gets the same place
-    lost_steps, redone_steps, unaccounted, began, departed, settled: what rollbacks have cost; see core.accounting
+    workers:           the live workers. Each has its attempt, so that a repeated join request gets the same membership
+    lost_steps, redone_steps, unaccounted, began, departed, settled: the cost of rollbacks; see core.accounting
     rejoining:         the ranks that are expected to join again, after a rollback
     away:              the workers that had these ranks
     pending_removals:  (shard, rank, incarnation) of workers that shards may still count; also of workers that are
@@ -202,7 +202,7 @@ class SavedJob:
     launches:          the launches that have taken part
     absent:            the silent workers that the job waits for before it ends, because all others have left
     left:              how the last worker left, and when: `is_done` and `left_at` of Attendance
-    done:              the ranks whose scripts have run to their ends
+    done:              the ranks whose scripts have ended
     rounds_completed:  the number of the last round in which the workers have exchanged values
     rounds:            the last complete rounds
     """
@@ -278,7 +278,7 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
     for worker in saved.workers:
         membership.join(replace(worker, expires=until))
     membership.started = saved.started
-    # Also one whose workers were all gone: what they trained belongs into a last checkpoint before it ends.
+    # Also if all its workers had left: their training belongs into a last checkpoint before the job ends.
     membership.ever_joined = membership.ever_joined or saved.last_incarnation > 0
     membership.rejoining = dict.fromkeys(saved.rejoining, until)
     membership.away = {worker.rank: replace(worker, expires=cluster.clock.now()) for worker in saved.away}

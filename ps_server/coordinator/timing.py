@@ -11,7 +11,7 @@ from ps_server.core.membership import DEFAULT_ABSENCE_SECONDS
 
 
 class Clock:
-    """The machine's clocks. Tests hand in their own."""
+    """The machine's clocks. Tests pass their own."""
 
     def now(self) -> float:
         """Returns seconds that never go backwards, from an arbitrary zero."""
@@ -33,19 +33,19 @@ class Clock:
 class Timing:
     """The intervals and timeouts of a coordinator, in seconds.
 
-    recovery_look:     interval of looks for shards that lost their part of a job
+    recovery_look:     interval of checks for shards that lost their part of a job
     roll_back_again:   interval of attempts to roll a job back, if a shard needs an operator's help
-    held_jobs_look:    interval of looks for jobs that only the shards or only the coordinator has
+    held_jobs_look:    interval of checks for jobs that only the shards or only the coordinator has
     save_again:        interval of attempts to write the state file after a failure
     deserted:          a job ends after this time without a worker
     unjoined:          the same for a job that no worker ever joined
     absence:           how long a job that all others have left waits for a worker that was removed as silent
     shard_awaited:     how long after its start a coordinator waits for all shards before it rolls one back alone
     shard_lost:        after this time without a call, another process may take a shard's index
-    round_look:        interval of looks at the workers that wait in a round
+    round_look:        interval of checks of the workers that wait in a round
     round_notice:      interval of messages to such a worker that say which ranks it waits for
     round_hold:        after this time such a worker is told to ask again
-    checkpoint_look:   interval of looks at a checkpoint under way
+    checkpoint_look:   interval of checks of a checkpoint under way
     checkpoint_begin:  interval of attempts to begin a checkpoint while a shard cannot
     state:             in sync, how long a scheduled checkpoint waits for a worker's state after all parts are on disk.
                        A worker that evaluates may send none
@@ -53,7 +53,7 @@ class Timing:
     last_checkpoint:   timeout of the checkpoint at the end of a job
     asked_checkpoint:  for a requested checkpoint, how long live workers have to reach its clock
     fallback:          how much longer a requested checkpoint may then take to copy the buckets as they are
-    refusal:           how long after the last checkpoint before the servers end a shard goes on refusing pushes, if the
+    refusal:           after the last checkpoint before the servers end: how long a shard still refuses pushes, if the
                        servers have not ended
     """
 

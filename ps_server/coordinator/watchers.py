@@ -8,22 +8,22 @@ from collections.abc import Callable
 from ps_server.coordinator.members import Roster
 from ps_server.coordinator.timing import Clock
 
-# Is told the roster; None: the job, or its coordinator, is at its end.
+# Called with each roster; with None at the end of the job or of its coordinator.
 Watcher = Callable[[Roster | None], None]
 
-# After telling them all, so long for each watcher nothing is told: to tell one costs about 0.15 ms of the coordinator's
-# core, and while W workers come one after the other, W * W / 2 messages would take most of it.
+# Pause after a roster was sent, for each watcher. Sending to one costs about 0.15 ms of the coordinator's core: while W
+# workers join one after the other, W * W / 2 messages would take most of it.
 PAUSE_A_WATCHER = 0.001
 
-# Calls something after so many seconds, beside the caller; False: it cannot, and the caller is to do it now.
+# Calls a function after some seconds, in another thread; False: it cannot, and the caller must do it now.
 Later = Callable[[float, Callable[[], None]], bool]
 
 
 class Watchers:
     """Sends the roster of one job to its watchers, in order. Thread-safe; watchers must not wait.
 
-    Changes in quick succession are sent as one, a moment later; a watcher then gets only the newest roster. That
-    training begins is sent at once.
+    Changes in quick succession are sent together, a moment later: a watcher gets only the newest roster. The roster
+    with which training begins is sent at once.
 
     roster: returns the current roster
     later:  calls a function after some seconds; see Registry.later
@@ -32,7 +32,7 @@ class Watchers:
     def __init__(self, roster: Callable[[], Roster], clock: Clock, later: Later) -> None:
         self._roster, self._clock, self._later = roster, clock, later
         self._told = roster()
-        self._lock = threading.RLock()  # a watcher that is told may stop at once, in the same thread
+        self._lock = threading.RLock()  # a watcher may stop in its callback, in the same thread
         self._watchers: list[Watcher] = []
         self._not_before = clock.now()
         self._is_due = self._over = False

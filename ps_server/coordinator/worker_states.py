@@ -1,5 +1,6 @@
-"""The workers' own states for a job's checkpoints: those that live workers sent last, those that workers sent when they
-left, and those in the last checkpoint."""
+"""The workers' own states for a job's checkpoints: the last ones of live workers, those of workers that have left, and
+those in the last checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class StatesOnDisk(Mapping[int, tuple[int, bytes]]):
     """The states in a checkpoint, by rank. A state is read when it is looked up; raises CheckpointDamaged if it is
     damaged.
 
-    spec: the job as it is cut now; None: as the checkpoint has it. No worker continues from the states of workers that
-          cut the job otherwise: there are none then, but for what belongs to the job (`first_of`)
+    spec: the job with its present cut; None: the checkpoint's. No worker can continue from the state of a worker with
+          another cut. Then there are no states, except for the job's settings in them (`first_of`)
     """
 
     def __init__(self, store: CheckpointStore, manifest: Manifest, spec: JobSpec | None = None) -> None:
@@ -41,7 +42,7 @@ class StatesOnDisk(Mapping[int, tuple[int, bytes]]):
         return self._store.read_worker(manifest.job["name"], manifest.name, manifest.workers[rank].part)
 
     def first_of(self, rank: int) -> bytes:
-        """Returns the state of a worker; of a group that of its first member."""
+        """Returns the state of a worker; for a group, the state of its first member."""
         return _first_of(self._read(rank), self._group_size)
 
     def __iter__(self) -> Iterator[int]:
@@ -72,13 +73,14 @@ class WorkerStates:
         self, room: SharedRoom, owner: Owner | None = None, group_size: int = 1, state_bytes: float = math.inf
     ) -> None:
         self._group_size, self._state_bytes = group_size, state_bytes
-        # By rank, and whether they were left behind, what members have sent: by member.
+        # The states of incomplete groups. Key: the rank, and whether the members have left; then by member.
         self._of_members: dict[tuple[int, bool], dict[int, tuple[int, bytes]]] = {}
         self._room = room.of_job(owner or Owner())
         self.kept: States = {}
-        self._sent: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
+        self._sent: dict[int, tuple[int, bytes]] = {}  # by rank, the last state
         self._left: dict[int, tuple[int, bytes] | None] = {}  # by rank that has left, its state then
-        self._taken: dict[int, tuple[int, bytes]] = {}  # by rank, what a worker has taken over that may not know it yet
+        # By rank, a state that was taken over by a worker that may not know it yet
+        self._taken: dict[int, tuple[int, bytes]] = {}
         self._closed = False
         self._lock = threading.Lock()
 
@@ -89,7 +91,7 @@ class WorkerStates:
         of: the member of the worker's group that sends it
         """
         with self._lock:
-            if self._closed:  # what is kept then would keep its room for good
+            if self._closed:  # a state kept now would hold its bytes for ever
                 return
             if self._group_size > 1:
                 together = self._together(rank, False, of, (clock, state))
@@ -121,9 +123,10 @@ class WorkerStates:
                 raise
 
     def _together(self, rank: int, left: bool, of: int, state: tuple[int, bytes]) -> tuple[int, bytes] | None:
-        """Takes the state of a member; returns that of the group if it is complete with it.
+        """Keeps the state of a member; returns the group's state if it is complete now.
 
-        Raises LimitExceeded where those of its clock are too large together: all of them come back in one message.
+        Raises LimitExceeded if the members' states of one clock are too large together: one message returns all of
+        them.
         """
         states = self._of_members.setdefault((rank, left), {})
         others = sum(_size(each) for member, each in states.items() if member != of and each[0] == state[0])
@@ -141,7 +144,7 @@ class WorkerStates:
         return state[0], group_state([states[member][1] for member in range(self._group_size)])
 
     def _drop_of_members(self, rank: int | None = None) -> None:
-        """Drops what members have sent while others of their group have not: of one rank, or of all."""
+        """Drops the states of members whose groups are incomplete: of one rank, or of all."""
         for key in [key for key in self._of_members if rank in (None, key[0])]:
             self._room.hold(-sum(map(_size, self._of_members.pop(key).values())))
 
@@ -160,15 +163,15 @@ class WorkerStates:
             self._left[rank] = state
 
     def joined(self, rank: int, has_place: bool = False) -> None:
-        """Notes that a live worker takes over the state that an earlier worker of the rank has left behind.
+        """Records that a live worker takes over the state that an earlier worker of the rank has left behind.
 
-        The answer to its join may be lost, and it joins once more then, or another process in its place. So the state
-        is kept until the worker has told something of itself.
+        If the answer to its join is lost, it joins once more, or another process does instead. So the state is kept
+        until the worker has made a call of its own.
 
-        has_place: it has: it is in its place
+        has_place: the worker has made such a call: it knows its membership
         """
         if has_place and rank not in self._taken:
-            return  # as nearly each heartbeat finds it: no lock is taken for that
+            return  # true for nearly every heartbeat, so no lock is taken
         with self._lock:
             if has_place:
                 self._drop_taken(rank)
@@ -183,7 +186,7 @@ class WorkerStates:
         self._room.hold(-_size(self._taken.pop(rank, None)))
 
     def forget(self) -> None:
-        """Drops what live workers have sent so far."""
+        """Drops the states of live workers."""
         with self._lock:
             self._room.hold(-sum(map(_size, self._sent.values())))
             self._sent = {}
