@@ -514,7 +514,7 @@ class Attendance:
         self.has_left, self.is_done, self.left_at = True, done, at
 
     def lost(self) -> None:
-        """Records that a live worker was lost. Its work is not done, so the job does not end with the others' leaving."""
+        """Records that a live worker was lost. Its work is not done: the job does not end with the others' leaving."""
         self.has_left = self.waits = False
 
     def wait(self) -> bool:

@@ -1,27 +1,27 @@
-"""A shard at work: locks and threads around `core`. Knows no coordinator and no gRPC.
+"""A running shard: the rules of `core` with locks and threads around them. Uses neither coordinator nor gRPC.
 
-bucket_messages.py A bucket of an edition on its way to one reader, in as many messages as that wants
-shared_changes.py What changed between copies of a bucket, for readers that have an older one
+bucket_messages.py Splits a bucket of an edition into messages for one reader
+shared_changes.py The changes between copies of a bucket, for readers that have an older one
 editions.py   Editions: unchanging copies of a job's weights, for readers that follow training
 feed_bytes.py The memory that the feeds of one principal may take, over all jobs
-feed_tally.py What readers of a job's weights have had, for people who watch
+feed_tally.py Counts the editions and bytes that readers of a job's weights get, for status and metrics
 hosted.py     The jobs that a shard has: made, restored from checkpoints, and dropped
-hosted_job.py What a shard holds while it runs: the state of `core`, with locks, segments and waiting pulls beside it
+hosted_job.py A job on a shard: the state of `core`, with locks, segments and waiting pulls
 last_weights.py The last weights of a job that has ended, for readers that follow it
-metrics.py    What a shard tells Prometheus
-native_loops.py The library for tables in a server process: whether it is used
-outbox.py     Where the answers to one call go
+metrics.py    A shard's metrics for Prometheus
+native_loops.py Chooses between the compiled library for tables and numpy
+outbox.py     The outbox: the interface for the answers to one call
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread
 pushes.py     Pushes: each is checked, then staged, then its bucket is scheduled, and applied
-restored_files.py The files of a checkpoint that have what a shard is to restore, and what is read from them
-row_feeds.py  Feeds of rows: each reader is sent what changed in a table, round after round, from its cursor on
-segments.py   Mapping a worker's segment, without trusting what it says
-shard.py      A shard: the jobs that it has, and what is asked of it
-snapshots.py  Taking a checkpoint of a job on one shard, beside training; copying tables for it in pieces
-stage_room.py Room for what optimizers keep in a later stage of a script
-terms.py      The terms of coordinators, as a shard knows them: it obeys the latest one alone
-told_room.py  Room for the buffers of rank 0, which readers get
+restored_files.py The files of a checkpoint that a shard must read for a restore
+row_feeds.py  Feeds of rows: each reader gets the changes of a table, round after round, from its cursor on
+segments.py   Maps a worker's segment, without trusting the worker
+shard.py      A shard: its jobs, and the calls to it
+snapshots.py  Takes a snapshot of a job on one shard, while it trains; copies tables in pieces
+stage_room.py Memory for the optimizer state of a script's later stages
+terms.py      The terms of coordinators: a shard obeys only the latest one
+told_room.py  Memory for rank 0's buffers, which readers get
 threads.py    The threads of a shard: they apply updates, write checkpoints, and tick
-waiting.py    A pull while it is under way, and how many buckets each principal may have asked for
-weight_feeds.py Feeds of weights: each reader is sent an edition, bucket after bucket, once it is complete
+waiting.py    A pull under way, and the limit of the buckets that each principal has asked for
+weight_feeds.py Feeds of weights: each reader gets an edition, bucket after bucket, once it is complete
 """

@@ -1,5 +1,4 @@
-"""A bucket of an edition on its way to one reader, in as many messages as the reader wants. Needs no torch: relays send
-their buckets with it, too."""
+"""Splits a bucket of an edition into messages, as small as the reader wants. Needs no torch: relays use it too."""
 
 from __future__ import annotations
 
@@ -11,12 +10,13 @@ from ps_server.shard.outbox import Lent, Outbox
 
 
 class BucketMessages:
-    """The messages of one bucket. Each is made when the one before has left, so a reader takes the memory of one.
+    """The messages of one bucket. Each is made when the one before has left, so each reader costs the memory of one
+    message.
 
-    bucket: with its whole payload, which stays as it is until the last message has left
+    bucket: the bucket with its payload, which must not change until the last message has left
     most:   bytes of a payload in one message; 0: all of it
-    about:  returns the part of a message that does not depend on the bucket: how far the job is
-    then:   queues what follows the bucket
+    about:  returns the fields of a message that do not depend on the bucket: the job's progress
+    then:   queues whatever follows the bucket
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class BucketMessages:
         return Lent(self._about()._replace(bucket=self._first), None)
 
     def go_on(self) -> None:
-        """Queues the next message, or what follows the bucket if none is left. To be called when one has left."""
+        """Queues the next message, or calls `then` if none is left. Call it when a message has left."""
         if self._later:
             self._outbox.lend(self._more)
         else:

@@ -1,14 +1,13 @@
-"""The jobs that a shard has: made, restored from checkpoints, and dropped.
+"""The jobs of a shard: creates, restores and drops them.
 
-**A restore** runs in a thread of its own, however long the files are. The shard lets go of what it held of a job before
-it reads, so that a restore takes no more memory than the job does: every shard is asked for a restore only when the job
-goes back to a checkpoint as a whole, or when it has lost its part. One that fails leaves the shard without the job, as
-if it had lost it; the coordinator asks again.
+**A restore** runs in a thread of its own, however long the files are. The shard frees its part of the job before it
+reads, so a restore needs no more memory than the job. That loses nothing: the coordinator requests a restore only when
+the whole job goes back to a checkpoint, or when this shard has lost its part. A restore that fails leaves the shard
+without the job, and the coordinator asks again.
 
-A call is answered after a few seconds, with the bytes that were read until then, and is repeated until the job is
-there. Calls may be late or come twice. Each restore of a job that differs from the one before has a higher
-`last_incarnation`: that tells a call of before, which changes nothing, from the next one, which replaces what is being
-read.
+A call is answered after a few seconds, with the number of bytes read so far, and is repeated until the restore is
+complete. Calls may be late or come twice. Each new restore of a job has a higher `last_incarnation`. By it the shard
+tells a late call, which changes nothing, from a new one, which replaces the restore under way.
 """
 
 from __future__ import annotations
@@ -66,19 +65,17 @@ class Restoring:
         self._error: PSError | None = None
 
     def begin(self, total: int) -> None:
-        """Notes the number of bytes that the restore will read."""
+        """Sets the number of bytes that the restore will read."""
         self._total = total
 
     def read(self, count: int) -> None:
-        """Notes that `count` more bytes were read. Raises TryLater if the restore was abandoned: the
-        reader must stop.
-        """
+        """Counts `count` more bytes as read. Raises TryLater if the restore was abandoned: the reader must stop."""
         if self._error is not None:
             raise TryLater(str(self._error))
         self._done += count
 
     def complete(self, extent: VersionRange) -> None:
-        """Notes that the restore is complete. extent: how far the job's buckets are"""
+        """Completes the restore. extent: the versions and clocks of the job's buckets"""
         with self._changed:
             self._extent = extent
             self._changed.notify_all()
@@ -89,7 +86,7 @@ class Restoring:
         """
         with self._changed:
             if self._extent is None and self._error is None:
-                self._error = anew(error)  # its frames hold what was read
+                self._error = anew(error)  # a new error: the frames of this one refer to the tensors that were read
                 self._changed.notify_all()
 
     @property
@@ -163,7 +160,7 @@ class Restores:
             last.fail(TryLater(f"job {job!r} was dropped"))
 
     def stop(self) -> None:
-        """Ends all that are under way: the shard stops."""
+        """Ends all restores under way: the shard stops."""
         for restoring in self._last.values():
             restoring.fail(TryLater("the shard is stopping"))
 
@@ -183,7 +180,7 @@ class TablePlaces:
         self._index, self._limit, self._files = index, limit, files
 
     def place(self, tables: int, shards: int, free: int) -> Place:
-        """Returns what each of a job's tables may use here.
+        """Returns the memory and disk that each of a job's tables may use on this shard.
 
         tables: the number of the job's tables
         shards: the number of shards that share each table
@@ -198,7 +195,7 @@ class TablePlaces:
 log = logging.getLogger("ps_server")
 
 COLLECTED_BYTES = 16 * 2**20  # of jobs that have gone: see `_Leftovers`
-_UNKNOWN_BYTES = 2**34  # of memory, where the system does not say how much is free
+_UNKNOWN_BYTES = 2**34  # assumed free memory, if the system does not report it
 
 
 class HostedJobs:
@@ -230,11 +227,11 @@ class HostedJobs:
         self._restores = Restores()
         self._troubles = Troubles(log, "restore")
         self._lock = threading.Lock()
-        self._made: set[HostedJob] = set()  # those that have memory, and are not here yet: they are being restored
-        self._making = threading.Lock()  # held while memory is looked for and taken; behind `_lock`, where both are
+        self._made: set[HostedJob] = set()  # jobs that have memory, and are not in `jobs` yet: they are being restored
+        self._making = threading.Lock()  # held while memory is checked and allocated; taken after `_lock`
 
     def stop(self) -> None:
-        """Breaks off what is being restored."""
+        """Abandons the restores under way."""
         with self._lock:
             self._restores.stop()
 
@@ -243,13 +240,13 @@ class HostedJobs:
 
         shards: the number of shards that share the job's tables
 
-        Raises RunEnded if a later run of the job is here, JobMismatch if this run is here with another spec,
+        Raises RunEnded if the shard has a later run of the job, JobMismatch if it has this run with another spec,
         InvalidRequest for buckets that do not exist.
         """
         check_buckets(bucket_layout(spec.parameters, spec.bucket_bytes), buckets)
         with self._lock:
             known = self.jobs.get(spec.name)
-            if known is not None and known.run < run:  # what its coordinator could not drop
+            if known is not None and known.run < run:  # an earlier run, which its coordinator could not drop
                 self._end(self.jobs.pop(spec.name), RunEnded(f"run {known.run} of job {spec.name!r} has ended"))
                 gone, known = known.nbytes(), None
                 self._leftovers.add(gone)
@@ -265,7 +262,7 @@ class HostedJobs:
             raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
 
     def restore(self, store: CheckpointStore, request: RestoreRequest, seconds: float) -> RestoreProgress:
-        """Restores a job from a checkpoint, in place of what the shard holds of it.
+        """Restores a job from a checkpoint. The shard's present part of it is dropped.
 
         Waits up to `seconds`, and returns the progress. The caller repeats the same call until the restore is complete.
         Raises RunEnded or OutOfOrder for a call that a later one has overtaken, InvalidRequest for buckets that do not
@@ -281,9 +278,11 @@ class HostedJobs:
         return restoring.wait(seconds)
 
     def _highest_incarnation(self, name: str, run: str) -> int:
-        """Returns the highest incarnation of a run that is here; 0 if it is not. Raises RunEnded for an earlier run.
+        """Returns the highest incarnation of a run on this shard; 0 if the shard does not have it. Raises RunEnded for
+        an earlier run.
 
-        Not where a call waits for its restore: what names the job that it replaces would keep its memory.
+        A method of its own, so that a call that waits for its restore has no reference to the old job, which would keep
+        the job's memory.
         """
         known = self.jobs.get(name)
         if known is not None and run < known.run:
@@ -324,7 +323,7 @@ class HostedJobs:
             _warn_of_evicted(job)
             failpoint("restore-read")
             with self._lock:
-                restoring.read(0)  # unless another one took its place
+                restoring.read(0)  # raises if another restore has replaced this one
                 self.jobs[spec.name] = job
                 restoring.complete(job.state.reached.extent())
         finally:
@@ -333,7 +332,7 @@ class HostedJobs:
         log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), request.checkpoint)
 
     def _let_go(self, name: str, restoring: Restoring) -> None:
-        """Gives the memory of a job back that is restored: two of it would not fit."""
+        """Frees the memory of a job before its restore: there may be no room for two copies."""
         with self._lock:
             restoring.read(0)
             before = self.jobs.pop(name, None)
@@ -363,7 +362,7 @@ class HostedJobs:
             last = last_weights(job, now)
         finally:
             with self._lock:
-                if last is not None:  # before readers are told of the end, and ask for them
+                if last is not None:  # before readers learn of the job's end, and ask for its last weights
                     self._last[name] = last
                 self._ending.discard(ending)
         self._pulls.fail(job, reason)
@@ -373,7 +372,7 @@ class HostedJobs:
         log.info("job %s: shard %d has given its memory back", name, self._index)
 
     def last(self, name: str, run: str) -> LastWeights | None:
-        """Returns the last weights of a run that has ended; None: they are not here.
+        """Returns the last weights of a run that has ended; None: the shard does not have them.
 
         Raises TryLater while they are being copied.
         """
@@ -383,30 +382,30 @@ class HostedJobs:
         return last if last is not None and last.run == run else None
 
     def tick(self, now: float) -> None:
-        """Drops the last weights of ended jobs that no reader wants any more."""
+        """Drops the last weights of ended jobs that have no reader."""
         if self._last:
             with self._lock:
                 self._last = {name: last for name, last in self._last.items() if last.is_wanted(now)}
 
     def _end(self, job: HostedJob, reason: PSError) -> None:
-        """Ends what is under way in a job that is no longer here."""
+        """Ends the calls, feeds and snapshots of a job that was removed."""
         job.close(reason)
         self._pulls.fail(job, reason)
 
     def all(self) -> dict[str, HostedJob]:
-        """Returns the jobs here, by name."""
+        """Returns the jobs of this shard, by name."""
         with self._lock:
             return dict(self.jobs)
 
     def run_of(self, name: str) -> str:
-        """Returns the run of a job that is here; empty if there is none."""
+        """Returns the run of a job on this shard; empty if there is none."""
         job = self.jobs.get(name)
         return job.run if job is not None else ""
 
     def get(self, name: str, run: str, of_worker: bool = False) -> HostedJob:
         """Returns a job. run: the caller's run; empty: any
 
-        Raises NotFound if it is not here, RunEnded for an earlier run, TryLater while it is being restored.
+        Raises NotFound if the shard does not have it, RunEnded for an earlier run, TryLater during its restore.
 
         of_worker: the caller is a worker. During a restore it gets UnknownWorker instead of TryLater: it must join
                    again
@@ -423,7 +422,7 @@ class HostedJobs:
         return job
 
     def _make(self, spec: JobSpec, buckets: Sequence[int], run: str, shards: int) -> HostedJob:
-        """Returns a job with the memory for its weights: one of `_made`, until the caller has a place for it."""
+        """Returns a job with the memory for its weights. It is in `_made` until the caller has stored it."""
         room = room_for(spec, buckets, self._limits[0])
         if self._last and room.total + self._promised() > (free_bytes() or _UNKNOWN_BYTES):
             self._last = {}  # a job's memory is worth more
@@ -438,12 +437,12 @@ class HostedJobs:
         return job
 
     def _promised(self) -> int:
-        """Returns the bytes that jobs here are still to take."""
+        """Returns the bytes that the jobs of this shard were promised and have not allocated yet."""
         return sum(job.promised() for job in {*list(self.jobs.values()), *list(self._made)})
 
 
 def _warn_of_evicted(job: HostedJob) -> None:
-    """Says in the log which tables of a restored job have room for fewer rows than were saved."""
+    """Logs which tables of a restored job have room for fewer rows than were saved."""
     for table in job.state.tables.values():
         rows = table.weights
         if rows.counts.evicted:
@@ -459,7 +458,7 @@ def _making_room(name: str, room: JobRoom, promised: int) -> Iterator[None]:
     """Raises LimitExceeded if a new job needs more memory than is free, or if the `with` block runs out of memory.
 
     room:     the bytes that the new job will take
-    promised: free bytes that the jobs on this shard were admitted with and have not taken yet
+    promised: free bytes that the jobs of this shard were promised and have not allocated yet
     """
     free = free_bytes()
     if free is not None and room.total + promised > free:
@@ -470,7 +469,7 @@ def _making_room(name: str, room: JobRoom, promised: int) -> Iterator[None]:
         )
     try:
         yield
-    except (RuntimeError, MemoryError):  # what torch raises where there is no memory
+    except (RuntimeError, MemoryError):  # torch raises these if it cannot allocate memory
         raise LimitExceeded(f"job {name!r} does not fit into this shard's memory") from None
 
 
@@ -487,7 +486,7 @@ class _Leftovers:
         self._bytes = 0
 
     def add(self, nbytes: int) -> None:
-        """Notes that a job of so many bytes is no longer referred to."""
+        """Counts a job of `nbytes` bytes that was removed, and runs the collector if it is time."""
         self._bytes += nbytes
         if self._bytes >= COLLECTED_BYTES:
             self._bytes = 0

@@ -1,4 +1,4 @@
-"""What a shard holds while it runs: the state of `core`, with the locks, segments and waiting pulls beside it.
+"""A job on a running shard: the state of `core`, with its locks, segments and waiting pulls.
 
 Locks: a job's `lock` guards its protocol state and is held for microseconds. A bucket's `tensors` lock guards its
 weights while they are stepped, copied out or lent. Where both are needed, `tensors` is taken first.
@@ -50,7 +50,7 @@ from ps_server.shard.waiting import READER, Pull, PushTimes, Waiter
 
 NARROWED_BUCKETS = 4  # that a job keeps
 _HISTORIES = itertools.count(secrets.randbits(62))  # a number that no other table of any process has had
-REFUSED_SECONDS = 0.25  # after which a refused push may be sent again: the servers end, or take pushes again
+REFUSED_SECONDS = 0.25  # pause before a refused push is sent again: by then the servers end, or accept pushes again
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Connected:
 
 @dataclass
 class OfWorkers:
-    """What workers have here beside their pushes and pulls, by rank and member. The job's lock guards it.
+    """The segments and data connections of workers, by rank and member. The job's lock guards them.
 
-    attaching: those that are handing over a segment
+    attaching: workers that are handing over a segment
     connected: data connections
     """
 
@@ -152,11 +152,11 @@ class HostedTable(HostedUnit[ShardTable]):
 
     history: the number of the current history of updates: see RowCursor in row_feeds.py
     feeds:   the readers' feeds of this table; the job's lock guards them
-    saved:   what the shard's parts of checkpoints have of the table
+    saved:   the versions of the table in the shard's files of checkpoints
     """
 
     def __init__(self, unit: ShardTable) -> None:
-        # Without threads, what takes the lock for the rest of a copy is the thread that has begun it.
+        # Without threads, the thread that has begun a copy takes the lock again for the rest of it.
         super().__init__(unit, threading.RLock())
         self.history = next(_HISTORIES)
         self.feeds: set[Feed] = set()
@@ -241,7 +241,7 @@ class HostedJob:
         self._room = room
         self.stage_room = StageRoom(spec.name, state.checker, self.promised)
         self.failure: PSError | None = None
-        self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
+        self.snapshot_task: SnapshotTask | None = None  # the snapshot under way, or the last one
         self.refusals = Refusals()
         self.timeline = 0
         self.editions = Editions(spec.name, state.buckets, self.promised)
@@ -260,7 +260,7 @@ class HostedJob:
             raise NotFound(f"this shard does not know run {run} of job {self.name!r} yet")
 
     def check_worker(self, worker: Identity) -> None:
-        """Raises UnknownWorker, Fenced or Forbidden unless this is a live worker and that its key."""
+        """Raises UnknownWorker, Fenced or Forbidden unless this is a live worker with its key."""
         with self.lock:
             self.state.check_worker(worker)
 
@@ -274,7 +274,7 @@ class HostedJob:
         return attached.segment
 
     def segment_bytes(self, row_bytes: int) -> int:
-        """Returns the size of a segment with `row_bytes` bytes for rows; 0: the size of a segment for all buckets here.
+        """Returns the size of a segment with `row_bytes` bytes for rows; 0: the size of a segment for all buckets.
 
         Raises InvalidRequest if `row_bytes` is too large, or if the job has no table.
         """
@@ -288,10 +288,10 @@ class HostedJob:
             )
         return PAGE_BYTES + row_bytes
 
-    # What a worker has written in a segment for rows is copied before it is checked: it may write again at any time.
+    # Rows in a worker's segment are copied before they are checked: the worker may overwrite them at any time.
 
     def with_payload(self, push: RowsPush) -> RowsPush:
-        """Returns a push whose payload is here: if it lies in the worker's segment for rows, it is copied."""
+        """Returns the push with a payload in this process: one in the worker's segment is copied."""
         if push.place is None:
             return push
         dim = self.state.row_checker.table(push.table).rows.dim
@@ -299,9 +299,9 @@ class HostedJob:
         return replace(push, payload=memory.array(push.place, pushed_bytes(push.count, dim), np.uint8).copy().data)
 
     def with_ids(self, pull: RowsPull) -> tuple[RowsPull, torch.Tensor | None]:
-        """Returns a pull whose ids are here: if they lie in the worker's segment, they are copied.
+        """Returns the pull with its ids in this process: those in the worker's segment are copied.
 
-        The second result is where in the segment the rows go: [n, dim]; None: they go into messages.
+        The second result is the memory in the segment for the rows: [n, dim]; None: they go into messages.
         """
         if pull.places is None:
             return pull, None
@@ -340,7 +340,7 @@ class HostedJob:
         return forget
 
     def detach(self, rank: int, before: int) -> None:
-        """Closes the data connections and unmaps the segments that a rank's incarnations below `before` have here.
+        """Closes the data connections, and unmaps the segments, of a rank's incarnations below `before`.
 
         Contributions that open updates borrowed from such a segment are copied first.
         """
@@ -361,7 +361,7 @@ class HostedJob:
         SnapshotTask.check.
 
         refusal:  the pushes to refuse from now on, for the last snapshot before the servers end; None: refuse none
-        built_on: the SHA-256 of the part on which this one may build; empty: it must have all rows
+        built_on: the SHA-256 of the file on which this one may build; empty: it must have all rows
         """
         with self.lock:
             if self.snapshot_task is not None and self.snapshot_task.is_at_least(task):
@@ -399,7 +399,7 @@ class HostedJob:
         task.copy(unit.index, reached)
 
     def look_at_tables(self) -> None:
-        """Calls `look` for each table. After a worker is gone, a table may have all contributions of the snapshot's
+        """Calls `look` for each table. After a worker has left, a table may have all contributions of the snapshot's
         clock.
         """
         if self.snapshot_task is not None:
@@ -408,9 +408,9 @@ class HostedJob:
                     self.look(table)
 
     def saves_state(self, pull: Pull, version: int) -> bool:
-        """Whether the pulling worker is to save its own state, because the weights that it gets are in a checkpoint.
+        """Whether the pulling worker must save its own state, because the weights that it gets are in a checkpoint.
 
-        version: that of the weights that the pull gets
+        version: the version of the weights that the pull gets
         """
         task = self.snapshot_task
         return (
@@ -418,7 +418,7 @@ class HostedJob:
         )
 
     def check_taken(self, rank: int, unit: int, clock: int) -> None:
-        """Raises TryLater for a new push that would not be in the last snapshot before the servers end. The caller
+        """Raises TryLater for a new push that comes too late for the last snapshot before the servers end. The caller
         holds `lock`.
         """
         refusal = self.refusals.current
@@ -430,7 +430,7 @@ class HostedJob:
     def feeds(self) -> list[Feed]:
         """Returns the feeds of all tables and of the weights.
 
-        A feed that is added at the same moment may be missing. It checks by itself whether the job is still there.
+        A feed that is added at the same moment may be missing. It checks by itself whether the job was dropped.
         """
         if not self.readers and not any(table.feeds for table in self.tables.values()):
             return []
@@ -438,7 +438,7 @@ class HostedJob:
             return [*self.readers, *(feed for table in self.tables.values() for feed in table.feeds)]
 
     def add_feed(self, feeds: set[Feed], feed: Feed, limit: float) -> None:
-        """Adds a feed to `feeds`, which are those of a table or of the weights.
+        """Adds a feed to `feeds`: the feeds of a table or of the weights.
 
         limit: the largest number of feeds of the job; one principal may have half of it
         Raises LimitExceeded past either.
@@ -457,7 +457,7 @@ class HostedJob:
             feed.end(error)
 
     def promised(self) -> int:
-        """Returns the bytes that the job was admitted with and has not allocated yet."""
+        """Returns the bytes that the job was promised and has not allocated yet."""
         state = self.state
         optimizer = self._room.optimizer + self.stage_room.more
         left = (optimizer - state.optimizer_bytes, self._room.staged - state.reserved_bytes)
@@ -499,7 +499,7 @@ class HostedJob:
         )
 
     def highest_incarnation(self) -> int:
-        """Returns the highest incarnation of a worker that this shard has heard of."""
+        """Returns the highest incarnation of a worker that this shard has seen."""
         with self.lock:
             return self.state.highest_incarnation()
 
@@ -521,13 +521,13 @@ E = TypeVar("E", Attached, AttachedRows, Connected)
 
 
 def _taken_out(of_workers: dict[tuple[int, int], E], rank: int, before: int) -> list[E]:
-    """Takes out what a worker's incarnations before one have: those of all its members. Returns it."""
+    """Removes and returns the entries of a rank's incarnations below `before`, of all its members."""
     old = [of for of, each in of_workers.items() if of[0] == rank and each.incarnation < before]
     return [of_workers.pop(of) for of in old]
 
 
 def _waits(waiters: list[Waiter], now: float) -> tuple[Wait, ...]:
-    """Returns what each worker waits for, by rank."""
+    """Returns the waits of workers, by rank."""
     ranks: dict[int, list[Waiter]] = {}
     for waiter in waiters:
         ranks.setdefault(waiter.pull.worker.rank, []).append(waiter)

@@ -1,7 +1,7 @@
-"""The last weights of a job that has ended, for readers that follow it: they get these, whatever version they ask for.
+"""The last weights of a job that has ended, for the readers that follow it.
 
 If readers follow a job when it is dropped, the buckets that they have asked for are copied, in the types in which they
-asked. The copies stay until no reader has been heard of for KEPT_SECONDS. A job that needs their memory gets it.
+asked. The copies stay until no reader has called for KEPT_SECONDS. They are dropped if a job needs their memory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ log = logging.getLogger("ps_server")
 
 
 class LastWeights:
-    """What readers can get of an ended job: an EditionSource, see weight_feeds.py. Its methods are thread-safe.
+    """The last weights of an ended job, as an EditionSource (weight_feeds.py). Its methods are thread-safe.
 
-    spec, run, timeline, shards, specs: those of the job
+    spec, run, timeline, shards, specs: the job's
     versions: the versions of all buckets that an optimizer stepped, also of those that were not copied
     buffers:  see WeightsHere
     """
@@ -44,11 +44,11 @@ class LastWeights:
         self._lock = threading.Lock()
 
     def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
-        """Notes the time at which a reader asked. pieces: is ignored, as nothing more can be copied"""
+        """Records that a reader has called. pieces: ignored, as nothing more can be copied"""
         self._heard = now
 
     def is_wanted(self, now: float) -> bool:
-        """Whether a reader has a feed, or was heard of within KEPT_SECONDS."""
+        """Whether a reader has a feed, or has called within KEPT_SECONDS."""
         return bool(self._readers) or now - self._heard <= KEPT_SECONDS
 
     def add(self, feed: Feed, limit: float) -> None:
@@ -79,7 +79,7 @@ class LastWeights:
         """Returns None: there is no older version, so buckets are sent whole."""
 
     def sent(self, size: int, whole: int) -> None:
-        """Counts nothing: the job is not here any more, and no status has it."""
+        """Counts nothing: the shard no longer has the job, and no status shows it."""
 
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
         """Removes a reader."""
@@ -89,7 +89,7 @@ class LastWeights:
 
 
 def last_weights(job: HostedJob, now: float) -> LastWeights | None:
-    """Returns the last weights of a job that is dropped; None: nobody follows it, or there is no room for them."""
+    """Returns the last weights of a job that is dropped; None: no reader follows it, or memory has no room for them."""
     pieces = job.editions.followed(now)
     if pieces is None:
         return None

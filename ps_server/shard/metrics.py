@@ -1,6 +1,7 @@
-"""What a shard tells Prometheus of its pushes, pulls and updates.
+"""A shard's metrics for Prometheus: its pushes, pulls and updates.
 
-Counters and histograms are kept as things happen; gauges are read when a scraper asks (ops/gauges.py). Labels are
+Counters and histograms are updated by the events that they count; gauges are read at each scrape (ops/gauges.py).
+Labels are
 bounded: job, rank, mode, result, kind, method; never an address, a tensor's name or an error's text.
 """
 
@@ -28,14 +29,14 @@ def _samples(metric: Counter | Histogram) -> Iterable[Any]:
 
 
 class Series:
-    """The label sets of each metric that are in use, by job: a cache, and the list of what to remove when a job ends.
+    """The label sets of each metric that are in use, by job: a cache, and the list of series to remove when a job ends.
 
     Thread-safe.
     """
 
     def __init__(self) -> None:
         self._of_jobs: dict[str, dict[tuple[Any, tuple[str, ...]], Any]] = {}
-        self._changing = threading.Lock()  # held where one comes or goes; what is there is found without it
+        self._changing = threading.Lock()  # held while a series is added or removed; a look-up needs no lock
 
     def of(self, metric: Any, job: str, *labels: str) -> Any:
         """Returns one series of a metric, new or known."""
@@ -133,7 +134,7 @@ class ShardMetrics:
             self._series.of(self._waited_for, job, str(rank)).inc(seconds)
 
     def figures(self) -> dict[str, ShardJobFigures]:
-        """Returns what was measured of each job so far."""
+        """Returns the measurements of each job so far."""
         sums: dict[str, dict[str, float]] = {}
         for metric in (self._apply, self._push_bytes, self._pull_bytes):
             for sample in _samples(metric):
@@ -152,7 +153,9 @@ class ShardMetrics:
         }
 
     def _staleness_counts(self) -> dict[str, tuple[tuple[float, int], ...]]:
-        """Returns by job how many gradients were how stale; a histogram counts each in all buckets above it, too."""
+        """Returns, by job, a histogram of the staleness of gradients: Prometheus' cumulative counts, made into single
+        ones.
+        """
         up_to: dict[str, dict[float, int]] = {}
         for sample in _samples(self._staleness):
             if "le" in sample.labels:

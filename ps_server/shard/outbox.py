@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Answer: TypeAlias = Union[
     "PulledBucket", "PulledRows", "PulledTable", "PulledState", "FeedPart", EditionPart, "Notice"
-]  # by their names: those in quotes need torch
+]  # types in quotes are not imported: they need torch
 
 
 class Lent(NamedTuple):
@@ -35,7 +35,7 @@ SMALL_BYTES = 2**16
 
 
 class Outbox(Protocol):
-    """Where the answers to one pull go, one after the other. No method waits; all are thread-safe."""
+    """Sends the answers to one pull, one after the other. No method waits; all are thread-safe."""
 
     def tell(self, answer: Answer) -> None:
         """Sends an answer."""
@@ -53,14 +53,14 @@ class Outbox(Protocol):
         """
 
     def together(self) -> AbstractContextManager[None]:
-        """Returns a context: small answers and the end that are put in it may go out as one piece."""
+        """Returns a context: small answers, and the end, that are sent inside it may leave in one write."""
         return nullcontext()
 
     def finish(self) -> None:
-        """Ends the stream after what was put before."""
+        """Ends the stream after the answers before it."""
 
     def fail(self, error: PSError) -> None:
-        """Ends the stream with an error, after what was put before."""
+        """Ends the stream with an error, after the answers before it."""
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Registers a function that another thread calls when the stream is over, for any reason; at once if it is

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that have what a shard is to restore of a job, and what is read from them."""
+"""The files of a checkpoint that a shard must read to restore its part of a job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ps_server.storage.manifest import Manifest
 
 @dataclass(frozen=True)
 class Before:
-    """A checkpoint of the job with its parameters cut otherwise. cut: has what becomes of its buckets"""
+    """A checkpoint of the job with another cut of its parameters. cut: assembles this job's buckets from it"""
 
     manifest: Manifest
     spec: JobSpec
@@ -29,10 +29,11 @@ class Before:
 
 
 class RestoredFiles:
-    """What a shard reads for a restore. Raises CheckpointDamaged; JobMismatch if the checkpoint is of another job.
+    """The files that a shard reads for a restore. Raises CheckpointDamaged; JobMismatch if the checkpoint is of another
+    job.
 
-    index: of the shard
-    files: in the order in which they are read
+    index: the shard's index
+    files: the files, in the order in which they are read
     """
 
     def __init__(self, store: CheckpointStore, request: RestoreRequest, index: int) -> None:
@@ -55,7 +56,7 @@ class RestoredFiles:
 
     @property
     def bytes(self) -> int:
-        """How much is read."""
+        """The bytes of all files to read."""
         return self._store.bytes_to_read(self._request.spec.name, self.files)
 
     def read(
@@ -78,8 +79,9 @@ class RestoredFiles:
 
 
 def _with_rows(manifest: Manifest, request: RestoreRequest, index: int) -> list[int]:
-    """Returns the shards in whose files a table's rows are: in that of this shard, or, if there are more or fewer
-    shards now, in those of all.
+    """Returns the shards whose files have the rows of this shard's tables.
+
+    That is this shard alone; or all shards of the checkpoint, if the number of shards has changed.
     """
     if not request.spec.tables:
         return []
@@ -88,7 +90,7 @@ def _with_rows(manifest: Manifest, request: RestoreRequest, index: int) -> list[
 
 
 def _other_cut(manifest: Manifest, spec: JobSpec) -> JobSpec | None:
-    """Returns the job as a checkpoint has it, if that is cut otherwise; None if it is cut alike."""
+    """Returns the job of a checkpoint if its parameters are cut differently; None if they are cut alike."""
     before = job_spec_from_data(manifest.job)
     if are_cut_alike(before, spec):
         return None

@@ -1,7 +1,8 @@
-"""Feeds of rows: each reader is sent what changed in a table, round after round.
+"""Feeds of rows: each reader gets the changes of a table, round after round.
 
-A message is made when the one before has left, from the table as it is then. So a reader that reads slowly gets fewer
-rounds, and takes the memory of one message. Updates wait for one step of a walk at most (ps_tables/changed_rows.py).
+A message is made when the one before has left, from the table's present rows. So a slow reader gets fewer rounds, and
+costs the memory of one message. Updates of the table wait for one step of an iteration at most
+(ps_tables/changed_rows.py).
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from ps_server.shard.outbox import Lent, Outbox
 from ps_server.shard.pulls import MESSAGE_BYTES, wire_format_of
 from ps_tables.changed_rows import Changes
 
-_FORMAT = 1  # the first byte: another one for what will be said in another way
+_FORMAT = 1  # the first byte of a cursor: its encoding
 _SIZES = (4, 8, 8)  # bytes of the fields
 
 
 class RowCursor(NamedTuple):
     """A reader's position in a feed of rows: it has all changes of one table up to `version`.
 
-    Readers keep the cursor as bytes, and hand these to the next call.
+    Readers keep the cursor as bytes, and pass them to the next call.
 
     A history is one unbroken sequence of updates of a table on a shard. It ends when the shard's process or the run of
-    the job ends, and when the job is rolled back to a checkpoint. A shard knows what changed after a version only
-    within one history.
+    the job ends, and when the job is rolled back to a checkpoint. A shard knows the changes after a version only within
+    one history.
 
     table:   the index of the table in the job's list of tables
     history: the number of the history; no other history has it
@@ -53,7 +54,7 @@ class RowCursor(NamedTuple):
 
 
 def row_cursor(data: bytes) -> RowCursor:
-    """Returns the cursor that a reader has kept. Raises InvalidRequest for bytes that are none."""
+    """Returns the cursor that a reader has kept. Raises InvalidRequest for invalid bytes."""
     if len(data) != 1 + sum(_SIZES) or data[0] != _FORMAT:
         raise InvalidRequest(
             f"expected a cursor as WatchRows gave it, of {1 + sum(_SIZES)} bytes of format {_FORMAT:02x}, "
@@ -76,7 +77,7 @@ class ShardFeed:
     since:  the version up to which the reader has all changes; None: it has none, and gets all rows
     period: the least time from the beginning of a round to that of the next, in seconds
     caller: the principal that reads; empty: unknown
-    give_back: is called once the feed is over
+    give_back: called once the feed is over
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class ShardFeed:
         self.outbox.lend(self._next)
 
     def tick(self, now: float) -> None:
-        """Begins the next round if one is due: the table has changed, or the reader needs a sign of life. For one
+        """Begins the next round if one is due: the table has changed, or the reader needs a keep-alive message. For one
         thread.
         """
         hosted = self._hosted
@@ -117,7 +118,7 @@ class ShardFeed:
             self.outbox.lend(self._next)
 
     def end(self, error: PSError) -> None:
-        """Ends the feed with an error, and lets go of the table."""
+        """Ends the feed with an error, and drops its reference to the table."""
         self._hosted = self._walk = None
         self.outbox.fail(error)
 
@@ -131,7 +132,7 @@ class ShardFeed:
 
     @contextlib.contextmanager
     def _next(self) -> Iterator[Lent]:
-        """Makes the next message, and sees to it that the one behind it is made when this one has left."""
+        """Makes the next message, and queues the one after it when this one has left."""
         hosted = self._hosted
         yield Lent(FeedPart() if hosted is None else self._part(*hosted), None)
 
@@ -176,7 +177,7 @@ class ShardFeed:
 class RowFeeds:
     """The feeds of rows of one shard. Methods may be called from any thread.
 
-    wake:  is called when `needs_ticks` has become true
+    wake:  called when `needs_ticks` has become true
     limit: the largest number of feeds of one job; one principal may have half of it
     taken: counts the memory of the feeds of each principal
     """
@@ -198,7 +199,7 @@ class RowFeeds:
         """Begins a feed of a table's changes, which go to `outbox` until it is closed. Returns at once.
 
         Raises NotFound, InvalidRequest for an invalid cursor or period, LimitExceeded if there are too many feeds, or
-        the caller's take too much memory.
+        the caller's feeds use too much memory.
         """
         if not SHORTEST_PERIOD <= call.period <= LONGEST_PERIOD:
             raise InvalidRequest(
@@ -265,9 +266,9 @@ def _number(job: HostedJob, table: HostedTable) -> int:
 
 
 def _since(job: HostedJob, table: HostedTable, cursor: RowCursor | None) -> int | None:
-    """Returns the version that a reader goes on from; None where the cursor is of another history.
+    """Returns the version from which a reader continues; None if its cursor is of another history.
 
-    Raises InvalidRequest for one of this history that cannot be.
+    Raises InvalidRequest for a cursor of this history with an impossible table or version.
     """
     if cursor is None or cursor.history != table.history:
         return None

@@ -1,8 +1,9 @@
-"""Mapping a worker's segment, without trusting what it says.
+"""Maps a worker's segment, without trusting the worker.
 
 The worker waits at a unix socket in the shared directory, whose name and inode it sends in a call. The shard connects
 there, proves by the nonce of that call that it is the one that was called, and receives a descriptor. So the shard
-listens nowhere, connects to nothing but sockets of its own user, and waits for one worker only as long as it says here.
+listens on no socket for this, connects only to sockets of its own user, and waits HANDOVER_SECONDS for a worker at
+most.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def attach(offer: SegmentOffer, size: int, directory: Path) -> mmap.mmap:
 
     directory: where workers create their sockets; a location must be a bare name in it
 
-    Raises NotShared, saying what was expected and what came, after HANDOVER_SECONDS at the latest.
+    Raises NotShared, with what was expected and what came, after HANDOVER_SECONDS at the latest.
     """
     if not _NAME.fullmatch(offer.location):
         raise NotShared(
@@ -65,8 +66,10 @@ def _receive(offer: SegmentOffer, directory: Path) -> int:
 
 
 def _one_descriptor(connection: socket.socket, where: str) -> int:
-    """Returns the one descriptor that the next message holds. Raises NotShared, and keeps none, if it holds others."""
-    room = len(HANDED_OVER) + 1, 2  # for a byte and a descriptor too many
+    """Returns the one descriptor of the next message. Raises NotShared, and closes all, if it has another number of
+    them.
+    """
+    room = len(HANDED_OVER) + 1, 2  # room for one byte and one descriptor too many, to detect them
     content, descriptors, flags, _ = socket.recv_fds(connection, *room, socket.MSG_CMSG_CLOEXEC)
     if content == HANDED_OVER and len(descriptors) == 1 and not flags & socket.MSG_CTRUNC:
         return descriptors[0]
@@ -78,7 +81,9 @@ def _one_descriptor(connection: socket.socket, where: str) -> int:
 
 
 def _refuse_other_files(descriptor: int, size: int) -> None:
-    """Raises NotShared for what is no memory file of `size` bytes that has all its pages and keeps them."""
+    """Raises NotShared unless the descriptor is a memory file of `size` bytes, fully allocated and sealed against
+    shrinking.
+    """
     check_file(descriptor, fcntl.F_SEAL_SHRINK, "the segment", size)
     status = os.fstat(descriptor)
     if status.st_blocks * 512 < size:

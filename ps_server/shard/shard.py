@@ -1,13 +1,13 @@
-"""A shard: the jobs that it has, and what is asked of it.
+"""A shard: its jobs, and the calls to it.
 
-jobs        create, restore and drop; a job is refused where there is no memory for it
-workers     added and removed by the coordinator; a segment is mapped for a worker on this host
-pushes      checked, staged, applied as soon as the rule lets them (pushes.py)
+jobs        created, restored and dropped; a job is refused if memory has no room for it
+workers     added and removed by the coordinator; the segment of a worker on this host is mapped
+pushes      checked, staged, applied as soon as the rule permits (pushes.py)
 pulls       sent as soon as they are admitted; the others wait without a thread (pulls.py)
 snapshots   copied between two updates, written beside training (snapshots.py)
 
 RPC threads check and stage, and wait for no worker. Apply threads step and write to the outboxes of pulls; an outbox
-sends in threads of its own. A ticker tells pulls that wait what they wait for.
+sends in threads of its own. A ticker tells waiting pulls which workers they wait for.
 """
 
 from __future__ import annotations
@@ -56,10 +56,9 @@ log = logging.getLogger("ps_server")
 
 
 class Shard:
-    """One shard: its jobs, and all that callers can ask of it. Methods may be called from any thread; none waits for a
-    worker.
+    """One shard: its jobs, and the calls to it. Methods may be called from any thread; none waits for a worker.
 
-    threads:     runs updates, writes of snapshots, and the ticker; NoThreads: the calling thread does, see `tick`
+    threads:     run updates, writes of snapshots, and the ticker; NoThreads: the calling thread runs them, see `tick`
     clock:       returns the time in seconds, from an arbitrary zero
     shared_directory: where workers on this host hand over their segments
     staged_limit: bytes of a job that may be staged; None: derived from its size
@@ -115,7 +114,7 @@ class Shard:
         """Does the periodic work: tells waiting pulls that their pushes are staged and which workers they wait for,
         ends graces, begins rounds of feeds, and drops editions that nobody reads.
 
-        Returns whether anything waits for the next tick; otherwise that may come later.
+        Returns whether anything waits for the next tick; otherwise the next tick may come later.
         """
         now = self._clock()
         self._pulls.tell_staged(now)
@@ -133,7 +132,7 @@ class Shard:
         """Completes the updates that can be made, and ends the threads. Waiting calls get TryLater."""
         self._hosted.stop()
         for job in self.jobs().values():
-            task = job.snapshot_task  # read once: a job that is dropped meanwhile has none
+            task = job.snapshot_task  # read once: a job that is dropped meanwhile loses its task
             if task is not None:
                 task.stop()
         self._updates.stop()
@@ -147,9 +146,7 @@ class Shard:
         return ShardStatistics({name: job.statistics(now) for name, job in sorted(self.jobs().items())})
 
     def statistics_with_figures(self) -> ShardStatistics:
-        """Returns the statistics with what the shard has measured of itself. Reads the process's memory from the
-        system.
-        """
+        """Returns the statistics with the measurements of the shard's process. Reads its memory from the system."""
         statistics, figures = self.statistics(), self._metrics.figures()
         jobs = {name: replace(job, figures=figures.get(name)) for name, job in statistics.jobs.items()}
         memory = resident_bytes() or 0, limit_bytes() or 0
@@ -158,23 +155,23 @@ class Shard:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def create_job(self, spec: JobSpec, buckets: Sequence[int], run: str = "", shards: int = 1) -> None:
-        """Makes room for the buckets of a run of a job; see HostedJobs.create."""
+        """Creates the buckets of a run of a job; see HostedJobs.create."""
         self._hosted.create(spec, buckets, run, shards)
 
     def restore_job(self, request: RestoreRequest, seconds: float = 0.0) -> RestoreProgress:
-        """Takes a job as a checkpoint has it, in place of what is here; see HostedJobs.restore."""
+        """Restores a job from a checkpoint, and drops its present part; see HostedJobs.restore."""
         return self._hosted.restore(self._store(), request, seconds)
 
     def drop_job(self, name: str, run: str = "") -> None:
-        """Forgets a run of a job and gives its memory back; another run of that name stays."""
+        """Drops a run of a job and frees its memory; another run of that name stays."""
         self._hosted.drop(name, run, self._clock())
 
     def jobs(self) -> dict[str, HostedJob]:
-        """Returns the jobs here, by name."""
+        """Returns the jobs of this shard, by name."""
         return self._hosted.all()
 
     def run_of(self, name: str) -> str:
-        """Returns the run of a job that is here; empty if there is none."""
+        """Returns the run of a job on this shard; empty if there is none."""
         return self._hosted.run_of(name)
 
     # -- workers -----------------------------------------------------------------------------------------------------
@@ -192,7 +189,7 @@ class Shard:
         return counted
 
     def add_workers(self, name: str, workers: Sequence[Arrival], run: str = "") -> list[Counted | Fenced]:
-        """Counts workers as live. Returns for each how far the shard is, or a Fenced with the reason."""
+        """Counts workers as live. Returns for each the shard's state, or a Fenced with the reason."""
         added: list[Counted | Fenced] = []
         for each in workers:
             try:
@@ -216,31 +213,31 @@ class Shard:
         self._roster_changed(job)
 
     def attach(self, worker: Identity, offer: SegmentOffer) -> None:
-        """Maps the segment that a live worker offers. Raises NotShared if it cannot be had from here."""
+        """Maps the segment that a live worker offers. Raises NotShared if the shard cannot map it."""
         self._pushes.attach(self._of(worker), worker, offer)
 
     def check_worker(self, worker: Identity) -> None:
-        """Raises UnknownWorker, Fenced or Forbidden unless this is a live worker and that its key."""
+        """Raises UnknownWorker, Fenced or Forbidden unless this is a live worker with its key."""
         self._of(worker).check_worker(worker)
 
     def connect(self, worker: Identity, end: Callable[[], None]) -> Callable[[], None]:
         """Registers a live worker's data connection. Returns a function to call when it has closed.
 
-        end: closes the connection; is called when the worker loses its place or opens another connection
+        end: closes the connection; called when the worker is removed, or opens another connection
         Raises as check_worker.
         """
         return self._of(worker).connect(worker, end)
 
     def _of(self, worker: Identity) -> HostedJob:
-        """Returns the job of a worker; see HostedJobs.get, which also says why there is none."""
+        """Returns the job of a worker. Raises the errors of HostedJobs.get."""
         job = self._hosted.jobs.get(worker.job)
         if job is not None and job.run == worker.run and job.failure is None:
             return job
         return self._hosted.get(worker.job, worker.run, of_worker=True)
 
     def committed(self, name: str, run: str = "") -> tuple[Committed, bool]:
-        """Returns the leased data that all trained buckets here have had, and whether there is a trained
-        bucket here.
+        """Returns the leased data that all trained buckets of this shard have had, and whether it has a trained
+        bucket.
         """
         job = self._hosted.get(name, run)
         with job.lock:
@@ -287,7 +284,7 @@ class Shard:
             self._updates.schedule(job, [index for index in indices if index in job.state.rules])
 
     def push_rows(self, push: RowsPush | TablePush, principal: str = "") -> Staged:
-        """Checks and stages rows: those of a step count once all its messages are here, those of a table's beginning at
+        """Checks and stages rows: the rows of a step count once all its messages have come, a table's initial rows at
         once.
 
         principal: the caller, to whom the staged bytes are accounted
@@ -307,13 +304,14 @@ class Shard:
         hosted, store, job = self._hosted.get(request.job, request.run), self._store(), request.job
         store.path(job, request.checkpoint)
 
-        saved: dict[int, Saved] = {}  # by table, what the part has of it
+        saved: dict[int, Saved] = {}  # by table, its version in the file
 
         def write(checkpoint: str, snapshots: list[Snapshot]) -> Part:
             try:
                 part = store.write_shard(job, checkpoint, self._index, snapshots, request.kept)
             except PSError as error:
-                # The end of a job gives up what is being made. Whatever else is wrong, the coordinator says it, too.
+                # A job's end abandons the checkpoint, which is no error. Of any other error the coordinator logs a
+                # message too.
                 level = logging.DEBUG if store.is_given_up(job, checkpoint) else logging.WARNING
                 self._troubles.met(job, "job %s: checkpoint %s: %s", job, checkpoint, error, level=level)
                 raise
@@ -336,7 +334,7 @@ class Shard:
         until = self._clock() + seconds
         refusal = Refusal(clock, until, self._clock, newest) if seconds else None
         hosted.begin_snapshot(task, refusal, request.built_on)
-        # What waited for more pushes may be made without: see UpdateRule.close.
+        # Updates that waited for further pushes may be made without them: see UpdateRule.close.
         self._updates.schedule(hosted, hosted.units)
 
     def await_snapshot(self, job: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:

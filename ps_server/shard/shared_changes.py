@@ -1,7 +1,7 @@
 """The differences between versions of a bucket, for readers that have an older one: computed once for all of them.
 
-A reader may have a version of which there is no copy any more. If changes that were sent before lead from it to a copy
-that is there, undoing them one after the other restores the elements of that version.
+A reader may have a version of which no copy is left. If earlier changes lead from it to a copy that exists, undoing
+them one after the other restores the elements of that version.
 
 The thread that sends computes a change, never one that trains. Changes take at most as much memory as the bucket. If a
 change was no smaller than the bucket, none is computed for the next SKIPPED versions.
@@ -18,13 +18,13 @@ from ps_protocol.changes import Bytes, Change, apply_change, encode_change
 from ps_protocol.framing import Buffer
 from ps_protocol.layout import DATA_TYPES
 
-SKIPPED = 8  # versions for which no change is computed after one that did not pay
+SKIPPED = 8  # after a change that was no smaller than the bucket, so many versions are sent whole
 MOST_KEPT = 16  # changes of a bucket
-WORKING_COPIES = 4  # of a bucket, that it takes at most to compute a change
+WORKING_COPIES = 4  # the memory for computing a change, in sizes of the bucket
 
 
 class BucketCopy(Protocol):
-    """A copy of a bucket, of some version; see editions.CopiedBucket."""
+    """A copy of a bucket at one version; see editions.CopiedBucket."""
 
     @property
     def version(self) -> int:
@@ -43,21 +43,21 @@ class BucketChanges:
 
     def __init__(self, dtype: str, has_room: Callable[[int], bool]) -> None:
         self._itemsize, self._has_room = DATA_TYPES[dtype].itemsize, has_room
-        # By both versions, and whether it may be sparse; None: does not pay.
+        # By both versions, and whether it may be sparse; None: it was no smaller than the bucket.
         self._kept: OrderedDict[tuple[int, int, bool], Change | None] = OrderedDict()
         self._skip = 0
         self._lock = threading.Lock()  # held while one is computed: others want the same, mostly
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept."""
+        """Bytes of the kept changes."""
         return sum(len(change.payload) for change in list(self._kept.values()) if change is not None)
 
     def between(self, base: int, new: BucketCopy, copies: Sequence[BucketCopy], sparse: bool = False) -> Change | None:
         """Returns the change from version `base` to `new`; None: send the bucket whole.
 
-        copies: all copies of the bucket that are there
-        sparse: it may be sparse
+        copies: all copies of the bucket that exist
+        sparse: the change may be sparse
         """
         key = base, new.version, sparse
         with self._lock:
@@ -80,11 +80,11 @@ class BucketChanges:
         return change
 
     def _elements(self, version: int, copies: Sequence[BucketCopy]) -> Buffer | None:
-        """Returns the elements of a version, as a copy has them or as changes lead to one; None: they cannot be had."""
+        """Returns the elements of a version, from a copy or by undoing changes; None: neither is possible."""
         there = {each.version: each for each in copies}
         way: list[Change] = []
         while version not in there:
-            # Only to higher versions, so that this ends: a reader may ask again for the version that it has.
+            # Only towards higher versions, so that this ends: a reader may ask again for the version that it has.
             steps = [(to, change) for (since, to, _), change in self._kept.items() if since == version < to and change]
             if not steps:
                 return None

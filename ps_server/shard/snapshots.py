@@ -1,13 +1,13 @@
-"""Taking a snapshot of a job on one shard for a checkpoint, beside training.
+"""Takes a snapshot of a job on one shard for a checkpoint, while the job trains.
 
-A bucket is copied in memory by the thread that steps it, at the moment at which it has applied exactly as many updates
-as the checkpoint asks for; or, where the mode has no common moment, at once. When every bucket is there, a thread of
-its own writes them. So training waits for copying, never for the disk. Of a table that thread copies the rows, in
-pieces between which the table is trained; the copy is of the moment at which it begins. It has only what changed since
-the last checkpoint where that will do.
+The thread that steps a bucket copies it in memory, as soon as the bucket has applied exactly the updates that the
+checkpoint asks for; in modes without a common clock, at once. When every bucket is copied, a separate thread writes
+them. So training waits for copying, never for the disk. That thread also copies the rows of tables, in pieces between
+which the table is trained. The copy is a table's state at the moment when copying began. If possible, it has only the
+rows that changed since the last checkpoint.
 
-A checkpoint that is not complete yet is nothing to build on. So a shard remembers what its last parts have, by their
-checksums, and the coordinator says which of them belongs to the last checkpoint that is complete.
+A file may only build on a complete checkpoint. So a shard remembers the content of its last files, by their checksums,
+and the coordinator names the one that belongs to the last complete checkpoint.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ MOST_CHANGED, MOST_CHANGED_IN_ALL = 0.5, 1.0
 
 @dataclass(frozen=True)
 class Saved:
-    """What a shard's part of a checkpoint has of a table.
+    """The content of a table in a shard's file of a checkpoint.
 
     version: the version of the rows
-    changed: the number of rows in all incremental parts since the last one with all rows
+    changed: the number of rows in all incremental files since the last one with all rows
     """
 
     version: int
@@ -47,9 +47,9 @@ class Saved:
 
 
 class SavedParts:
-    """What the last parts that this shard has written have of one table, by the SHA-256 of the part.
+    """The content of one table in the last files that this shard has written, by the SHA-256 of the file.
 
-    base: the part on which the current copy, or the next one, may build; None: it must have all rows
+    base: the file on which the current copy, or the next one, may build; None: it must have all rows
     """
 
     def __init__(self) -> None:
@@ -58,13 +58,13 @@ class SavedParts:
         self.base: Saved | None = None
 
     def build_on(self, sha256: str) -> None:
-        """Sets `base` to the part with this SHA-256, or to None if it is not known. Forgets all other parts."""
+        """Sets `base` to the file with this SHA-256, or to None if it is not known. Forgets all other files."""
         with self._lock:
             self._parts = {known: saved for known, saved in self._parts.items() if known == sha256}
             self.base = self._parts.get(sha256)
 
     def written(self, sha256: str, saved: Saved) -> None:
-        """Notes a part."""
+        """Records a written file."""
         with self._lock:
             self._parts[sha256] = saved
 
@@ -74,7 +74,7 @@ class TableCopying:
 
     lock:     keeps the table from being trained
     snapshot: the table's snapshot when the copy began, still without rows
-    saved:    what the part will have of the table
+    saved:    the content of the table in the file
     now:      returns the time in seconds, from an arbitrary zero
     """
 
@@ -106,7 +106,8 @@ class TableCopying:
                 took = self._now() - began
             held_up += took
             if took and not self._copy.is_over:
-                self._gap.wait(took)  # an update that waits has its turn: a lock alone goes to who asks at once
+                # Lets a waiting update take the lock: without a pause, this thread would get it again at once
+                self._gap.wait(took)
         if self._copy.is_ended:
             raise NotFound("another checkpoint took the place of this one")
         return replace(self._snapshot, tensors=self._copy.tensors()), held_up
@@ -127,8 +128,8 @@ def begin_copy(
 ) -> TableCopying:
     """Begins the copy of a table. The caller holds the lock.
 
-    base: the part on which this copy may build: then it has only changed rows, unless too many have changed; None: all
-          rows
+    base: the file on which this copy may build. Then it has only changed rows, unless too many have changed. None: it
+          has all rows
     """
     copy = rows.copy(base.version if base is not None else None)
     if base is not None and copy.since is not None:
@@ -150,7 +151,7 @@ class Refusal:
     """Refuses pushes after the last snapshot before the servers end: workers send them again when the servers are back.
 
     clock: the version of the snapshot: pushes of later clocks are refused. None: it has no common version, so that
-           every new push is refused, and each bucket is copied once all that was staged before is in its weights
+           every new push is refused, and each bucket is copied once all contributions staged before are in its weights
     until: the end of the refusal, on the clock `now`, if the servers have not ended by then
     last_incarnation: a worker with a higher one ends the refusal, as it shows that the servers take workers again.
                       None: no worker ends it, because this shard itself ends
@@ -228,7 +229,7 @@ class SnapshotTask:
         self._held_up = 0.0
         self._complete: ShardSnapshot | None = None
         self._error: PSError | None = None
-        self._told: dict[int, int] = {}  # by rank, the clock of the pull that was told first
+        self._told: dict[int, int] = {}  # by rank, the clock of the first pull that was asked to save
 
     def is_at_least(self, other: SnapshotTask) -> bool:
         """Returns True if `other` is the same task, False if it is a later one, which may replace this.
@@ -256,7 +257,7 @@ class SnapshotTask:
             self._hand_over()
 
     def is_due(self, index: int, rule: UpdateRule[Any]) -> bool:
-        """Whether a bucket is to be copied now: it is at the snapshot's clock, or the snapshot has none."""
+        """Whether a bucket must be copied now: it is at the snapshot's clock, or the snapshot has none."""
         if index not in self._wanted:
             return False
         return self.clock is None or index not in self._trained or rule.is_at(self.clock)
@@ -266,7 +267,7 @@ class SnapshotTask:
         `tensors` lock.
         """
         if index not in self._wanted:
-            return  # another checkpoint took the place of this one meanwhile
+            return  # another checkpoint has replaced this one meanwhile
         started = self._now()
         snapshot = self._copy(index)
         with self._changed:
@@ -322,7 +323,7 @@ class SnapshotTask:
                 each.content.end()
 
     def abandon(self) -> None:
-        """Gives way to another checkpoint: a call that waits for this one ends with NotFound."""
+        """Abandons the snapshot for another checkpoint: a call that waits for this one ends with NotFound."""
         with self._changed:
             self._wanted.clear()
             if self._complete is None and self._error is None:
@@ -352,10 +353,10 @@ class SnapshotTask:
             return self._complete
 
     def tells(self, rank: int, clock: int, version: int) -> bool:
-        """Whether a worker that pulls at `clock`, and gets `version`, is to save its own state.
+        """Whether a worker that pulls at `clock`, and gets `version`, must save its own state.
 
-        Without a common clock, each worker saves at the first clock of a pull after the snapshot began. Every pull of
-        that clock says so, because the answer to the first one may be lost.
+        Without a common clock, each worker saves at the first clock of a pull after the snapshot began. The answer to
+        every pull of that clock asks for it, because the first answer may be lost.
         """
         if self.clock is not None:
             return version == self.clock == clock

@@ -1,4 +1,4 @@
-"""Admits the optimizer state of a script's later stages: the shard refuses what it has no memory for.
+"""Admits the optimizer state of a script's later stages: the shard refuses a stage for which it has no memory.
 
 Otherwise the kernel would kill the process.
 """
@@ -16,7 +16,7 @@ from ps_server.core.checking import PushChecker
 
 
 class StageRoom:
-    """The memory for the optimizer state of one job's later stages, beside what it was admitted with. Not thread-safe.
+    """The memory for the optimizer state of one job's later stages, beyond its first stage's. Not thread-safe.
 
     promised: returns the bytes of free memory that the job was promised and has not allocated yet
     more:     bytes that later stages have been promised
@@ -25,8 +25,9 @@ class StageRoom:
     def __init__(self, name: str, checker: PushChecker, promised: Callable[[], int]) -> None:
         self._name, self._checker, self._promised = name, checker, promised
         self.more = 0
-        self._kept: dict[int, tuple[int, int]] = {}  # by bucket, the last stage, and what is kept in it
-        self._number, self._free = 0, 0.0  # of the stage that begins, and what was free when it did
+        # By bucket, the number of its last stage, and the bytes of the optimizer's state in it
+        self._kept: dict[int, tuple[int, int]] = {}
+        self._number, self._free = 0, 0.0  # the stage that begins, and the free bytes when it did
 
     def make(self, bucket: BucketSpec, stage: StageSpec) -> None:
         """Promises the memory for a bucket in a stage, once. Raises LimitExceeded if there is too little."""
@@ -51,7 +52,7 @@ class StageRoom:
 
 
 def _bytes_kept(bucket: BucketSpec, stage: StageSpec) -> int:
-    """Returns the bytes of what an optimizer keeps of a bucket once it has stepped."""
+    """Returns the bytes of an optimizer's state for a bucket, once it has stepped."""
     itemsize = bucket.nbytes // bucket.numel if bucket.numel else 0
     return sum(
         part.length * itemsize * len(tensors_kept(stage.optimizer, stage.groups[group]))

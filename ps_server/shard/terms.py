@@ -1,4 +1,4 @@
-"""The terms of coordinators, as a shard knows them: it obeys the latest one alone."""
+"""The terms of coordinators: a shard obeys only the coordinator with the latest one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class CoordinatorTerms:
         self._lock = threading.Lock()
 
     def check(self, term: int, is_look: bool = False) -> None:
-        """Notes the term of a call. Raises Deposed if it is lower than the highest so far.
+        """Records the term of a call. Raises Deposed if it is lower than the highest so far.
 
-        term:    0: the caller has no term, as a coordinator without a lease, or of an earlier version
+        term:    0: the caller has no term. It may be a coordinator without a lease, or of an earlier version
         is_look: the call only reads. It is allowed without a term, because it may not come from a coordinator
         """
         with self._lock:

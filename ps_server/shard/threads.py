@@ -1,7 +1,7 @@
-"""The threads of a shard, which apply updates, read and write checkpoints, and run periodic work; or none of these.
+"""The threads of a shard, which apply updates, read and write checkpoints, and run periodic work; and NoThreads.
 
 To hand a bucket to another thread costs as much as adding a contribution (measured). So a thread that has just staged
-the last push of an update does the work itself, if its caller waits for nothing else.
+the last push of an update applies it itself, if its caller waits for nothing else.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ Task = Callable[[], None]
 
 READERS = 4  # restores at a time, each of another job
 IDLE_SECONDS = 1.0  # between two calls of a repeated task while nothing waits for it
-_IDLE_AFTER = 20  # calls for which nothing waited: a thread that waits for longer must be woken, and a round takes less
+# Idle runs before the thread sleeps longer and must be woken; a round of training takes less time than these
+_IDLE_AFTER = 20
 
 
 class Threads(Protocol):
-    """Runs what a shard does beside its calls. Tasks do not raise. `write` and `read` raise TryLater once it stops."""
+    """Runs a shard's work beside its calls. Tasks do not raise. `write` and `read` raise TryLater once the
+    shard stops.
+    """
 
     def submit(self, task: Task) -> None:
         """Runs a task that applies updates, in another thread if there is one."""
@@ -33,28 +36,26 @@ class Threads(Protocol):
         """As `submit`, but the calling thread runs the tasks itself, unless enough threads are at work already."""
 
     def write(self, task: Task) -> None:
-        """Runs a task that writes to disk, beside all others if there is a thread for it."""
+        """Runs a task that writes to disk, in a thread of its own if there are threads."""
 
     def read(self, task: Task) -> None:
-        """Runs a task that reads from disk, beside all others if there is a thread for it."""
+        """Runs a task that reads from disk, in a thread of its own if there are threads."""
 
     def repeat(self, seconds: float, task: Callable[[], bool]) -> None:
-        """Runs a task every so many seconds, until the shard stops; without threads, the caller's clock does that.
+        """Runs a task every `seconds`, until the shard stops. Without threads it does nothing: see Shard.tick.
 
-        The task returns whether anything waits for it. While nothing does, it runs every IDLE_SECONDS.
+        The task returns whether anything waits for its next run. While nothing does, it runs every IDLE_SECONDS.
         """
 
     def wake(self) -> None:
-        """Notes that something waits for a repeated task. Costs nothing while the task runs often anyway."""
+        """Tells the repeated task that something waits for it. Cheap while the task runs often anyway."""
 
     def stop(self) -> None:
         """Returns when everything has been run, and ends the threads."""
 
 
 class ApplyThreads:
-    """Runs tasks in the order in which they came, at most `count` at a time, in its own threads or in callers of
-    `lend`.
-    """
+    """Runs tasks in their order of arrival, at most `count` at a time, in its own threads or in callers of `lend`."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -64,7 +65,7 @@ class ApplyThreads:
         self._running = 0
 
     def submit(self, task: Task) -> None:
-        """Has a thread of its own run the task."""
+        """Runs a task in one of its own threads."""
         if self._enters([task]):
             self._threads.submit(self._run)
 
@@ -80,7 +81,7 @@ class ApplyThreads:
         self._threads.shutdown(wait=True)
 
     def _enters(self, tasks: Iterable[Task]) -> bool:
-        """Queues tasks. Returns whether another thread is to be started for them."""
+        """Queues tasks. Returns whether another thread must be started for them."""
         with self._changed:
             self._tasks.extend(tasks)
             enters = bool(self._tasks) and self._running < self._count
@@ -113,16 +114,16 @@ class OwnThreads(ApplyThreads):
         self._is_idle = False
 
     def write(self, task: Task) -> None:
-        """Has the writing thread run a task. Raises TryLater after `stop`."""
+        """Runs a task in the writing thread. Raises TryLater after `stop`."""
         _submit(self._writer, "checkpoint", task)
 
     def read(self, task: Task) -> None:
-        """Has a reading thread run a task. Raises TryLater after `stop`."""
+        """Runs a task in a reading thread. Raises TryLater after `stop`."""
         _submit(self._readers, "restore", task)
 
     def repeat(self, seconds: float, task: Callable[[], bool]) -> None:
-        """Starts a thread that runs a task every so many seconds, or every IDLE_SECONDS while nothing waits for it. For
-        one task.
+        """Starts a thread that runs a task every `seconds`, or every IDLE_SECONDS while nothing waits for it. For one
+        task.
         """
         unwanted = 0
 
@@ -141,7 +142,7 @@ class OwnThreads(ApplyThreads):
                 self._wanted.clear()
                 if self._stopping.is_set():
                     return
-                # Set before the task looks: what begins to wait later finds it set, and wakes this thread.
+                # Set before the task runs: a caller that begins to wait later sees it, and wakes this thread.
                 self._is_idle = unwanted >= _IDLE_AFTER
                 guarded("notices", run_once)
                 self._is_idle = self._is_idle and unwanted > 0
@@ -151,7 +152,7 @@ class OwnThreads(ApplyThreads):
         self._repeating.append(thread)
 
     def wake(self) -> None:
-        """Notes that something waits for the repeated task."""
+        """Tells the repeated task that something waits for it."""
         if self._is_idle:
             self._is_idle = False
             self._wanted.set()

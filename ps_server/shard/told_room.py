@@ -1,7 +1,7 @@
-"""Admits what rank 0 tells of buffers, for readers: a job was admitted without the memory for it.
+"""Admits the buffers of a model that rank 0 sends for readers: a job was admitted without the memory for them.
 
-Which of the tensors that no optimizer steps are buffers is not known before rank 0 tells of them: a frozen model would
-else be promised its memory twice.
+A job does not declare which of its frozen tensors are buffers; the shard learns it when rank 0 sends them. To promise
+the memory earlier would promise it twice to every frozen parameter.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from ps_runtime.memory import free_bytes
 
 
 def check_told(name: str, size: int, promised: Callable[[], int]) -> None:
-    """Raises LimitExceeded where memory has no room: readers keep the buffers that they have, and rank 0 tells again.
+    """Raises LimitExceeded if memory has no room: readers keep the buffers that they have, and rank 0 sends them again
+    later.
 
-    size:     bytes that are to be kept for readers
+    size:     bytes to keep for readers
     promised: returns the bytes of free memory that training was promised and has not allocated yet
     """
     free, taken = free_bytes(), promised()
