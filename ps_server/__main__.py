@@ -7,7 +7,7 @@ from ps_server.ops.glibc import stream_large_copies
 
 
 def program() -> None:
-    """Runs `main` in a process of its own: a shard may start it anew."""
+    """Runs `main`. A shard may first start its program again, with other settings of the C library."""
     if sys.argv[1:2] == ["shard"]:
         stream_large_copies()
     main()

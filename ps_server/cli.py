@@ -69,10 +69,11 @@ if TYPE_CHECKING:
     from ps_server.rpc.own_ports import OwnPorts
     from ps_server.server import Server
 
-OF_SERVERS = ("torch", "numpy", "safetensors")  # what servers and exports need, and those do not that look in
-OTHERS_END_SECONDS = 20.0  # in which launches on other machines hear that a job is over, and end their shards
+# Needed by servers and exports, and not by commands that query a cluster
+OF_SERVERS = ("torch", "numpy", "safetensors")
+OTHERS_END_SECONDS = 20.0  # time for launches on other machines to learn of a job's end, and to end their shards
 SWITCH_SECONDS = 0.0005
-LOOK_SECONDS = 1.0  # between two looks at whether this process serves; a signal is heard meanwhile
+LOOK_SECONDS = 1.0  # between two checks whether this process serves; a signal ends the pause
 _PROCESS = whole_number(1, 2**63 - 1)
 
 SERVER = Setting("server", "the coordinator", host_port, f"127.0.0.1:{DEFAULT_PORT}", "HOST:PORT")
@@ -98,7 +99,8 @@ def parser() -> CommandLine:
     def add(name: str, text: str, *settings: Setting, words: str = "[options]") -> CommandLine:
         return root.add_command(name, text, f"ps-server {name} {words}", *settings)
 
-    # In the order of --help: what people type most, what one machine does not need, what launchers call.
+    # In the order of --help: the commands that people type most, those that one machine does not need, those of
+    # launchers.
     _add_up(add)
     _add_asking(add)
     _add_export(add)
@@ -116,7 +118,7 @@ def parser() -> CommandLine:
 def _add_up(add: Callable[..., CommandLine]) -> None:
     """Adds the command that starts a whole cluster."""
     up = add("up", "start a coordinator and shards on this machine", SHARDS, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT)
-    # No variables: those of `ps-server shard` say something else to this command.
+    # No variables: the variables of `ps-server shard` have another meaning for this command.
     up.add_argument("--only", type=index, metavar="I", help="start shard I alone: each machine has one of the shards")
     up.add_argument("--coordinator", type=host_port, metavar="HOST:PORT", help="where shard 0 is, with --only I from 1")
     _add_serving(up)
@@ -130,7 +132,7 @@ def _add_parts(add: Callable[..., CommandLine]) -> None:
     shard.add_settings(
         replace(SHARDS, text="how many shards the cluster has, with --with-coordinator"), ADVERTISE, HEALTH_PORT
     )
-    # What a parent process tells its servers.
+    # Flags that a parent process gives its servers.
     for command, flag in ((coordinator, "supervised"), (shard, "supervised"), (shard, "drains"), (shard, "ends-last")):
         command.add_argument(f"--{flag}", action="store_true", help=argparse.SUPPRESS)
     shard.add_argument("--restart-count", type=index, default=0, help=argparse.SUPPRESS)
@@ -139,14 +141,14 @@ def _add_parts(add: Callable[..., CommandLine]) -> None:
 
 
 def _add_relay(add: Callable[..., CommandLine]) -> None:
-    """Adds the command that hands on weights to readers."""
+    """Adds the command that runs a relay."""
     text = "hand on the weights of jobs to many readers, or elsewhere"
     relay = add("relay", text, *RELAY, words="--upstream HOST:PORT [options]")
     relay.add_settings(*LIMITS, group=relay.add_hidden_group("limits", "--help-limits"))
 
 
 def _add_certificates(add: Callable[..., CommandLine]) -> None:
-    """Adds the command that makes certificates to try things out."""
+    """Adds the command that makes certificates for trials."""
     certs = add("dev-certs", "make a small CA and certificates, or renew those that end soon", words="[options] DIR")
     files = "gets ca.pem and ca.key; server, worker, reader and admin .pem and .key; roles"
     certs.add_argument("directory", metavar="DIR", help=files)
@@ -170,7 +172,7 @@ def _watch_period(text: str) -> float:
 
 
 def _add_asking(add: Callable[..., CommandLine]) -> None:
-    """Adds the commands that look in, or ask for something."""
+    """Adds the commands that query a running cluster, or request something of it."""
     asking = (*access_settings(), SERVER)
     status = add("status", "show what is running, how far it is, and which worker waits for which", *asking)
     status.add_argument(
@@ -207,7 +209,7 @@ def _add_report(add: Callable[..., CommandLine]) -> None:
 
 
 def _add_plan(add: Callable[..., CommandLine]) -> None:
-    """Adds the command that says what a job needs."""
+    """Adds the command that plans a job's resources."""
     words = "--params N --workers W [options]"
     plan = add("plan", "say how many shards a job needs, how much memory, which mode", words=words)
     plan.add_argument(
@@ -246,7 +248,7 @@ def _add_plan(add: Callable[..., CommandLine]) -> None:
 
 
 def _add_export(add: Callable[..., CommandLine]) -> None:
-    """Adds what writes a checkpoint for other programs."""
+    """Adds the command that exports a checkpoint."""
     directory = Setting("checkpoint_dir", "where the checkpoints are", checkpoints_at, metavar="DIR", required=True)
     text = "write a job's last checkpoint as plain PyTorch files"
     export = add("export", text, directory, JOB, words="[options] OUT")
@@ -274,7 +276,8 @@ def main() -> NoReturn:
     speaker, kind = Speaker("ps-server"), getattr(arguments, "log_format", logs.TEXT)
     try:
         unknown = unknown_variables()
-        if unknown and not getattr(arguments, "supervised", False):  # the parent of a supervised shard has said so
+        # The parent of a supervised shard has printed it already
+        if unknown and not getattr(arguments, "supervised", False):
             print(logs.line_of(speaker, unknown, kind), file=sys.stderr, flush=True)
         sys.exit(_run(arguments))
     except PSError as error:
@@ -291,8 +294,8 @@ def main() -> NoReturn:
         sys.exit(1)
 
 
-# Most is imported where it is used, because torch takes seconds to import and --help should not: and those that look in
-# run where there is none.
+# Most modules are imported in the functions that use them: torch takes seconds to import, which --help should not, and
+# some commands run without torch.
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -328,7 +331,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    """Prints what a job needs."""
+    """Prints the plan of a job's resources."""
     from ps_server.ops import plan
 
     for name, least, most in (("straggler", 1.0, 1e6), ("stalls", 0.0, 1.0)):
@@ -359,7 +362,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _make_certificates(arguments: argparse.Namespace) -> int:
-    """Makes what is missing and renews what ends soon: once, or until it is told to stop."""
+    """Makes missing certificates and renews those that expire soon: once, or again and again until a signal."""
     from ps_server.ops.dev_certs import write
 
     stop = threading.Event()
@@ -383,7 +386,7 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
 
 
 def _ask(arguments: argparse.Namespace) -> int:
-    """Runs one of the commands that look in, or ask for something."""
+    """Runs one of the commands that query a running cluster, or request something of it."""
     from ps_runtime.credentials import access_of
 
     allowed = access_of(arguments)
@@ -410,7 +413,7 @@ def _ask(arguments: argparse.Namespace) -> int:
     elif arguments.command == "page":
         from ps_server.ops.page import serve_page
 
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # how a container is told to stop: its ordinary end
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # containers are stopped by SIGTERM, which is no error
         serve_page(arguments.server, arguments.page_host, arguments.page_port, arguments.page_insecure, allowed)
     elif arguments.command == "status" and arguments.watch is not None:
         from ps_server.ops import screen
@@ -426,24 +429,25 @@ def _ask(arguments: argparse.Namespace) -> int:
 
 
 def _window() -> int | None:
-    """Returns how many columns the terminal has; None where the output goes elsewhere."""
+    """Returns the number of the terminal's columns; None if the output is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    """Runs a cluster: its shards are told all settings by variables, and nothing else by the parent's environment."""
+    """Runs a cluster. Its shards get all settings by environment variables, and only those of the parent."""
     from ps_launch.local_cluster import Supervision, up
 
     for name in OF_SERVERS:  # said once here, rather than by each shard
         if all(finder.find_spec(name, None) is None for finder in sys.meta_path):
             raise ModuleNotFoundError(name=name)
-    failpoints.check()  # an error in them is said once here, rather than by each shard
+    failpoints.check()  # an error in them is printed once, rather than by each shard
     only = arguments.only
     if only is not None and only >= arguments.shards:
         raise InvalidRequest(f"--only is below --shards {arguments.shards}, got {only}")
     if (arguments.coordinator is not None) != bool(only):
         raise InvalidRequest("--coordinator says where shard 0 is: it goes with --only I, for I from 1")
-    config = config_of(arguments, arguments.shards, index=0, coordinator=None)  # and so is what every shard refuses
+    # Raises once for settings that every shard would refuse
+    config = config_of(arguments, arguments.shards, index=0, coordinator=None)
     config.is_exposed()
     config.checkpoint_policy()
     if arguments.max_threads is None:
@@ -459,17 +463,17 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _threads_of_each(shards: int) -> int | None:
-    """Returns how many threads each of this machine's shards may have: they share what there is."""
+    """Returns how many threads each of this machine's shards may have: they share the limit."""
     found = thread_limit()
     return None if found is None else max(LEAST_THREADS, found.threads // shards)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    """Runs one server process until it is told to stop."""
+    """Runs one server process until a signal."""
     stop, begun = threading.Event(), threading.Event()
 
     def end(*_: object) -> None:
-        """Before it serves it has nothing to finish: it ends at once, even amid its imports, which take seconds."""
+        """Ends the server. Before it serves, the process exits at once, even during its imports, which take seconds."""
         if not begun.is_set():
             os._exit(0)
         stop.set()
@@ -506,7 +510,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         role = "coordinator" if alone else f"shard {shard}"
         _announce(role, server, config, supervised)
     _await_end(stop, server.ports)
-    # Told once, it finishes what it has; told again, it ends at once.
+    # After the first signal the process ends in order, after a second one at once.
     on_signals(lambda number, _: os._exit(128 + number))
     if coordinates or not supervised or arguments.drains:  # or its parent has stopped the coordinator, which sees to it
         server.drain(arguments.drain_seconds)
@@ -518,7 +522,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _relay(arguments: argparse.Namespace) -> int:
-    """Runs a relay until it is told to stop."""
+    """Runs a relay until a signal."""
     stop = threading.Event()
     on_signals(lambda *_: stop.set())
     speaker = Speaker("relay")
@@ -542,18 +546,20 @@ def _relay(arguments: argparse.Namespace) -> int:
 
 
 def _await_end(stop: threading.Event, ports: OwnPorts) -> None:
-    """Waits until this process is told to stop. Ends it with an error when it does not serve any more."""
+    """Waits for a signal to stop. Ends the process with an error if it no longer serves."""
     while not stop.wait(LOOK_SECONDS):
         lost = ports.lost()
         if lost:
             logging.getLogger("ps_server").error("%s: this process ends", lost)
             audit.flush(all_of_them=True)
             logging.shutdown()
-            os._exit(1)  # what calls do in other threads would keep it, and whoever started it from starting it again
+            # Not sys.exit: calls in other threads would keep the process alive, and its supervisor from starting it
+            # again
+            os._exit(1)
 
 
 def _announce(role: str, server: Server, config: ServerConfig, supervised: bool) -> None:
-    """Says where a process serves: to its parent, or to people."""
+    """Prints the addresses of a server: for its parent process, or for people."""
     metrics = f"{'https' if config.tls is not None else 'http'}://{server.metrics_address}/"
     page = metrics if config.shows_page() else ""
     if supervised:
@@ -561,7 +567,8 @@ def _announce(role: str, server: Server, config: ServerConfig, supervised: bool)
 
         print(ready_line(server.address, server.metrics_address, page, server.process), flush=True)
         return
-    number = "" if config.index is None else f" (process {server.process})"  # by which a launcher reports its end
+    # With this number a launcher reports the end of the process
+    number = "" if config.index is None else f" (process {server.process})"
     print(f"ps-server: {role} ready at {server.address}{number}", flush=True)
     print(f"ps-server: metrics at {metrics}metrics", flush=True)
     if server.health.port is not None:

@@ -1,4 +1,4 @@
-"""What a server process is told: `ServerConfig`, and the declaration of each setting that it is made of."""
+"""The settings of a server process: `ServerConfig`, and the declaration of each setting in it."""
 
 from __future__ import annotations
 
@@ -44,39 +44,39 @@ DEFAULT_METRICS_PORT = 9100
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What one server process is.
+    """The settings of one server process.
 
-    shard_count: of the whole cluster; set where this process is the coordinator, None elsewhere
-    index:       of the shard that this process is; None where it is the coordinator alone
-    coordinator: HOST:PORT of the coordinator; None where it is this process
+    shard_count: the number of shards of the cluster; set if this process is the coordinator, otherwise None
+    index:       this process's shard; None: it is the coordinator alone
+    coordinator: HOST:PORT of the coordinator; None: this process is the coordinator
     host, port:  where to listen; port 0 lets the system choose
     data_port:   where workers open data connections, at `host`; 0 lets the system choose
-    no_data_port: there are none over TCP
-    advertise:   HOST:PORT under which the others reach this process; None: where it listens
+    no_data_port: no data connections over TCP
+    advertise:   HOST:PORT under which other processes reach this one; None: the address where it listens
     lease:       seconds for which a worker counts as live without a heartbeat
-    server_call_seconds: for which a call between servers waits for its answer
+    server_call_seconds: deadline of a call between servers
     job_timeout: seconds after which a job ends whose workers are all gone
-    absence_seconds: for which a job that all others have left waits for a worker that was taken off as silent
+    absence_seconds: how long a job waits at its end for a worker that was removed as silent
     apply_threads: threads that apply updates
     shared_directory: where workers on this host hand over the memory that they share
-    cold_rows_dir: where a shard keeps rows of tables that its memory has no room for; None: nowhere
+    cold_rows_dir: directory for rows of tables that do not fit into a shard's memory; None: there is none
     native:      auto or off: whether a shard uses the library for tables
     tls:         certificates to serve with, and to call the other servers with; None: plaintext, on loopback
     tokens:      file that says which caller may do what; None: every caller may do everything
-    insecure:    plaintext may be served beyond this machine; metrics_insecure: metrics may
-    limits:      how much a caller may take
+    insecure:    plaintext may be served beyond this machine; metrics_insecure: plaintext metrics may
+    limits:      the limits for callers
     checkpoint_dir: where checkpoints are, the same place for all shards and the coordinator, unless shards have an
                  own_disk; None: there are none
     own_disk:    a shard keeps its files of checkpoints below checkpoint_dir on a disk of its own
     checkpoint_every: `100steps` or `60s`; None: only when asked to, at a job's end, and when the server stops
-    full_checkpoint_every: of so many checkpoints one has all rows of tables
+    full_checkpoint_every: one of so many checkpoints has all rows of tables
     keep:        how many checkpoints of a job are kept
     restore:     jobs continue from their checkpoints in checkpoint_dir
-    resume:      the coordinator resumes the jobs that ran when the one before it ended
-    drain_seconds: that workers have to come to the last checkpoint before the servers end
-    timing:      how often the coordinator looks, and how long it waits for what
-    restart_count: how often `ps-server up` has started this shard again
-    health_port: of the pages for probes, at `host`, in plaintext; None: there are none
+    resume:      the coordinator resumes the jobs that ran when the last coordinator ended
+    drain_seconds: how long workers have to reach the last checkpoint before the servers end
+    timing:      the coordinator's intervals and timeouts
+    restart_count: how often `ps-server up` has restarted this shard
+    health_port: port of the pages for probes, at `host`, in plaintext; None: no such pages
     """
 
     shard_count: int | None = None
@@ -115,13 +115,13 @@ class ServerConfig:
     health_port: int | None = None
 
     def shows_page(self) -> bool:
-        """Returns whether the metrics port has the page, which tells all to each user of this machine."""
+        """Returns whether the metrics port serves the page, which shows everything to every user of this machine."""
         return self.shard_count is not None and is_loopback(self.metrics_host) and self.tokens is None
 
     def is_exposed(self) -> bool:
         """Returns whether calls travel in plaintext beyond this machine.
 
-        Raises InvalidRequest where they would, or metrics would, and that is not allowed.
+        Raises InvalidRequest if they, or metrics, would and that is not permitted.
         """
         encrypted, metrics_insecure = self.tls is not None, self.metrics_insecure or self.insecure
         exposed = require_encryption(self.host, encrypted, self.insecure, "this server", "--insecure")
@@ -129,7 +129,8 @@ class ServerConfig:
         return exposed
 
     def checkpoint_policy(self, address: str = "") -> CheckpointPolicy | None:
-        """Returns when the coordinator makes checkpoints; None if it makes none. Raises InvalidRequest if it cannot.
+        """Returns the coordinator's policy of checkpoints; None if it makes none. Raises InvalidRequest for settings
+        that contradict each other.
 
         address: of the coordinator
         """
@@ -154,7 +155,7 @@ def parse_every(text: str) -> tuple[int | None, float | None]:
 
 
 def every(text: str) -> str:
-    """Reads 100steps or 60s."""
+    """Checks a text such as 100steps or 60s."""
     try:
         parse_every(text)
     except InvalidRequest as error:
@@ -163,7 +164,7 @@ def every(text: str) -> str:
 
 
 def checkpoints_at(text: str) -> Path | None:
-    """Reads a directory, or a place in an object store."""
+    """Parses a directory, or a path in an object store."""
     try:
         return place(text)
     except InvalidRequest as error:
@@ -273,14 +274,14 @@ def _kind(limit: Field[Any]) -> Callable[[str], Any]:
 LIMITS = tuple(
     Setting(f"max_{limit.name}", limit.metadata["text"], _kind(limit), limit.default, "N") for limit in fields(Limits)
 )
-# What every server process of one cluster is told alike.
+# Settings that are the same for every server process of a cluster.
 SETTINGS = (*PROCESS, *CHECKPOINTS, *LIMITS)
 
 
 def config_of(
     arguments: argparse.Namespace, shard_count: int | None, index: int | None, coordinator: str | None
 ) -> ServerConfig:
-    """Returns what the flags of a server process say. Raises InvalidRequest if a file of TLS cannot be used."""
+    """Returns the settings in the flags of a server process. Raises InvalidRequest if a file of TLS cannot be used."""
     given = vars(arguments)
     names = given.keys() & ServerConfig.__dataclass_fields__.keys() - {"index", "coordinator"}
     return ServerConfig(

@@ -1,12 +1,12 @@
-"""Places where a server kills itself or waits on request, so that tests show what a death or a slow disk there does.
+"""Failpoints: named points in the code at which a server kills itself or waits on request, for tests.
 
     PS_FAILPOINTS=NAME[@SHARD][=N],...              SIGKILL the N-th time (first) that the place NAME is passed; with
                                                     @SHARD, only in the process that is this shard
     PS_FAILPOINTS=NAME[@SHARD]=delay:SECONDS,...    waits so long each time that it is passed, as if that took longer
 
-Only the commands `ps-server shard`, `coordinator` and `relay` look at the variable, once, when they start. A process
-that `ps-server up` starts in place of one that died has the delays alone. Where it is not set, a place costs one look
-at an empty set, or at two empty dictionaries.
+Only the commands `ps-server shard`, `coordinator` and `relay` read the variable, once, when they start. A process that
+`ps-server up` starts again after a death keeps only the delays. Without the variable, a failpoint costs one test of an
+empty set, or of two empty dictionaries.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Entry:
     """One entry of the variable.
 
     shard: None for every process
-    times: how often the place is passed until the process kills itself there
-    delay: seconds that each passage takes instead; None: it is to kill
+    times: at which passage the process kills itself
+    delay: seconds that each passage waits instead; None: it kills
     """
 
     name: str
@@ -67,9 +67,10 @@ class Entry:
     delay: float | None = None
 
 
-armed: set[str] = set()  # the names of all below: what each step passes is asked only where there are some
+# The names of all armed failpoints: code that every step passes calls `failpoint` only if there are any
+armed: set[str] = set()
 _left: dict[str, int] = {}  # by name, how often it is still to be passed; empty unless the variable is set
-_delays: dict[str, float] = {}  # by name, seconds that each passage takes; likewise
+_delays: dict[str, float] = {}  # by name, seconds that each passage waits
 _lock = threading.Lock()
 
 
@@ -94,7 +95,7 @@ def check() -> None:
 
 
 def arm(shard: int | None) -> None:
-    """Arms the failpoints that PS_FAILPOINTS names, in the process of this shard; None: it is none."""
+    """Arms the failpoints in PS_FAILPOINTS. shard: this process's shard; None: it is no shard"""
     for entry in parse(os.environ.get(VARIABLE, "")):
         if entry.shard not in (None, shard):
             continue
@@ -114,7 +115,7 @@ def arm(shard: int | None) -> None:
 
 
 def failpoint(name: str) -> None:
-    """Marks a place with a name."""
+    """Kills this process, or waits, if the failpoint `name` is armed."""
     if name in _delays:
         time.sleep(_delays[name])
     if _left:

@@ -1,4 +1,4 @@
-"""What a relay is told: `RelayConfig`, and the declaration of each setting that it is made of."""
+"""The settings of a relay: `RelayConfig`, and the declaration of each setting in it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ WIRES = ("float32", "bfloat16", "float16")  # as ps_feed.subscription, without w
 
 @dataclass(frozen=True)
 class RelayConfig:
-    """What one relay is.
+    """The settings of one relay.
 
-    server:   its ports, certificates, tokens and limits, as of each server process
+    server:   its ports, certificates, tokens and limits, as for every server process
     upstream: HOST:PORT of the coordinator, or of relays, with commas between them
-    token_file: with what it shows the upstream; None: the token of the role cluster in `server.tokens`, if there is one
-    jobs:     that it follows always, each in a wire format; it follows others while somebody reads them
-    every, period: updates, and seconds, between two editions, at least
-    http_host, http_port: where downloads are served; None: nowhere
+    token_file: a file with the token for the upstream; None: the token of the role cluster in `server.tokens`, if there
+                is one
+    jobs:     jobs that it always follows, each in a wire format; it follows others while they have readers
+    every, period: the least number of updates, and of seconds, between two editions
+    http_host, http_port: the address of downloads; None: there are none
     """
 
     server: ServerConfig
@@ -51,7 +52,7 @@ class RelayConfig:
         return server.is_exposed()
 
     def access(self, cluster_token: Access) -> Access:
-        """Returns what the upstream is shown. cluster_token: where no file with a token is given"""
+        """Returns the credentials for the upstream. cluster_token: used without a token file"""
         if self.token_file is None:
             return cluster_token
         path = Path(self.token_file)
@@ -123,7 +124,7 @@ RELAY = (
 
 
 def relay_config_of(arguments: argparse.Namespace) -> RelayConfig:
-    """Returns what the flags of a relay say. Raises InvalidRequest if a file of TLS cannot be used."""
+    """Returns the settings in a relay's flags. Raises InvalidRequest if a file of TLS cannot be used."""
     given = vars(arguments)
     own = {each.name: given[each.name] for each in fields(RelayConfig) if each.name in given}
     own["jobs"] = tuple(_named(arguments.jobs or ""))

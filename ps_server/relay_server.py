@@ -45,7 +45,7 @@ EDITIONS_OF_A_JOB = 4  # two that are read, one that waits, one that is being re
 
 
 class RelayServer:
-    """A running relay. `address`, `metrics_address` and `http_address` are how others reach it.
+    """A running relay. `address`, `metrics_address` and `http_address` are its public addresses.
 
     Raises InvalidRequest if a port cannot be bound, naming it.
     """
@@ -102,7 +102,7 @@ class RelayServer:
         self.health_port = self._open_health_port()
 
     def is_ready(self) -> bool:
-        """Whether it has an edition of each job that it is to follow always."""
+        """Whether it has an edition of each job that it always follows."""
         return self.relayed.is_ready()
 
     def stop(self) -> None:
@@ -113,7 +113,7 @@ class RelayServer:
         stop_grpc(self._grpc, self._stops, self._last_stops)
 
     def _serve_downloads(self, hosts: HostLimits) -> tuple[str, Callable[[], None]]:
-        """Returns where downloads are served, and what stops that; an empty address: nowhere."""
+        """Starts serving downloads. Returns the address and a function that stops it; an empty address: not served."""
         config, server = self._config, self._config.server
         if config.http_port is None:
             return "", lambda: None

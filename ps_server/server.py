@@ -1,7 +1,7 @@
 """One server process: a gRPC port, a metrics port, and behind them a coordinator, a shard, or both.
 
 Making a `Server` starts it: it binds its port, wires coordinator and shard to their services, and registers with the
-coordinator. `drain` has last checkpoints made before a wanted stop; `stop` ends every thread.
+coordinator. `drain` makes last checkpoints before an ordered stop; `stop` ends every thread.
 """
 
 from __future__ import annotations
@@ -96,20 +96,20 @@ class Service(Protocol):
 
 @dataclass(frozen=True)
 class Health:
-    """What says how a server is: the gRPC service, and the port for probes where there is one."""
+    """A server's health: the gRPC service, and the port for probes if there is one."""
 
     service: HealthServicer
     port: HealthPort | None
 
     def say_ending(self) -> None:
-        """Tells probes that the server is not ready any more."""
+        """Marks the server as no longer ready, for probes."""
         if self.port is not None:
             self.port.is_ending = True
 
 
 class Server:
-    """A running server process. `address` and `metrics_address` are how others reach it; `process` is a number that no
-    other process has, and by which its launcher reports its end.
+    """A running server process. `address` and `metrics_address` are its public addresses. `process` is a number that no
+    other process has; its launcher reports the process's end with it.
 
     Raises InvalidRequest if a port cannot be bound, naming it.
     """
@@ -119,7 +119,8 @@ class Server:
         ELEMENTWISE["SGD"]([torch.zeros(1)], lr=0.0)  # type: ignore[call-arg]
         torch.set_num_threads(1)  # the apply threads are the parallelism; more would fight over the same cores
         self._config = config
-        self.process = secrets.randbits(63)  # another number: another process, which has forgotten what this one had
+        # A restarted process has another number: it has none of the state of this one
+        self.process = secrets.randbits(63)
         exposed = config.is_exposed()
         allow_many_files(config.limits.connections)
         authenticator = Authenticator(config.tokens)
@@ -140,7 +141,8 @@ class Server:
         port = bind(self._grpc, config.host, config.port, config.tls)
         self.address = config.advertise or f"{reachable(config.host)}:{port}"
         self._stops: list[Callable[[], None]] = [limits.stop]
-        self._last_stops: list[Callable[[], None]] = [control_pool.shutdown]  # of what calls may be in until they end
+        # Pools in which calls may run until they end
+        self._last_stops: list[Callable[[], None]] = [control_pool.shutdown]
         encrypted, asks = config.tls is not None, authenticator.is_required
         self._registry.register(security_gauges(limits, exposed, encrypted, asks))
         if exposed:
@@ -180,7 +182,7 @@ class Server:
         )
 
     def wait_ready(self, timeout: float) -> bool:
-        """Waits until the coordinator knows this shard; at once true for a coordinator alone."""
+        """Waits until the coordinator knows this shard; returns True at once for a coordinator alone."""
         return self._registration is None or self._registration.known.wait(timeout)
 
     def calls_in_flight(self) -> int:
@@ -188,10 +190,10 @@ class Server:
         return self._calls.limits.statistics()["calls"]
 
     def drain(self, seconds: float) -> None:
-        """Lets no more workers join, and has last checkpoints made, if there are any: before a wanted stop.
+        """Prepares an ordered stop: lets no more workers join, and makes last checkpoints if the servers make any.
 
-        seconds: that workers have to come to the last checkpoint. What a shard acknowledges from its copy on would not
-                 be in it, so it acknowledges nothing more.
+        seconds: how long workers have to reach the last checkpoint. A push that a shard acknowledged after its copy
+                 would be missing in it, so the shard acknowledges none from then on.
         """
         self.health.say_ending()
         if self._config.checkpoint_dir is None:
@@ -213,7 +215,7 @@ class Server:
                     task()
 
     def outlive(self, seconds: float) -> None:
-        """Keeps the coordinator here while other shards of the cluster answer.
+        """Keeps the coordinator alive while other shards of the cluster answer.
 
         The `ps-worker run` beside each of them asks it whether the job is over, and then ends its shard.
 
@@ -228,7 +230,7 @@ class Server:
             time.sleep(OTHERS_LOOK_SECONDS)
 
     def stop(self) -> None:
-        """Stops admitting calls, finishes what is staged, and ends every thread."""
+        """Stops admitting calls, applies staged contributions, and ends every thread."""
         self.health.say_ending()
         self.health.service.enter_graceful_shutdown()
         if self._registration is not None:
@@ -346,7 +348,7 @@ class Server:
         return files
 
     def _open_checkpoints(self) -> tuple[CheckpointStore | None, Callable[[], None]]:
-        """Returns where this shard's files of checkpoints are, if there are any, and what gives that back."""
+        """Returns the store of this shard's checkpoints, if there is one, and a function that releases its lock."""
         directory, index = self._config.checkpoint_dir, self._config.index or 0
         if directory is None or not self._config.own_disk:
             return CheckpointStore(directory) if directory is not None else None, lambda: None
@@ -356,7 +358,7 @@ class Server:
 
 
 def _shares_of_threads(config: ServerConfig) -> ThreadShares:
-    """Divides the threads that this process may have, and says so in the log."""
+    """Divides the threads that this process may have, and logs the shares."""
     is_shard, is_coordinator = config.index is not None, config.shard_count is not None
     pools = POOLS_OF_EACH + is_shard * POOLS_OF_A_SHARD + is_coordinator * POOLS_OF_A_COORDINATOR
     sites = 1 + (config.health_port is not None)
@@ -365,16 +367,16 @@ def _shares_of_threads(config: ServerConfig) -> ThreadShares:
 
 
 def _feed_bytes(limits: Limits) -> int:
-    """Returns how many bytes the messages of one principal's feeds may take: a part of the memory that is free now."""
+    """Returns how many bytes the messages of one principal's feeds may use: a quarter of the free memory."""
     if limits.feed_bytes is not None:
         return limits.feed_bytes
     return max(_LEAST_FEED_BYTES, (free_bytes() or 0) // 4)
 
 
 def _with_memory(limits: Limits, is_shard: bool) -> Limits:
-    """Returns limits with what a coordinator may keep for workers: a part of the memory that is free now.
+    """Returns the limits with the coordinator's budgets for workers' states and values: a fraction of the free memory.
 
-    is_shard: whether weights are to have room in this process, too
+    is_shard: whether this process also needs memory for weights
     """
     states, free = limits.all_state_bytes, free_bytes()
     if states is None:

@@ -1,20 +1,20 @@
-"""What operators run and read.
+"""Commands and outputs for operators.
 
 columns.py      Tables for a terminal, none wider than the window
-compiler.py     What keeps torch's compiler out of a server
+compiler.py     Keeps torch's compiler out of a server
 dev_certs.py    `ps-server dev-certs`: a small CA, and certificates for servers, clients and readers, to try things out
-feed_gauges.py  How a job's weights are read, as gauges of shards and relays
+feed_gauges.py  The readers of a job's weights, as gauges of shards and relays
 feed_screen.py  `ps-server feed`: follows a job's weights in a terminal
 gauges.py       A server process' gauges, read at each scrape; and /sd, where Prometheus finds all processes
-glibc.py        What a server asks of the C library: one pool of memory, and copies that go past the processor's cache
+glibc.py        Settings of the C library: one pool of memory, and large copies past the processor's cache
 health_port.py  Two pages in plaintext, for probes that cannot show a certificate
-plan.py         `ps-server plan`: what a job needs before anything is started
-plan_costs.py   What a step costs processors, as it was measured
+plan.py         `ps-server plan`: the resources that a job needs, before anything is started
+plan_costs.py   Measured processor time of a step
 plan_tables.py  The memory of tables of rows
 page.py         The page on which a browser shows a cluster; and `ps-server page`
 race.py         The race of a job's workers, for a terminal
 screen.py       `ps-server status --watch`: what limits each job, the race and the processes, drawn again and again
-relay_gauges.py What a relay has and who reads it, as gauges
-security_gauges.py What a server process is open to, as gauges
-status.py       `ps-server status`, `end` and `checkpoint`: what operators ask of a running cluster
+relay_gauges.py A relay's editions and readers, as gauges
+security_gauges.py The exposure of a server process, as gauges
+status.py       `ps-server status`, `end` and `checkpoint`: queries and requests to a running cluster
 """

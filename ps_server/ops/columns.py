@@ -1,4 +1,4 @@
-"""Tables for a terminal: columns as wide as what is in them, and none wider than the window."""
+"""Tables for a terminal: columns as wide as their content, lines no wider than the window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CUT = "…"
 def lines_of(rows: Sequence[Sequence[str]], width: int | None = None, droppable: Sequence[str] = ()) -> list[str]:
     """Returns rows as lines, the first of which has the columns' names.
 
-    width:     of the window: columns are left out until it is kept, and the last one is cut; None: there is no limit
+    width:     the window's width: columns are left out until a line fits, and lines are cut; None: no limit
     droppable: the names of columns that may be left out, the first one first
     """
     kept = list(range(len(rows[0])))
@@ -42,8 +42,9 @@ def folded(line: str, width: int | None) -> list[str]:
 
 
 def parts_of(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Returns rows of numbers as one table, or as several below each other that the window takes: each has some of the
-    columns behind the first one."""
+    """Returns rows of numbers as one table, or as several below each other if the window is too narrow. Each has the
+    first column and some of the others.
+    """
     first, *rest = range(len(rows[0]))
     parts = [[first]]
     for column in rest:
@@ -56,7 +57,7 @@ def parts_of(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
 
 
 def wrapped(parts: Sequence[str], width: int | None, between: str = " · ") -> list[str]:
-    """Returns parts as lines, as many parts in each as the window takes."""
+    """Joins parts into lines, as many parts in a line as fit into the window."""
     lines: list[str] = []
     for part in parts:
         if lines and (width is None or len(lines[-1]) + len(between) + len(part) <= width):
@@ -67,5 +68,5 @@ def wrapped(parts: Sequence[str], width: int | None, between: str = " · ") -> l
 
 
 def printable(text: str) -> str:
-    """Returns a text of a peer's so that it does nothing to a terminal: escaped where it cannot be printed."""
+    """Returns a peer's text with unprintable characters escaped, so that it cannot control the terminal."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

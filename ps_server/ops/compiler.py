@@ -6,12 +6,12 @@ import torch
 
 
 def leave_out_compiler() -> None:
-    """Has torch make optimizers without importing its compiler.
+    """Makes torch construct optimizers without importing its compiler.
 
-    torch imports it with the first optimizer of a process, to have a compiled training loop leave such calls alone. A
-    process with such loops must not call this.
+    torch imports the compiler with the first optimizer of a process, to exclude `add_param_group` from compiled
+    training loops. A process with compiled loops must not call this.
     """
     plain = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
     if plain is not None:
-        # Where torch keeps what it calls in the method's place, once the compiler has made it: here the method itself.
+        # torch caches the compiler's replacement of the method under this name. The method itself takes its place.
         plain.__dict__["__dynamo_disable"] = plain

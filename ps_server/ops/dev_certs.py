@@ -1,7 +1,8 @@
-"""`ps-server dev-certs`: a small CA, and a certificate for each kind of caller, made and renewed, to try things out.
+"""`ps-server dev-certs`: makes and renews a small CA, and a certificate for each kind of caller, for trials.
 
-Servers, relays, workers, readers and admins have a certificate each, and `roles` says what each may do. Running it
-again makes what is missing and renews what ends soon, with the same CA, so that all go on trusting one another.
+Servers, relays, workers, readers and admins have a certificate each, and the file `roles` has the permissions of each.
+Running the command again makes missing certificates and renews those that expire soon, with the same CA, so that all
+keep trusting one another.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ps_protocol.errors import InvalidRequest
 
 SERVER, RELAY, WORKER, READER, ADMIN, AUTHORITY = "server", "relay", "worker", "reader", "admin", "ca"
 _SERVES = (SERVER, RELAY)  # they have callers, and so a file of roles
-# In the certificates of all that serve metrics: what Prometheus may take for the server name of each, anywhere.
+# A name in the certificates of all servers with metrics, so that Prometheus can use one server name for all.
 SCRAPE_NAME = "ps-torch"
 LIFE = datetime.timedelta(days=365)
 # The CA lives this many times as long as the certificates that it signs: they are renewed, and it stays.
@@ -41,9 +42,9 @@ class Holder:
 
     file:   NAME of its NAME.pem and NAME.key
     name:   the common name in its certificate, by which `roles` knows it
-    role:   what it may do: a server calls other servers, and a relay reads from them
+    role:   its permissions: a server calls other servers, and a relay reads from them
     folder: where its files are, under the directory; empty: in the directory itself
-    hosts:  the names and addresses at which others reach it
+    hosts:  its names and addresses
     """
 
     file: str
@@ -58,7 +59,7 @@ class Holder:
 
 
 def holders(hosts: Sequence[str] = (), split: bool = False, relays: Sequence[str] = ()) -> list[Holder]:
-    """Returns who gets a certificate: servers, relays if some are named, workers, readers and admins.
+    """Returns the holders of certificates: servers, relays if some are named, workers, readers and admins.
 
     hosts: names and addresses of servers, besides localhost and this machine's own; relays: those of relays. split: a
     folder for each holder, with no other's key in any; each of `hosts` and `relays` is a process with a certificate of
@@ -78,7 +79,9 @@ def holders(hosts: Sequence[str] = (), split: bool = False, relays: Sequence[str
 
 
 def _refuse_folders(servers: Sequence[Holder], relays: Sequence[Holder]) -> None:
-    """Raises InvalidRequest where a name is no folder's, is another holder's, or is too long for a certificate."""
+    """Raises InvalidRequest for a name that cannot be a folder, belongs to another holder, or is too long for a
+    certificate.
+    """
     taken = {AUTHORITY, WORKER, READER, ADMIN, ".", ".."}
     for flag, named in (("--host", servers), ("--relay", relays)):
         for holder in named:
@@ -131,7 +134,7 @@ def write(
 
 @dataclass(frozen=True)
 class _Authority:
-    """The CA; its key is None where it has been taken away."""
+    """The CA; its key is None if the operator has removed it."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey | None = field(repr=False)
@@ -195,7 +198,7 @@ def _issue(directory: Path, holder: Holder, authority: _Authority, life: datetim
 
 
 def _add_roles(directory: Path, wanted: list[Holder], made: list[Holder]) -> None:
-    """Writes `roles` beside the certificates of those that serve; adds holders to one that is there, and no more."""
+    """Writes `roles` beside the certificates of those that serve; to an existing file it only adds holders."""
     for folder in {directory / holder.folder for holder in wanted if holder.file in _SERVES}:
         path = folder / "roles"
         if not path.exists():
@@ -287,7 +290,7 @@ def _name(holder: Holder, file: str) -> str:
 
 
 def _read_certificate(path: Path) -> x509.Certificate | None:
-    """Returns a certificate, or None if there is no such file, or another thing in it."""
+    """Returns a certificate, or None if the file is missing or has other content."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -312,7 +315,9 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:
-    """Writes a file at once or not at all, and never open to others, not even before its chmod; leaves an equal one."""
+    """Writes a file atomically, and never readable by others, not even before its chmod. An equal file stays
+    untouched.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.exists() and path.read_bytes() == content:
         return

@@ -1,4 +1,4 @@
-"""How a job's weights are read, as gauges: shards and relays have them under the same names. Needs no torch."""
+"""Gauges of the readers of a job's weights, with the same names on shards and relays. Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_FEED: tuple[tuple[str, str, Callable[[FeedFigures], float | None]], ...] = (
 
 
 def feed_gauges(feeds: Callable[[S], Mapping[str, FeedFigures]], age: str, of_age: str) -> list[Gauge[S]]:
-    """Returns the gauges of how jobs are read.
+    """Returns the gauges of the readers of jobs.
 
     feeds: returns the figures of each job that is read, by its name
     age, of_age: the name and the help of the gauge of an edition's age: shards and relays count it from other moments

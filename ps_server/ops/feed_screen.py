@@ -1,4 +1,4 @@
-"""`ps-server feed`: follows a job's weights, as a reader does, and says what comes. Needs no torch."""
+"""`ps-server feed`: follows a job's weights as a reader, and prints each edition. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.quantities import counted, size_text
 from ps_server.ops.columns import printable
 
-LOOK_SECONDS = 1.0  # after which it says how it is, also where nothing comes
+LOOK_SECONDS = 1.0  # after which it prints the state, even without a new edition
 
 
 def follow(
@@ -24,9 +24,9 @@ def follow(
     as_json: bool = False,
     out: TextIO | None = None,
 ) -> None:
-    """Writes a line for each edition, and each second without one that something is the matter. Ends with the job.
+    """Writes a line for each edition, and one each second while an error keeps editions away. Ends with the job.
 
-    Raises what Subscription.wait does where waiting cannot help.
+    Raises the errors of Subscription.wait after which waiting cannot help.
     """
     out = out or sys.stdout
     write = _json if as_json else _text

@@ -79,7 +79,7 @@ _OF_CHECKPOINTS: tuple[tuple[str, str, Callable[[CheckpointStatistics], float]],
 
 
 def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
-    """Returns the gauges of what a shard has, how far it is, and how many pulls wait."""
+    """Returns the gauges of a shard's memory, its progress and its waiting pulls."""
 
     def each_job(read: Callable[[ShardJobStatistics], float]) -> Callable[[ShardStatistics], Iterable[Sample]]:
         return lambda statistics: [((name,), read(job)) for name, job in statistics.jobs.items()]
@@ -145,7 +145,7 @@ def _each_table(
 
 
 def coordinator_gauges(coordinator: Coordinator) -> Gauges[CoordinatorStatistics]:
-    """Returns gauges of the live workers, how evenly the buckets lie, and the checkpoints and rollbacks there were."""
+    """Returns gauges of live workers, the balance of the placement, checkpoints and rollbacks."""
 
     def each_job(read: Callable[[JobStatistics], float]) -> Callable[[CoordinatorStatistics], Iterable[Sample]]:
         return lambda statistics: [((name,), read(job)) for name, job in statistics.jobs.items()]

@@ -1,7 +1,7 @@
 """The health port: two pages in plaintext for probes that cannot show a certificate, and nothing else.
 
-/livez says whether its ports answer, /readyz also whether the coordinator knows this shard. Kubernetes' probes need no
-more than the status.
+/livez is OK if this process's ports answer, /readyz if also the coordinator knows this shard. Kubernetes' probes need
+no more than the status.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class HealthPort:
 
     is_known:  returns whether the coordinator knows this server
     trouble:   returns why it does not serve; empty: it does
-    unknown:   what probes are told where `is_known` does not hold
-    port:      where it is served; 0 lets the system choose. Raises InvalidRequest if it cannot be bound
+    unknown:   the text for probes while `is_known` is False
+    port:      the port; 0 lets the system choose. Raises InvalidRequest if it cannot be bound
     is_ending: set it when this server ends: from then on it is not ready
     """
 

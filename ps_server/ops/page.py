@@ -1,7 +1,7 @@
 """The page on which a browser shows a cluster: its files, and the view as JSON; and `ps-server page`, which serves it.
 
-The page is only to be read, and only on this machine: on loopback, at the metrics port of a coordinator that listens
-there, or by `ps-server page`, which asks a coordinator elsewhere as `status` does.
+The page is read-only, and served only on this machine's loopback: at the metrics port of a coordinator that listens
+there, or by `ps-server page`, which queries a coordinator elsewhere as `status` does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DIGITS = 5  # of a sample, that a curve needs
 
 
 def page_site(answer: Callable[[Position], Any]) -> Site:
-    """Returns the page. answer: returns a WatchStatusResponse for a reader that has been told so much"""
+    """Returns the page. answer: returns the WatchStatusResponse for a reader's position"""
     files = {f"/{path.name}": (TYPES[path.suffix], path.read_bytes()) for path in sorted(FILES.iterdir())}
     files["/"] = files.pop("/index.html")
     return Site(files, {"/api/view": lambda query: view_json(answer(_position(query)))})
@@ -50,7 +50,7 @@ def coordinators_page(views: Views) -> Site:
 
 
 def view_json(response: Any) -> bytes:
-    """Returns a WatchStatusResponse as JSON; a sample that there is not is null."""
+    """Returns a WatchStatusResponse as JSON; a missing sample is null."""
     view = plain(response)
     for history in (view["history"], *(job["history"] for job in view["finished_jobs"])):
         for series in (history or {}).get("series", ()):
@@ -59,7 +59,7 @@ def view_json(response: Any) -> bytes:
 
 
 def _position(query: str) -> Position:
-    """Returns what the reader has been told. Raises InvalidRequest for a query that does not say it in numbers."""
+    """Returns the reader's position in a query. Raises InvalidRequest for anything but numbers."""
     try:
         given = parse_qs(query, keep_blank_values=True, max_num_fields=8)
     except ValueError:
@@ -87,7 +87,7 @@ def serve_page(server: str, host: str, port: int, insecure: bool, access: Access
             f"the page on {host} would be open to all that reach its port: listen on 127.0.0.1, or say --page-insecure"
         )
     with OperatorClient(Peer("coordinator", server, access)) as coordinator:
-        coordinator.view(Position())  # what is wrong with the address or the certificates is said here
+        coordinator.view(Position())  # raises early for a wrong address or wrong certificates
         bound, stop = serve(host, port, page_site(coordinator.view).app, "the page", "--page-port")
         print(
             f"ps-server: the page of {server} is at http://{host if is_loopback(host) else LOOPBACK}:{bound}/",

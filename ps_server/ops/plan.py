@@ -1,8 +1,8 @@
-"""`ps-server plan`: what a job needs before anything is started. Shards, memory, bytes on the wire, time, and the mode.
+"""`ps-server plan`: the shards, memory, bytes on the wire and time that a job needs, and the mode that pays.
 
-Memory is what a shard itself admits a job by (core/room.py), with what a checkpoint copies, and what travels. A round
-takes as long as its links are busy, or a processor, if that takes longer; rates follow from it. docs/planning.md has
-each formula, with its conditions.
+Memory is the sum by which a shard admits a job (core/budget.py), plus the copies for a checkpoint and the messages
+under way. A round takes as long as its busiest link, or its busiest processor if that takes longer. Rates follow from
+it. docs/planning.md has each formula, with its conditions.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Question:
     """The model, the machines and the links that a plan is for.
 
     parameters:   elements that the optimizer steps, of float32; without those of tables
-    tensors:      how many tensors they are in
-    shards:       how many there are to be; None: as many as the links want
-    link:         bits a second of each machine's link, each way; None: all are one machine, with shared memory
+    tensors:      the number of tensors that they are in
+    shards:       their number; None: as many as the links need
+    link:         bits a second of each machine's link, each way; None: all processes share one machine and its memory
     wire:         the format in which gradients and weights travel
     transport:    how, as --transport of workers; tls: encrypted
     tables:       tables of rows, as they are when they are full
     lookups:      distinct ids of each table in a worker's step; 0: not known, and not counted
     step_seconds: of a worker's forward and backward pass; None: not known
     straggler:    how many times as long the slowest worker takes
-    stalls:       the part of steps in which a worker, any of them, is that slow; None: one worker is, in every step
+    stalls:       the fraction of steps in which some worker is that slow; None: one worker is, in every step
     """
 
     parameters: int
@@ -108,9 +108,9 @@ class ShardMemory:
 class ShardPlan:
     """The answer for one number of shards.
 
-    worker_bytes:  that a worker sends in a step, and receives
-    shard_bytes:   that the fullest shard receives in a step of every worker, and sends
-    link_seconds:  that these take at the least, both ways at once; None: no link is given
+    worker_bytes:  bytes that a worker sends in a step; it receives as many
+    shard_bytes:   bytes that the fullest shard receives in a step of every worker; it sends as many
+    link_seconds:  the least time of these bytes on the link, both ways at once; None: no link is given
     shard_cpu:     seconds of a core that the fullest shard uses for a step of every worker
     worker_cpu:    seconds of a core that a worker uses to send and receive
     ddp_seconds:   the same as link_seconds of a ring all-reduce among the workers
@@ -129,7 +129,7 @@ class ShardPlan:
 
     @property
     def round_seconds(self) -> float:
-        """What a step's pushes and pulls take: as long as the busiest link, or the busiest processor."""
+        """The seconds of a step's pushes and pulls: those of the busiest link, or of the busiest processor."""
         return max(self.link_seconds or 0.0, self.shard_cpu, self.worker_cpu)
 
 
@@ -143,11 +143,11 @@ class ModeRate:
 
 @dataclass(frozen=True)
 class Advice:
-    """What `ps-server plan` says.
+    """The answer of `ps-server plan`.
 
     plans: the one that is recommended first, then others to compare it with, by number of shards
     rates: empty where the time of a step is not known
-    mode:  that pays; why: in words
+    mode:  the mode that pays; why: the reason, as text
     way:   how buckets travel
     coordinator_cpu: the part of a core that it uses while the job trains
     """
@@ -205,7 +205,7 @@ def _check_momentum(optimizer: str, momentum: float) -> None:
 
 
 def plan(question: Question, spec: JobSpec, shards: int) -> ShardPlan:
-    """Returns what a job takes on so many shards."""
+    """Returns the plan of a job on `shards` shards."""
     placed = place_job(spec, shards, "")
     layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
     loads = [sum(layout[bucket].numel for bucket in placed.buckets_of(index)) for index in range(shards)]
@@ -300,7 +300,7 @@ def table(advice: Advice, width: int | None = None) -> str:
 
 
 def _remarks(advice: Advice) -> list[str]:
-    """Returns the lines below the table: what its columns mean here, and the mode."""
+    """Returns the lines below the table: the meaning of its columns, and the mode."""
     best = advice.plans[0]
     parts = f"{counted(best.shards, 'shard')}, {counted(best.buckets, 'bucket')} of {size_text(best.bucket_bytes)}"
     said = [

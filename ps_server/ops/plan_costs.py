@@ -1,7 +1,7 @@
-"""What a step costs processors, for `ps-server plan`: seconds of a core, from what the benchmarks measured.
+"""The processor time of a step, for `ps-server plan`: seconds of a core, as the benchmarks measured them.
 
-The measured machine is 2 cores of AMD EPYC (docs/benchmarks.md). Cores of other machines are faster or slower; whether
-the processor comes long before the link, or far behind it, is the same there.
+The measured machine is 2 cores of AMD EPYC (docs/benchmarks.md). Cores of other machines are faster or slower, but the
+plan only needs to tell whether the processor or the link is the limit.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
 
 def way(transport: str, tls: bool, one_machine: bool) -> str:
-    """Returns how buckets travel, a name of MS_A_MIB: what `auto` takes, if that is given.
+    """Returns how buckets travel, as a key of MS_A_MIB. `auto` is resolved as workers do.
 
-    Raises InvalidRequest for what there is not.
+    Raises InvalidRequest for an unknown transport, or an impossible combination.
     """
     if transport not in TRANSPORTS:
         raise InvalidRequest(f"expected a transport out of {', '.join(TRANSPORTS)}, got {transport!r}")
@@ -58,5 +58,5 @@ def apply_seconds(optimizer: str, states: int, weight_bytes: int) -> float:
 
 
 def coordinator_load(workers: int, lease: float) -> float:
-    """Returns the part of a core that heartbeats take while a job trains. lease: seconds"""
+    """Returns the fraction of a core that heartbeats use while a job trains. lease: seconds"""
     return HEARTBEAT_MS / 1e3 * HEARTBEATS_A_LEASE * workers / lease

@@ -1,4 +1,4 @@
-"""Tables of rows in `ps-server plan`: what `--table` says, and the memory that it takes of a shard."""
+"""Tables of rows in `ps-server plan`: the flag `--table`, and the memory that a table needs on a shard."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ps_protocol.tables import MAX_ROWS, TableSpec
 from ps_runtime.settings import magnitude
 
 _EXPECTED = "expected ROWSxDIM or ROWSxDIM:OPTIMIZER, as in 100Mx64:RowWiseAdagrad"
-# Of a row in the file of --cold-rows-dir, memory keeps its place (docs/tables.md).
+# Memory keeps the position of each row in the file of --cold-rows-dir (docs/tables.md).
 PLACE_BYTES = 4
 DEFAULT_OPTIMIZER = "Adagrad"
 
 
 @dataclass(frozen=True)
 class TableQuestion:
-    """A table that is full: rows on all shards together, elements of a row, and what steps them."""
+    """A full table: its rows on all shards together, elements of a row, and its optimizer."""
 
     rows: int
     dim: int
@@ -36,7 +36,7 @@ class TableMemory:
     """Bytes of tables on the fullest shard.
 
     rows:  values, and the optimizer's state
-    index: what finds them
+    index: the hash index
     cold:  the least of memory with --cold-rows-dir; the rows are in a file then
     """
 
@@ -59,7 +59,7 @@ def table_question(text: str) -> TableQuestion:
 
 
 def table_memory(tables: Iterable[TableQuestion], shards: int) -> TableMemory:
-    """Returns what full tables take of a shard. Raises InvalidRequest for what a shard would refuse."""
+    """Returns the memory of full tables on a shard. Raises InvalidRequest for tables that a shard would refuse."""
     rows = index = cold = 0
     for table in tables:
         here = most_rows(table.rows, shards)

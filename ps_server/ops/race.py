@@ -1,7 +1,7 @@
-"""The race of a job's workers, for a terminal: a line for each worker that there is room for.
+"""The race of a job's workers, for a terminal: a line for each worker, as many as fit.
 
-In a job of many workers the slowest and the fastest say what there is to say, so those are shown, and how many are
-between. Workers in trouble come first: those that are silent, then those that are furthest behind.
+In a job of many workers the slowest and the fastest matter, so those are shown, and the number of workers between.
+Workers in trouble come first: those that are silent, then those that are furthest behind.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MOST_ACTIVITY = 26  # characters of what a worker does now that a window keeps r
 
 @dataclass(frozen=True)
 class Runner:
-    """A worker in the race. status: a WorkerStatus; does: its WorkerView, both as plain data"""
+    """A worker in the race. status: its WorkerStatus; does: its WorkerView; both as plain data"""
 
     status: dict[str, Any]
     does: dict[str, Any]
 
     @property
     def trouble(self) -> tuple[bool, int, float, int]:
-        """What orders workers: the least comes first."""
+        """The sort key of a worker: those in trouble come first."""
         silent = self.does["activity"].startswith("silent")
         return not silent, self.status["clock"], -self.does["awaited_fraction"], self.status["rank"]
 
@@ -41,7 +41,7 @@ class Runner:
 def chosen(runners: Sequence[Runner], room: int | None) -> tuple[list[Runner], list[Runner], list[Runner]]:
     """Returns the workers to show first, those that are left out behind them, and those to show last.
 
-    room: lines that there are for workers; None: as many as are wanted
+    room: the number of lines for workers; None: no limit
     """
     most = SHOWN if room is None else min(SHOWN, room)
     if len(runners) <= most:
@@ -54,7 +54,7 @@ def chosen(runners: Sequence[Runner], room: int | None) -> tuple[list[Runner], l
 
 
 def race(job: dict[str, Any], view: dict[str, Any], width: int | None = None, room: int | None = None) -> Iterator[str]:
-    """Yields the race as lines: none without workers. width: of the window; room: lines that there are"""
+    """Yields the race as lines: none without workers. width: of the window; room: the number of lines"""
     runners = [Runner(status, does) for status, does in zip(job["workers"], view["workers"], strict=True)]
     if not runners:
         return
@@ -74,9 +74,9 @@ def race(job: dict[str, Any], view: dict[str, Any], width: int | None = None, ro
 
 @dataclass(frozen=True)
 class _Columns:
-    """Which columns there are, and how wide.
+    """The columns of the race, and their widths.
 
-    host:   0: it is left out
+    host:   the width of the host's column; 0: left out
     unit:   what clocks count
     values: the names of logged values
     """
@@ -89,7 +89,7 @@ class _Columns:
 
     @classmethod
     def fitting(cls, runners: Sequence[Runner], width: int | None, unit: str) -> _Columns:
-        """Returns the most columns that the window has room for, beside what each worker does now."""
+        """Returns the columns that fit into the window beside each worker's present activity."""
         names = tuple(sorted({name for runner in runners for name in runner.values}))
         first = tuple(name for name in names if name == "loss") or names[:1]
         host = max(len(printable(runner.status["host"])) for runner in runners)

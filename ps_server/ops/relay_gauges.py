@@ -1,4 +1,4 @@
-"""A relay's gauges, read from what it follows at each scrape. Needs no torch."""
+"""A relay's gauges, read at each scrape from the jobs that it follows. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Feeds = dict[str, FeedFigures]  # by job
 
 
 def relay_gauges(relayed: Relayed) -> Gauges[Feeds]:
-    """Returns gauges of the editions of each job, and who reads them."""
+    """Returns gauges of the editions of each job, and of their readers."""
 
     def followed() -> Feeds:
         jobs: dict[str, list[FeedFigures]] = {}  # a job may be followed in several wire formats

@@ -1,4 +1,6 @@
-"""What `ps-server status --watch` shows: of each job what limits it and the race of its workers; then the processes."""
+"""The screen of `ps-server status --watch`: for each job its diagnosis and the race of its workers; then the
+processes.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ def watch(
 ) -> None:
     """Shows views of a cluster, each in place of the one before, until the caller is interrupted.
 
-    Where `out` is no terminal, each is written below the one before. A coordinator that goes away is waited for; one
-    that does not answer at the first time raises Unreachable, or another PSError.
+    If `out` is no terminal, each view is written below the one before. It waits for a coordinator that stops answering.
+    If the first call is not answered, it raises Unreachable, or another PSError.
     """
     out = out or sys.stdout
     draw = _json_line if as_json else _redraw if out.isatty() else _append
@@ -68,7 +70,7 @@ def _append(out: TextIO, view: dict[str, Any]) -> None:
 
 
 def _redraw(out: TextIO, view: dict[str, Any]) -> None:
-    """Writes over what is there: a screen that is cleared first would flicker."""
+    """Writes over the present screen: clearing it first would flicker."""
     columns, rows = shutil.get_terminal_size()
     lines = screen(view, columns, rows - 1)  # the last line stays free: writing into its last column would scroll
     if len(lines) >= rows:
@@ -84,8 +86,8 @@ def _write(out: TextIO, lines: list[str]) -> None:
 
 
 def screen(view: dict[str, Any], width: int | None = None, height: int | None = None) -> list[str]:
-    """Returns a view, as plain() has it, as lines for a person: of each job the sentence that says what limits it and
-    the race, and below that the processes.
+    """Returns a view, in the form of plain(), as lines for a person: for each job its diagnosis and the race, and then
+    the processes.
 
     width, height: of the window, for which workers and columns are chosen; None: there is no limit
     """
@@ -127,7 +129,7 @@ def _finished(view: dict[str, Any]) -> Iterator[str]:
 
 
 def _head(job: dict[str, Any], view: dict[str, Any], width: int | None) -> list[str]:
-    """Returns what a job is and does, what limits it, and how much is left."""
+    """Returns the lines above a job's race: its name, mode, state, diagnosis and remaining time."""
     parts = [job["name"], mode_text(job), view["state"]]
     # A worker's rate is known from its second report on; until then the job's is not 0, but not known either.
     known = not view["workers"] or any(does["steps_per_second"] is not None for does in view["workers"])
@@ -141,7 +143,7 @@ def _head(job: dict[str, Any], view: dict[str, Any], width: int | None) -> list[
 
 
 def _progress(job: dict[str, Any], view: dict[str, Any]) -> list[str]:
-    """Returns how far a job is, and what is left, as far as it is known."""
+    """Returns a job's progress and its remaining time, as far as they are known."""
     parts = [steps] if (steps := steps_text(job)) else []
     if view["done_fraction"] is not None:
         parts.append(f"{100 * view['done_fraction']:.0f} %")

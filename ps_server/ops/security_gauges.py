@@ -1,4 +1,4 @@
-"""Gauges of what a server process is open to. Needs no torch."""
+"""Gauges of the exposure of a server process: plaintext, missing tokens, calls in flight. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ps_server.rpc.call_limits import CallLimits
 
 
 def security_gauges(call_limits: CallLimits, exposed: bool, encrypted: bool, asks: bool) -> Gauges[dict[str, int]]:
-    """Returns gauges of what this process is open to, and what its callers have in flight."""
+    """Returns gauges of this process's exposure, and of its calls in flight."""
 
     def flag(value: bool) -> Callable[[dict[str, int]], Iterable[Sample]]:
         return lambda _: [((), float(value))]

@@ -1,4 +1,4 @@
-"""`ps-server status`, `end` and `checkpoint`: what operators ask of a running cluster."""
+"""`ps-server status`, `end` and `checkpoint`: queries and requests to a running cluster."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from ps_server.ops.columns import folded, lines_of, printable
 from ps_server.rpc.coordinator_client import OperatorClient
 from ps_server.rpc.plain import plain
 
-FEWER = 1.05  # as many times fewer bytes than sync moves are said; below, they are those of sync with some padding
+FEWER = 1.05  # the least ratio that is shown: below it the bytes are those of sync, with some padding
 
 
 def fetch(server: str, access: Access = PLAINTEXT) -> dict[str, Any]:
-    """Returns the cluster's state: a GetStatusResponse as plain() has it. Raises Unreachable or PSError."""
+    """Returns the cluster's state: a GetStatusResponse in the form of plain(). Raises Unreachable or PSError."""
     with _coordinator(server, access) as coordinator:
         return plain(coordinator.status())
 
 
 def end_job(server: str, job: str, access: Access = PLAINTEXT) -> None:
-    """Ends a job, also while workers take part in it. Raises Unreachable, NotFound or PSError."""
+    """Ends a job, even while workers train it. Raises Unreachable, NotFound or PSError."""
     with _coordinator(server, access) as coordinator:
         coordinator.end_job(job)
 
 
 def report_shard_end(server: str, index: int, process: int, access: Access = PLAINTEXT) -> str:
-    """Says that a shard's process has ended; returns what came of it. Raises Unreachable or PSError."""
+    """Reports the end of a shard's process; returns the result as text. Raises Unreachable or PSError."""
     with _coordinator(server, access) as coordinator:
         known = coordinator.report_shard_end(index, process)
     return f"shard {index}: its end is noted" if known else f"process {process} is not shard {index}: nothing changed"
 
 
 def checkpoint_job(server: str, job: str, access: Access = PLAINTEXT) -> str:
-    """Makes a checkpoint of a job, and says which when it is complete. Raises Unreachable, NotFound or PSError."""
+    """Makes a checkpoint of a job; returns its description as text once it is complete. Raises Unreachable, NotFound or
+    PSError.
+    """
     with _coordinator(server, access) as coordinator:
         made = coordinator.checkpoint_job(job)
     missing = f", without the state of workers {list(made.missing_ranks)}" if made.missing_ranks else ""
@@ -57,7 +59,7 @@ def _coordinator(server: str, access: Access) -> Iterator[OperatorClient]:
 
 
 def waits(status: dict[str, Any], job: str) -> dict[int, list[dict[str, Any]]]:
-    """Returns what each worker of a job waits for, by rank: an entry for each shard on which it does."""
+    """Returns the waits of a job's workers, by rank: an entry for each shard on which a worker waits."""
     ranks: dict[int, list[dict[str, Any]]] = {}
     for held in _held(status, job):
         for wait in held["waits"]:
@@ -70,18 +72,20 @@ DROPPED = ("METRICS", "PID", "TABLES", "OPTIMIZER", "RESTARTS", "VERSION", "ADDR
 
 
 def table(status: dict[str, Any], width: int | None = None) -> str:
-    """Returns the state as a table for a person. width: of the window, which it keeps; None: there is no limit"""
+    """Returns the state as a table for a person. width: the window's; None: no limit"""
     lines = process_lines(status, width, workers=True)
     for job in status["jobs"]:
         lines += [each for line in job_lines(status, job) for each in folded(line, width)]
-    if status["coordinator"]["software_version"]:  # an earlier one does not say
+    if status["coordinator"]["software_version"]:  # servers of earlier versions do not report it
         who = "this relay" if status["coordinator"].get("upstream") else "the coordinator"
         lines += folded(printable(f"{who} runs ps-torch {status['coordinator']['software_version']}"), width)
     return "\n".join(lines)
 
 
 def job_lines(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
-    """Returns lines on a job: what it is, how far, how its buckets travel, and how many bytes do."""
+    """Returns lines about a job: its mode and progress, its readers and tables, how its buckets travel, and bytes of a
+    step.
+    """
     lines = [] if status["coordinator"].get("upstream") else _job_lines(job)  # a relay has no workers
     return [
         *map(printable, lines + _feeds(status, job) + _tables(status, job) + _ways(status, job) + _bytes(status, job))
@@ -89,7 +93,9 @@ def job_lines(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
 
 
 def _feeds(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
-    """Returns how a job's weights are read now: a line on all shards together, or on each wire format of a relay."""
+    """Returns lines about the readers of a job's weights: one for all shards together, or one for each wire format of a
+    relay.
+    """
     if status["coordinator"].get("upstream"):
         feeds = [held["feed"] for held in _held(status, job["name"]) if held.get("feed")]
         return [f"job {job['name']}: {_feed_text(feed)}" for feed in feeds]
@@ -98,9 +104,9 @@ def _feeds(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
 
 
 def _of_all_shards(status: dict[str, Any], job: str) -> dict[str, Any] | None:
-    """Returns how a job's weights are read from the shards that answer; None: nobody reads them.
+    """Returns the figures of a job's readers over the shards that answer; None: there is no reader.
 
-    A reader asks all shards, and has an edition when it has the part of each.
+    A reader pulls from all shards, and has an edition when it has each shard's buckets.
     """
     feeds = {
         shard["index"]: held["feed"]
@@ -142,7 +148,7 @@ def _feed_text(feed: dict[str, Any]) -> str:
 
 
 def process_lines(status: dict[str, Any], width: int | None = None, workers: bool = False) -> list[str]:
-    """Returns a line for each process of the servers, and with `workers` for each of those."""
+    """Returns a line for each server process, and with `workers` one for each worker."""
     columns = ("ROLE", "INDEX", "PID", "ADDRESS", "METRICS", "RESTARTS", "JOB", "CLOCK", "VERSION")
     rows: list[tuple[str, ...]] = [(*columns, "WEIGHTS", "OPTIMIZER", "TABLES", "WAITS FOR")]
     upstream = status["coordinator"].get("upstream")
@@ -164,7 +170,7 @@ def process_lines(status: dict[str, Any], width: int | None = None, workers: boo
 
 
 def _role(job: dict[str, Any]) -> str:
-    """Returns what a worker of a job is: a group of processes has one line, of the one that has joined for all."""
+    """Returns the role of a job's worker in the table. A group of processes has one line, of its first member."""
     return f"group of {job['group_size']}" if job["group_size"] > 1 else "worker"
 
 
@@ -185,7 +191,7 @@ def _shard_columns(job: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _range(numbers: Collection[int]) -> str:
-    """Returns the least and the greatest; one where they are equal, and a dash where there is none."""
+    """Returns the least and the greatest number as text; only one if they are equal, and a dash if there is none."""
     if not numbers:
         return "-"
     return str(min(numbers)) if min(numbers) == max(numbers) else f"{min(numbers)}-{max(numbers)}"
@@ -214,7 +220,7 @@ def clock_unit(job: dict[str, Any]) -> str:
 
 
 def steps_text(job: dict[str, Any]) -> str:
-    """Returns how many of their steps the workers of a job have made; empty where no script says how many there are."""
+    """Returns a job's progress in steps as text; empty if no script announces its number of steps."""
     told = [worker["figures"] for worker in job["workers"] if worker["figures"]]
     told = [figures for figures in told if figures.get("total_step_count")]
     if not told:
@@ -265,8 +271,9 @@ def _ways(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
 
 
 def _bytes(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
-    """Returns lines on the bytes of a worker's step, on what its wire format leaves out, and on how alike workers move:
-    of each, where it is known."""
+    """Returns lines about the bytes of a worker's step, the residual of its wire format, and how alike workers move, as
+    far as these are known.
+    """
     figures = [worker["figures"] for worker in job["workers"] if worker["figures"]]
     steps, lines = sum(each["step_count"] for each in figures), []
     if steps:
@@ -297,13 +304,13 @@ def _held(status: dict[str, Any], job: str) -> list[dict[str, Any]]:
 
 
 def round_agreement(status: dict[str, Any], job: str) -> float | None:
-    """Returns how alike the workers of a job of local:H have moved in its last rounds; None: not known."""
+    """Returns how alike the workers of a job in local:H have moved in its last rounds; None: unknown."""
     known = [Agreement(**held["agreement"]) for held in _held(status, job) if held["agreement"]]
     return sum(known, Agreement()).ratio
 
 
 def tables(status: dict[str, Any], job: str) -> dict[str, dict[str, Any]]:
-    """Returns what the shards that answer have of each table of a job, added up, by its name."""
+    """Returns the figures of a job's tables by name, summed over the shards that answer."""
     total: dict[str, dict[str, Any]] = {}
     for held in _held(status, job):
         for part in held["tables"]:
@@ -315,7 +322,7 @@ def tables(status: dict[str, Any], job: str) -> dict[str, dict[str, Any]]:
 
 
 def _tables(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
-    """Returns one line on each table of a job, and one on what its workers look up."""
+    """Returns one line about each table of a job, and one about its workers' look-ups."""
     lines = [
         f"  table {name}: {counted(table['row_count'], 'row')}, {size_text(table['size_bytes'])}; "
         f"{table['admitted_row_count']} admitted, {table['expired_row_count']} expired, "
@@ -331,7 +338,7 @@ def _tables(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
 
 
 def _libraries(status: dict[str, Any]) -> list[str]:
-    """Returns a line on the library that shards use for tables, where they say it."""
+    """Returns a line about the library that shards use for tables, if they report it."""
     used = Counter(shard["figures"]["table_library"] for shard in status["shards"] if shard["figures"])
     del used[""]  # servers of an earlier version
     each = [
@@ -343,13 +350,13 @@ def _libraries(status: dict[str, Any]) -> list[str]:
 
 
 def _found(table: dict[str, Any]) -> str:
-    """Returns how many of the ids that were looked up had a row; empty if there were none."""
+    """Returns the fraction of looked-up ids that had a row, as text; empty if none was looked up."""
     found, asked = table["found_id_count"], table["found_id_count"] + table["missing_id_count"]
     return f"; {100 * found / asked:.1f} % of {counted(asked, 'id')} found" if asked else ""
 
 
 def _in_file(table: dict[str, Any]) -> str:
-    """Returns which part of a table is in files, and how often it was needed; empty if none is."""
+    """Returns the number of a table's rows in files, and how often look-ups needed them, as text; empty if none is."""
     if not table["file_size_bytes"]:
         return ""
     found = table["found_id_count"]
@@ -358,7 +365,7 @@ def _in_file(table: dict[str, Any]) -> str:
 
 
 def _history(job: dict[str, Any]) -> str:
-    """Returns what a job went through; empty if there was nothing."""
+    """Returns a job's last checkpoint, rollbacks and lost steps, as text; empty if there are none."""
     text = ""
     if job["last_checkpoint"]:
         last = job["last_checkpoint"]

@@ -34,9 +34,9 @@ HELD_SECONDS = 30.0  # for which readers may hold an edition that a newer one wa
 class FollowedJob:
     """Follows a job until `close`. Methods may be called from any thread.
 
-    subscribe: begins to follow it, given what to call when there is something new
+    subscribe: begins to follow it; its argument is called at every change
     room:      the relay's memory
-    mapped:    what readers of this host have mapped of it; None: none is handed over
+    mapped:    the editions that readers on this host have mapped; None: editions are always sent
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class FollowedJob:
     ) -> None:
         self.name, self.wire, self.mapped = name, wire, mapped or MappedFiles(None)
         self._clock = clock or time.monotonic  # looked up here, so that a simulation has its own
-        self.asked = self._clock()  # when somebody asked for it last
-        self.sent_bytes = self.sent_elements = 0  # of changes, what they stand for
+        self.asked = self._clock()  # when a reader last asked for the job
+        self.sent_bytes = self.sent_elements = 0  # `sent_elements`: the bytes if changes had been sent whole
         self._changes_of: tuple[str, int] | None = None  # the run and the timeline of:
         self._changes: dict[int, BucketChanges] = {}
         self.ended_at: float | None = None  # when the job was known to have ended
@@ -59,20 +59,20 @@ class FollowedJob:
         self._is_closed = False
         self._subscribe, self._room = subscribe, room
         self._kept: list[KeptEdition] = []  # the oldest first
-        self._pending: EditionArrays | None = None  # waits until there is room among those
-        self._pending_equal = 0.0  # when that was last known to be what the shards have
+        self._pending: EditionArrays | None = None  # an edition that waits until `_kept` has room
+        self._pending_equal = 0.0  # when the waiting edition was last known to equal the shards' weights
         self._waiting: set[RelaySender] = set()
-        self._following = threading.Lock()  # held while another subscription is made; taken before the other
+        self._following = threading.Lock()  # held while another subscription is made; taken before `_lock`
         self._lock = threading.Lock()
         self._has_news = threading.Condition(self._lock)
         self._subscription = subscribe(self._told)
-        self._told()  # what it told before it was known here
+        self._told()  # events that came before `_subscription` was set
 
-    # -- what is known -------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def latest(self) -> int:
-        """The highest version that is known of."""
+        """The highest known version of the job."""
         return self._subscription.latest
 
     @property
@@ -93,7 +93,7 @@ class FollowedJob:
 
     @property
     def current(self) -> KeptEdition | None:
-        """The newest edition, for those who name no run; None: there is none of the run that is followed now."""
+        """The newest edition, for readers that name no run; None: there is none of the present run."""
         newest = self.newest
         is_over = newest is not None and not self.ended and newest.arrays.run == self._ended_run
         return None if is_over else newest
@@ -111,14 +111,14 @@ class FollowedJob:
             return kept + (sum(each.nbytes for each in self._pending.spaces.values()) if self._pending else 0)
 
     def callers(self) -> list[str]:
-        """Returns the principal of each that reads it."""
+        """Returns the principal of each reader."""
         with self._lock:
             readers = {reader for kept in self._kept for reader in kept.readers}
             return [each.caller for each in (*self._waiting, *readers)]
 
     @property
     def figures(self) -> FeedFigures:
-        """How it is read, for people who watch."""
+        """The figures of the job's readers, for status and metrics."""
         kept = self.newest
         version, age = (None, 0.0) if kept is None else (kept.arrays.version, kept.age())
         behind = 0 if version is None else max(0, self.latest - version)
@@ -129,9 +129,9 @@ class FollowedJob:
         return FeedFigures(own_readers, version, age, behind, self.nbytes, *sent, mapped=mapped, held=held)
 
     def describe(self, with_spec: bool, run: str = "") -> WeightsHere:
-        """Returns what there is of the job. Raises TryLater, NotFound or RunEnded.
+        """Describes the job's weights and its newest edition. Raises TryLater, NotFound or RunEnded.
 
-        run: empty: the one that goes on; one that has ended is there for those who name it
+        run: empty: the running one. A run that has ended must be named
         """
         kept = self._there(run)
         if self.ended and not run:
@@ -153,16 +153,16 @@ class FollowedJob:
         )
 
     def wait(self, seconds: float) -> None:
-        """Waits until there is an edition, for so long at most."""
+        """Waits until there is an edition, for `seconds` at most."""
         with self._has_news:
             self._has_news.wait_for(lambda: bool(self._kept) or self.ended or self._is_closed, seconds)
 
     # -- readers -------------------------------------------------------------------------------------------------------
 
     def pull(self, call: EditionCall, outbox: Outbox, caller: str) -> None:
-        """Sends an edition of at least a version on the outbox, now or when it is there. Returns at once.
+        """Sends an edition of the wanted version or a higher one to the outbox, now or when it comes. Returns at once.
 
-        Raises what `describe` does, InvalidRequest or OutOfOrder.
+        Raises the errors of `describe`, InvalidRequest or OutOfOrder.
         """
         kept = self._there(call.run)
         unknown = [index for index in call.buckets if index not in kept.arrays.contents.buckets]
@@ -194,7 +194,7 @@ class FollowedJob:
             return kept
 
     def leave(self, reader: Reader) -> None:
-        """Forgets a reader: it has what it wanted, or is gone."""
+        """Forgets a reader: it has its edition, or has gone."""
         with self._lock:
             self._waiting = {each for each in self._waiting if each is not reader}
             for kept in self._kept:
@@ -202,13 +202,13 @@ class FollowedJob:
         self._promote()
 
     def sent(self, size: int, whole: int) -> None:
-        """Counts bytes that readers were sent, and those of the elements that they stand for."""
+        """Counts bytes sent to readers. whole: the bytes of the same elements without changes"""
         with self._lock:
             self.sent_bytes += size
             self.sent_elements += whole
 
     def change(self, kept: KeptEdition, index: int, base: int, sparse: bool) -> Change | None:
-        """Returns what changed in a bucket since a version on the same timeline; None: it is to be sent whole.
+        """Returns the changes of a bucket since a version on the same timeline; None: send the bucket whole.
 
         sparse: it may be sparse
         """
@@ -225,7 +225,7 @@ class FollowedJob:
     # -- editions ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Sends signs of life, and takes editions away from readers that hold up others. For one thread."""
+        """Sends keep-alive messages, and ends readers that hold up newer editions. For one thread."""
         newest, subscription = self.newest, self._subscription
         self.mapped.look()
         if newest is not None and subscription.edition is newest.arrays:
@@ -237,8 +237,9 @@ class FollowedJob:
             each.tick(now, 0.0 if newest is None else newest.age())
 
     def follow_again(self) -> None:
-        """Follows another run of the job, where the one before has ended. What is kept of that stays until the other
-        has an edition."""
+        """Follows another run of the job after one has ended. The old run's editions stay until the new one has an
+        edition.
+        """
         with self._following:
             if self.ended_at is None or self._is_closed:
                 return
@@ -249,7 +250,7 @@ class FollowedJob:
         self._told()
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends following the job, and all its readers."""
         with self._following:
             self._is_closed = True
             self._subscription.close(0)
@@ -264,7 +265,7 @@ class FollowedJob:
         return TryLater(f"job {self.name!r} is not followed here any more")
 
     def _there(self, run: str) -> KeptEdition:
-        """Returns the newest edition. Raises TryLater where there is none of that run; NotFound if it is over."""
+        """Returns the newest edition. Raises TryLater if there is none of that run; NotFound if the job has ended."""
         kept = self.newest
         if kept is None:
             if isinstance(self.trouble, (NotFound, LimitExceeded)):
@@ -280,9 +281,9 @@ class FollowedJob:
         return kept
 
     def _told(self) -> None:
-        """Takes what is new of the subscription, whose thread calls this."""
+        """Adopts the subscription's newest edition or its end. The subscription's thread calls this."""
         with self._lock:
-            # The one before may tell of its end while it is closed: only what is followed now counts.
+            # The old subscription may report its end while it is closed: only the present one counts.
             subscription: Subscription | None = getattr(self, "_subscription", None)
             if subscription is None or self._is_closed:  # it is being made
                 return
@@ -296,7 +297,7 @@ class FollowedJob:
         self._promote()
 
     def _promote(self) -> None:
-        """Has the edition that waits be the newest, where there is room; and answers those who wait for it."""
+        """Makes the waiting edition the newest, if there is room; then serves the readers that wait for it."""
         lost: set[Reader] = set()
         with self._lock:
             if self._pending is not None and self._has_room(lost):
@@ -326,7 +327,7 @@ class FollowedJob:
                 guarded("relay", partial(sender.send, newest))
 
     def _refusal(self, sender: RelaySender, newest: KeptEdition) -> PSError | None:
-        """Returns why a reader that waits will never get what it wants; None: it may."""
+        """Returns the error for a waiting reader that can never get its edition; None: it still may."""
         (run, _), edition = sender.series, newest.arrays
         if run != edition.run:
             return RunEnded(f"run {run} of job {self.name!r} has ended")
@@ -337,14 +338,14 @@ class FollowedJob:
         return None
 
     def _is_last(self, edition: EditionArrays) -> bool:
-        """Whether it is the last of a run that has ended: none of that run waits."""
+        """Whether an edition is the last of a run that has ended."""
         waits = self._pending
         return edition.run == self._ended_run and (waits is None or waits.run != edition.run)
 
     def _has_room(self, lost: set[Reader]) -> bool:
         """Whether another edition may be kept, once one that nobody reads has gone. The caller holds the lock.
 
-        lost: gets those whose edition was taken away
+        lost: gets the readers whose edition was dropped
         """
         if len(self._kept) < MOST:
             return True

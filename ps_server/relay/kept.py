@@ -1,4 +1,4 @@
-"""An edition that a relay keeps, as long as somebody reads it or no newer one has taken its place."""
+"""An edition that a relay keeps, as long as it has readers or no newer one has replaced it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ps_protocol.messages.editions import EditionBucket
 
 
 class Reader(Protocol):
-    """Whoever reads an edition. caller: the principal; empty: nobody in particular"""
+    """A reader of an edition. caller: its principal; empty: unknown"""
 
     caller: str
 
     def end(self, error: PSError) -> None:
-        """Takes the edition away."""
+        """Ends the reader with an error: its edition is dropped."""
 
 
 class KeptEdition:
-    """An edition, who reads it, and when it was the newest last.
+    """An edition with its readers, and the time until which it was the newest.
 
-    equal: the moment at which it was known last to be what the shards have
+    equal: when it was last known to equal the shards' weights
     """
 
     def __init__(self, arrays: EditionArrays, equal: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,14 +37,15 @@ class KeptEdition:
 
     @property
     def series(self) -> tuple[str, int]:
-        """The run and the timeline that its version is of."""
+        """The run and the timeline of its version."""
         return self.arrays.run, self.arrays.timeline
 
     @cached_property
     def etag(self) -> str:
-        """What tells its bytes from those of any other edition, for HTTP.
+        """An ETag for HTTP, which differs for editions with different bytes.
 
-        A run has a version once; again only on another timeline, and where workers share no clock with other buckets.
+        A run repeats a version number only on another timeline; and in modes without a common clock, where buckets
+        differ in their versions.
         """
         edition = self.arrays
         text = f"{edition.run}-{edition.version}" + (f"-{edition.timeline}" if edition.timeline else "")
@@ -62,7 +63,7 @@ class KeptEdition:
 
     @cached_property
     def file(self) -> TensorFile:
-        """It as a safetensors file."""
+        """The edition as a safetensors file."""
         return TensorFile(self.arrays, self.arrays.contents.spec.name)
 
     @property
@@ -71,7 +72,7 @@ class KeptEdition:
         return sum(space.nbytes for space in self.arrays.spaces.values())
 
     def age(self) -> float:
-        """Returns the seconds since it was known last to be what the shards have."""
+        """Returns the seconds since it was last known to equal the shards' weights."""
         return max(0.0, self._clock() - self.equal)
 
     def offset(self, index: int) -> int:

@@ -1,8 +1,9 @@
-"""Memory of editions that a relay hands over to readers of its host: see MappingOffer in feed.proto.
+"""Shares the memory of editions with readers on the relay's host: see MappingOffer in feed.proto.
 
 The relay connects to a socket of the reader, sends a descriptor, and waits for nothing. The connection stays open as
-long as the reader has the memory mapped. What a reader has mapped counts as memory of the relay, also where the relay
-no longer keeps it. So slow readers could take all of it, and past MOST_HELD editions readers get payloads.
+long as the reader has the memory mapped. Mapped memory counts as the relay's own, even for an edition that the relay no
+longer keeps. So slow readers could use up all memory. Therefore past MOST_HELD mapped editions, readers get payloads
+instead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_server")
 
-MOST_HELD = 3  # editions that readers have mapped, beside the one that is handed over
+MOST_HELD = 3  # mapped editions, beside the one that is being shared
 MOST_READERS = 1024  # files that are mapped, counted for each reader
 _NAME = re.compile(re.escape(SOCKET_PREFIX) + r"[0-9a-f]{32}")
 
@@ -42,7 +43,7 @@ class _Lease(NamedTuple):
 class MappedFiles:
     """The files of one job, in one wire format, that readers have mapped. Thread-safe.
 
-    directory: where readers wait; None: nothing is handed over
+    directory: the directory of the readers' sockets; None: no memory is shared
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -53,7 +54,9 @@ class MappedFiles:
         self._troubles = Troubles(log, None)
 
     def hand_over(self, offer: MappingOffer, edition: EditionArrays, spaces: Collection[str]) -> dict[str, int] | None:
-        """Hands over the memory of an edition's spaces. Returns the number of each; None: payloads are to be sent."""
+        """Shares the memory of an edition's spaces with a reader. Returns the number of each; None: send payloads
+        instead.
+        """
         files = [(space, edition.files[space]) for space in sorted(spaces) if space in edition.files]
         directory = self._directory
         is_possible = 0 < len(files) == len(spaces) <= MOST_FILES
@@ -78,12 +81,12 @@ class MappedFiles:
 
     @property
     def readers(self) -> int:
-        """How many readers have anything mapped."""
+        """The number of readers with mapped memory."""
         with self._lock:
             return len({each.reader for each in self._leases.values()})
 
     def look(self) -> None:
-        """Forgets what readers have given back."""
+        """Forgets the files that readers have unmapped."""
         with self._lock:
             for descriptor, _ in self._ends.poll(0) if self._leases else ():
                 self._forget(descriptor)
@@ -96,7 +99,7 @@ class MappedFiles:
         return sum(size for number, size in mapped.items() if number not in own)
 
     def close(self) -> None:
-        """Forgets all readers; what they have mapped stays theirs."""
+        """Forgets all readers. Their mappings stay valid."""
         with self._lock:
             for descriptor in list(self._leases):
                 self._forget(descriptor)
@@ -113,7 +116,7 @@ class MappedFiles:
 
 
 def _is_away(directory: Path, error: OSError) -> bool:
-    """Whether an error says that the reader is on another host, or gone."""
+    """Whether an error means that the reader is on another host, or has gone."""
     is_unseen = isinstance(error, FileNotFoundError) and directory.is_dir()
     return is_unseen or isinstance(error, ConnectionError)
 

@@ -1,4 +1,4 @@
-"""The jobs of a relay. Each is followed while somebody reads it and for IDLE_SECONDS after; named jobs are always."""
+"""The jobs of a relay. Each is followed while it has readers, and for IDLE_SECONDS after; named jobs always."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ps_server.relay.room import EditionRoom
 from ps_server.relay.upstream import Upstream
 from ps_server.shard.outbox import Outbox
 
-IDLE_SECONDS = 60.0  # for which a job is followed after somebody has asked for it
+IDLE_SECONDS = 60.0  # how long a job is followed after the last call of a reader
 TICK_SECONDS = 0.1
 
 
@@ -29,9 +29,9 @@ class Relayed:
     """All jobs of a relay. Methods may be called from any thread.
 
     named:  jobs that are followed always, each in a wire format
-    every, period: updates, and seconds, between two editions, at least
-    limit:  feeds of one job; of one principal half as many
-    shared_directory: where readers of this host wait for the memory of editions; None: all is sent
+    every, period: the least number of updates, and of seconds, between two editions
+    limit:  the most feeds of one job; one principal may have half as many
+    shared_directory: the directory in which readers on this host wait for shared memory; None: payloads are sent
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Relayed:
         self._named, self._every, self._period, self._limit = frozenset(named), every, period, limit
         self._room = EditionRoom(is_shared=shared_directory is not None)
         self._followed: dict[tuple[str, str], FollowedJob] = {}
-        # What readers have mapped stays in memory, and counts, also while its job is not followed.
+        # Mapped files use memory, and count, even after their job is no longer followed.
         self._mapped: dict[tuple[str, str], MappedFiles] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -58,7 +58,7 @@ class Relayed:
         start(self._thread)
 
     def jobs(self) -> list[str]:
-        """Returns the names of the jobs that can be followed here."""
+        """Returns the names of the jobs that readers can follow at this relay."""
         with self._lock:
             names = {each.name for each in self._followed.values() if not each.ended and each.newest is not None}
         with contextlib.suppress(PSError):
@@ -66,7 +66,7 @@ class Relayed:
         return sorted(names)
 
     def followed(self) -> list[FollowedJob]:
-        """Returns what is followed now, by name."""
+        """Returns the jobs that are followed now, by name."""
         with self._lock:
             return [self._followed[each] for each in sorted(self._followed)]
 
@@ -78,8 +78,8 @@ class Relayed:
     def get(self, name: str, wire: str) -> FollowedJob:
         """Returns a job, which is followed from now on.
 
-        Raises NotFound where the upstream has no such job, InvalidRequest for a wire format that is none of an edition,
-        TryLater or others where the upstream does not answer.
+        Raises NotFound if the upstream has no such job, InvalidRequest for a wire format in which no edition travels,
+        TryLater or others if the upstream does not answer.
         """
         if wire not in WIRES:
             raise InvalidRequest(f"an edition travels in {', '.join(WIRES)}, not in {wire}")
@@ -96,13 +96,13 @@ class Relayed:
         return found
 
     def describe(self, asked: WeightsAsked) -> WeightsHere:
-        """Returns what there is of a job's weights. Raises what `get` and FollowedJob.describe do."""
+        """Describes a job's weights. Raises the errors of `get` and FollowedJob.describe."""
         return self.get(asked.job, asked.wire).describe(asked.with_spec, asked.run)
 
     def pull(self, call: EditionCall, outbox: Outbox, caller: str) -> None:
         """Sends an edition on the outbox, and ends it. Returns at once.
 
-        Raises what `get` and FollowedJob.pull do, or LimitExceeded.
+        Raises the errors of `get` and FollowedJob.pull, or LimitExceeded.
         """
         job = self.get(call.job, call.wire)
         self.check_feeds(call.job, caller)
@@ -114,12 +114,12 @@ class Relayed:
         check_feeds(name, callers, caller, self._limit)
 
     def check_joined(self, size: int) -> None:
-        """Raises LimitExceeded where there is no memory for a tensor that is joined while it is sent."""
+        """Raises LimitExceeded if there is no memory for joining the pieces of a tensor."""
         if size:
             self._room.check_joined(size)
 
     def stop(self) -> None:
-        """Ends it, and what is followed."""
+        """Ends the relay's jobs and its thread."""
         self._stopping.set()
         self._thread.join()
         for each in self.followed():
@@ -144,7 +144,7 @@ class Relayed:
         return FollowedJob(name, wire, subscribe, self._room, mapped)
 
     def _look_for(self, name: str, before: FollowedJob | None) -> None:
-        """Raises NotFound where there is no such job. before: what has ended under that name, and may be read still"""
+        """Raises NotFound if there is no such job. before: an ended job of that name, which may still be read"""
         if before is None:
             if name not in self.upstream.jobs():
                 raise NotFound(f"no job {name!r} at {self.upstream.servers}")
@@ -152,12 +152,12 @@ class Relayed:
             before.follow_again()
 
     def _is_there_again(self, job: FollowedJob) -> bool:
-        """Whether another run has the name of a job that has ended, as far as the upstream has told since."""
+        """Whether the upstream has reported another run with the name of an ended job."""
         return self.upstream.has_since(job.name, job.ended_at or 0.0)
 
     def _ended(self) -> set[str]:
-        """Returns the jobs that have ended and have no other run at the upstream. One that has is told of, although
-        nobody follows it here yet: another relay asks for what this one lists.
+        """Returns the jobs that have ended without another run at the upstream. A job with another run is listed even
+        before it is followed: further relays ask only for listed jobs.
         """
         return {each.name for each in self.followed() if each.ended and not self._is_there_again(each)}
 
@@ -180,7 +180,7 @@ class Relayed:
         self._forget_mapped()
 
     def _forget_mapped(self) -> None:
-        """Forgets what readers had mapped of jobs that are not followed any more, once they have given it back."""
+        """Forgets the mapped files of jobs that are no longer followed, once readers have unmapped them."""
         with self._lock:
             for key in self._mapped.keys() - self._followed.keys():
                 self._mapped[key].look()

@@ -1,4 +1,6 @@
-"""The memory into which a relay receives: an edition only if there is room for it, so that the relay is not killed."""
+"""The memory budget for editions that a relay receives. It receives one only if memory has room, or it would be
+killed.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,13 @@ log = logging.getLogger("ps_server")
 class EditionRoom(ReceivingRoom):
     """The memory of one relay, for the editions of all of its jobs. Thread-safe.
 
-    Where there is none for an edition, none is received, and the subscription's `trouble` says so; it tries again.
-    Without that the kernel would kill the relay, with all jobs that it has.
+    If there is too little for an edition, it is not received. The subscription's `trouble` has the reason, and it tries
+    again. Otherwise the kernel would kill the relay, with all its jobs.
 
-    What several editions take that arrive at the same time is free at first, and each of them would find it. So an
-    edition is promised its memory with its first bucket. One that is only waited for is promised nothing: its job may
-    stand still.
+    Several editions that arrive at the same time would each find the same free memory. So an edition is promised its
+    memory with its first bucket. An edition that is only awaited is promised nothing: its job may be idle.
 
-    is_shared: editions are to lie in memory files, which readers of this host can map
+    is_shared: editions lie in memory files, which readers on this host can map
     """
 
     def __init__(self, is_shared: bool = False) -> None:
@@ -69,13 +70,13 @@ class EditionRoom(ReceivingRoom):
             self._arriving.discard(arriving)
 
     def has(self, size: int) -> bool:
-        """Whether there is room for so many bytes that are given back soon."""
+        """Whether there is room for `size` bytes of short-lived memory."""
         with self._lock:
             free = free_bytes()
             return free is None or size < free - self._promised()
 
     def check_joined(self, size: int) -> None:
-        """Raises LimitExceeded where there is no room to join a tensor of so many bytes that is in pieces."""
+        """Raises LimitExceeded if there is no room to join the pieces of a tensor of `size` bytes."""
         if not self.has(size):
             raise LimitExceeded(f"this relay has no room to join the pieces of a tensor of {size} bytes")
 

@@ -25,21 +25,21 @@ SIGN_SECONDS = 0.25  # between two signs of life while a reader waits
 
 
 class RelayedJob(Protocol):
-    """What a reader is told of the job while it is sent an edition, and where it leaves again."""
+    """The job of a reader, as far as RelaySender uses it."""
 
     @property
     def latest(self) -> int:
-        """The highest version that is known of."""
+        """The highest known version of the job."""
 
     @property
     def mapped(self) -> MappedFiles:
-        """What readers of this host have mapped."""
+        """The editions that readers on this host have mapped."""
 
     def sent(self, size: int, whole: int) -> None:
-        """Counts bytes that left, and those of the elements that they stand for."""
+        """Counts sent bytes. whole: the bytes of the same elements without changes"""
 
     def change(self, kept: KeptEdition, index: int, base: int, sparse: bool) -> Change | None:
-        """Returns what changed in a bucket since a version; None: it is to be sent whole. sparse: it may be sparse"""
+        """Returns the changes of a bucket since a version; None: send it whole. sparse: they may be sparse"""
 
     def leave(self, reader: RelaySender) -> None:
         """Forgets a reader."""
@@ -49,10 +49,10 @@ class RelaySender:
     """One reader, until its stream is over.
 
     series:  the run and the timeline that it reads
-    version: the lowest that will do
-    buckets: that are wanted, by index, each once
+    version: the lowest version that the reader accepts
+    buckets: the indices of the wanted buckets, each once
     bases:   versions that the reader has, by bucket
-    caller:  the principal that reads; empty: nobody in particular
+    caller:  the principal that reads; empty: unknown
     mapping: where the reader waits for the memory of the edition; None: payloads are sent
     sparse:  changes may be sparse
     most:    bytes of a payload in one message; 0: all of it
@@ -78,7 +78,7 @@ class RelaySender:
         self._source, self._outbox, self._bases = source, outbox, bases
         self._left = sorted(buckets, reverse=True)
         self._sign_due = now + SIGN_SECONDS
-        self._is_over = False  # an edition is being sent, or an error is told
+        self._is_over = False  # an edition, or an error, is being sent
         self._lock = threading.Lock()
 
     def send(self, kept: KeptEdition) -> None:
@@ -87,19 +87,19 @@ class RelaySender:
             self._outbox.lend(partial(self._head, kept))
 
     def end(self, error: PSError) -> None:
-        """Ends the stream with an error, also amid an edition."""
+        """Ends the stream with an error, even in the middle of an edition."""
         with self._lock:
             self._is_over = True
         self._outbox.fail(anew(error))
 
     def tick(self, now: float, age: float) -> None:
-        """Sends a sign of life where it is time to. For one thread. age: of the newest edition"""
+        """Sends a keep-alive message if one is due. For one thread. age: the newest edition's"""
         if not self._is_over and now >= self._sign_due:
             self._sign_due = now + SIGN_SECONDS
             self._outbox.tell(EditionPart(self._source.latest, age=age))
 
     def forget(self) -> None:
-        """Leaves: the stream is over."""
+        """Forgets the reader: its stream is over."""
         self._source.leave(self)
 
     def _begin(self) -> bool:

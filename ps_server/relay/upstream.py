@@ -10,14 +10,14 @@ from ps_protocol.errors import PSError, TryLater, anew
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import Access
 
-FRESH_SECONDS = 1.0  # between two looks at which jobs there are
-ASKED_SECONDS = 10.0  # for which it looks after somebody has asked
-FIRST_LOOK_SECONDS = 2.0  # for which who asks first waits
+FRESH_SECONDS = 1.0  # between two queries for the jobs
+ASKED_SECONDS = 10.0  # how long it keeps querying after a call
+FIRST_LOOK_SECONDS = 2.0  # the longest wait of a first caller
 
 
 class Upstream:
-    """Looks which jobs there are while somebody asks for jobs, in a thread of its own: an upstream that does not answer
-    holds up nobody. Methods may be called from any thread.
+    """Lists the upstream's jobs, in a thread of its own, while callers ask for them: an upstream that does not answer
+    delays no caller. Methods may be called from any thread.
 
     servers: HOST:PORT of each, with a comma between them
     access:  needs the role of a reader
@@ -28,7 +28,7 @@ class Upstream:
         self._order = servers.split(",")
         self._jobs: frozenset[str] | None = None  # None: not known yet
         self._error: PSError | None = None
-        self._asked, self._seen = 0.0, 0.0  # when somebody asked last, and when the last look ended
+        self._asked, self._seen = 0.0, 0.0  # when a caller last asked, and when the last query ended
         self.looked = 0.0  # when the look began that the jobs are from
         self._changed = threading.Condition()
         self._stopping = False
@@ -37,34 +37,34 @@ class Upstream:
 
     @property
     def trouble(self) -> PSError | None:
-        """Why it did not answer the last time; None: it did, or was not asked."""
+        """The error of the last query; None: it succeeded, or there was none."""
         return self._error
 
     def jobs(self) -> frozenset[str]:
-        """Returns the jobs that there are, as of a second ago; as of before, where it does not answer.
+        """Returns the upstream's jobs as of a second ago; older ones if it does not answer.
 
-        Raises TryLater, or why it refuses to say, where that is not known yet.
+        Raises TryLater, or the upstream's error, if they are not known yet.
         """
         with self._changed:
             now = time.monotonic()
             is_asleep, self._asked = now - self._asked > ASKED_SECONDS, now
             if is_asleep:
                 self._changed.notify_all()
-            # What was seen before it slept may be long over.
+            # The jobs from before the pause may be long over.
             self._changed.wait_for(lambda: self._seen > now - ASKED_SECONDS or self._stopping, FIRST_LOOK_SECONDS)
             if self._jobs is None:
                 raise anew(self._error or TryLater(f"{self.servers} does not answer this relay yet"))
             return self._jobs
 
     def has_since(self, job: str, moment: float) -> bool:
-        """Whether a look that began after a moment has found a job; does not wait, and has it look on."""
+        """Whether a query that began after `moment` has found a job. Does not wait, and keeps the queries going."""
         with self._changed:
             self._asked = time.monotonic()
             self._changed.notify_all()
             return self.looked > moment and self._jobs is not None and job in self._jobs
 
     def stop(self) -> None:
-        """Ends the thread, after the look that is under way."""
+        """Ends the thread, after the query under way."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -80,7 +80,7 @@ class Upstream:
                 self._changed.wait_for(lambda: self._stopping, FRESH_SECONDS)
 
     def _look(self) -> None:
-        """Asks one, and others where it does not answer."""
+        """Queries one server, and the next ones if it does not answer."""
         error: PSError | None = None
         began = time.monotonic()
         for server in list(self._order):

@@ -1,12 +1,13 @@
-"""What people see who watch a cluster: made of what coordinator and shards say anyway, once a second, and kept a while.
+"""The view of a cluster for people. It is made once a second from the statistics of coordinator and shards, and kept a
+while.
 
 Nothing in training depends on it, and it waits for no shard.
 
-view.py       The view: how each job, worker and shard does, as values
-rates.py      What was done over the last seconds, from sums that processes report now and then
-diagnosis.py  What a job is doing, and what limits it: each in a line of words
+view.py       The view: the state of each job, worker and shard, as values
+rates.py      Rates over the last seconds, from sums that processes report now and then
+diagnosis.py  The state of a job, and what limits it: each as a sentence
 finished.py   The last few jobs that have ended, with their curves
-making.py     Makes the view from what coordinator and shards say
+making.py     Makes the view from the statistics of coordinator and shards
 history.py    The samples of the last 15 minutes, in bounded memory
-watch.py      The thread that looks once a second, and those that wait for the next view
+watch.py      The thread that makes a view once a second, and the readers that wait for the next one
 """

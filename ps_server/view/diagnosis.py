@@ -1,7 +1,7 @@
-"""What a job is doing, and what limits it: each in a line of words.
+"""The state of a job, and what limits it: each as a sentence.
 
 state      training, or why it is not: a shard that does not answer, workers that are missing, a rollback
-diagnosis  where the workers' time went over the last seconds, and what that says
+diagnosis  how the workers spent the last seconds, and what limits them
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass, field
 
 from ps_runtime.quantities import ranks_text
 
-MOST = 0.5  # of a whole, above which one thing is called most of it
+MOST = 0.5  # the fraction of a whole from which a part is called "most" of it
 CLEARLY = 2.0  # times as long as for the next one the others wait for a worker that is named as the slow one
-ENOUGH_SECONDS = 0.5  # of workers' time, below which there is nothing to say
+ENOUGH_SECONDS = 0.5  # the least time of workers for a diagnosis
 
 
 @dataclass(frozen=True)
 class JobSigns:
-    """What tells how a job does.
+    """The observations from which a job's state and diagnosis are made.
 
     live, world_size: ranks that take part, and how many are declared (0: elastic)
     started:   whether all declared workers had joined
     rolling_back: a shard lost its part of the job, and a checkpoint is being read
-    rejoining: ranks that are to come back, after a rollback or because no worker was left
+    rejoining: ranks that are expected to join again, after a rollback or because no worker was left
     absent:    ranks that were silent, for which the job waits before it ends
-    silent:    by shard, seconds for which it has not answered; only those that do not
-    missing:   shards that have not called in
+    silent:    by shard that does not answer, the seconds since its last answer
+    missing:   shards that have not registered
     phases:    seconds of all workers together over the last seconds, by phase
-    awaited:   by rank, seconds for which the others waited for it, over the last seconds
+    awaited:   by rank, the seconds that other workers have waited for it, over the last seconds
     """
 
     live: Sequence[int] = ()
@@ -44,7 +44,7 @@ class JobSigns:
 
 
 def state(signs: JobSigns) -> str:
-    """Returns what a job is doing, in words: the first thing that keeps it from training, or that it trains."""
+    """Returns the state of a job as text: the first reason why it does not train, or "training"."""
     if signs.silent:
         return "; ".join(
             f"shard {index} does not answer for {seconds:.0f} s" for index, seconds in sorted(signs.silent.items())
@@ -66,7 +66,7 @@ def state(signs: JobSigns) -> str:
 
 
 def diagnosis(signs: JobSigns) -> str:
-    """Returns what limits a job that trains, in words; empty where it does not train, or too little is known."""
+    """Returns what limits a training job, as text; empty if it does not train, or too little is known."""
     total = sum(signs.phases.values())
     if state(signs) != "training" or total < ENOUGH_SECONDS:
         return ""

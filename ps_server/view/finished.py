@@ -1,4 +1,4 @@
-"""The last few jobs that have ended: how each was at its end, with its curves, for as long as the servers live."""
+"""The last few jobs that have ended, each with its last state and its curves, as long as the servers live."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ KEPT = 4  # jobs; each has at most as many samples as the history: 220 kB
 class End:
     """How and when a job has ended, and its last figures.
 
-    checkpoints: None where none were made
-    figures:     the last ones of the workers whose scripts came to their end, by rank
+    checkpoints: None: none were made
+    figures:     the last figures of the workers whose scripts ended, by rank
     """
 
     checkpoints: CheckpointStatistics | None = None
@@ -30,11 +30,11 @@ class End:
 class EndedJobView:
     """A job that has ended.
 
-    job:     how it was when it was looked at last with workers
-    ended:   when it was gone, in seconds since 1970
+    job:     its last view with workers
+    ended:   when it had ended, in seconds since 1970
     gone:    the number of the first sample without it
-    samples: its own, from its beginning to its end
-    end:     what its coordinator knew of it then
+    samples: its samples, from its beginning to its end
+    end:     its coordinator's record of the end
     """
 
     job: JobView
@@ -45,7 +45,7 @@ class EndedJobView:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that its workers had finished: of those whose scripts came to their end, else of the last ones."""
+        """The finished steps of its workers: of those whose scripts ended; if none did, of the last live ones."""
         if self.end.figures:
             return tuple(figures.done for figures in self.end.figures.values())
         return tuple(worker.clock for worker in self.job.statistics.workers)
@@ -57,7 +57,7 @@ class EndedJobView:
 
 
 class FinishedJobs:
-    """Notices which jobs are gone, and keeps the last few. Not thread-safe."""
+    """Detects jobs that have ended, and keeps the last few. Not thread-safe."""
 
     def __init__(self) -> None:
         self._kept: list[EndedJobView] = []
@@ -75,11 +75,11 @@ class FinishedJobs:
         samples: Callable[[str], Samples],
         end: Callable[[str], End],
     ) -> None:
-        """Compares a view with the one before it, and keeps the jobs that are gone; one whose name is taken again is
-        forgotten.
+        """Compares a view with the one before, and keeps the jobs that have ended. An ended job is forgotten when
+        another job gets its name.
 
         next_sample: the number of this view's sample
-        samples:     returns what the history has of a job; end: returns what is known of the end of a run
+        samples:     returns the samples of a job; end: returns the record of a run's end
         """
         running = {job.statistics.run: job for job in view.jobs.values()}
         for run, (job, seen) in self._running.items():
@@ -96,7 +96,7 @@ class FinishedJobs:
 
 
 def _since(samples: Samples, began: float | None) -> Samples:
-    """Returns the samples from a moment on: those before it are of an earlier job of the name."""
+    """Returns the samples from `began` on: earlier ones belong to an earlier job of the same name."""
     skip = 0 if began is None else bisect_left(samples.times, began)
     series = {job: {name: values[skip:] for name, values in each.items()} for job, each in samples.series.items()}
     return Samples(samples.first + skip, samples.times[skip:], series)

@@ -16,7 +16,7 @@ Name = tuple[str, int | None]
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples that lie one behind the other.
+    """Consecutive samples.
 
     first:  the number of the first; times: of each, in seconds since 1970
     series: by job, the values of each name, one for each sample; NaN: there was none
@@ -48,7 +48,7 @@ class History:
         self._jobs: dict[str, dict[Name, _Series]] = {}
 
     def add(self, time: float, jobs: Mapping[str, Mapping[Name, float]]) -> None:
-        """Takes a sample: by job, the value of each name. Of a job, the names beyond MAX_SERIES are left out."""
+        """Adds a sample: by job, the value of each name. Names beyond a job's first MAX_SERIES are left out."""
         for job, values in jobs.items():
             series = self._jobs.setdefault(job, {})
             for name in values:
@@ -65,7 +65,7 @@ class History:
             self._forget_first()
 
     def _forget_first(self) -> None:
-        """Drops the oldest sample, and the series that no sample has any more."""
+        """Drops the oldest sample, and series without samples."""
         del self._times[0]
         first = self.next - len(self._times)
         for job, series in list(self._jobs.items()):

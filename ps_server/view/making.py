@@ -1,4 +1,4 @@
-"""Makes the view from what coordinator and shards say. It asks for nothing itself, and knows no clock."""
+"""Makes the view from the statistics of coordinator and shards. It makes no calls, and uses no clock."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ps_server.view.history import Name
 from ps_server.view.rates import Span, Window
 from ps_server.view.view import JobView, ShardView, ShardWork, View, WorkerView
 
-SILENT_SECONDS = 2.5  # with a question open, after which a shard counts as one that does not answer
+SILENT_SECONDS = 2.5  # age of an unanswered query from which a shard counts as silent
 SILENT_LEASE = 0.5  # of a lease, below which a worker counts as silent: it sends a heartbeat every quarter
 RANKS_SAMPLED = 32  # of a job: the lowest ones
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is known of one process of a shard.
+    """The last answer of one process of a shard.
 
-    asked: when it was asked first of what it has not answered since; None: it has answered all
+    asked: when the first unanswered query was sent; None: all are answered
     """
 
     process: int
@@ -37,7 +37,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a view is made of. now: on the clock of the answers; time: in seconds since 1970"""
+    """The input of a view. now: the time on the clock of the answers; time: in seconds since 1970"""
 
     now: float
     time: float
@@ -49,7 +49,7 @@ class Sources:
 
 
 class ViewMaker:
-    """Makes one view after the other; between them, it keeps what rates are made of. Not thread-safe."""
+    """Makes one view after the other, and keeps the reports for rates between them. Not thread-safe."""
 
     def __init__(self) -> None:
         # By run of a job, rank and incarnation; and by shard, its process and the run of a job.
@@ -66,7 +66,7 @@ class ViewMaker:
     # -- rates -------------------------------------------------------------------------------------------------------
 
     def _report(self, sources: Sources) -> None:
-        """Takes in what workers and shards report; forgets those that are gone."""
+        """Adds the reports of workers and shards; forgets those that have left."""
         workers = {
             (job.run, *worker): figures for job in sources.jobs.values() for worker, figures in job.figures.items()
         }
@@ -89,7 +89,7 @@ class ViewMaker:
         return window.span() if window is not None else None
 
     def _spans(self, sources: Sources, job: JobStatistics) -> Iterable[Span[ShardJobFigures]]:
-        """Yields what each shard did for a job."""
+        """Yields each shard's work for a job, as spans of its figures."""
         for index, answer in sources.answers.items():
             window = self._shards.get((index, answer.process, job.run))
             span = window.span() if window is not None else None
@@ -145,8 +145,9 @@ class ViewMaker:
 
 
 def _progress(job: JobStatistics, views: Sequence[WorkerView]) -> tuple[float | None, float | None]:
-    """Returns the part of their steps that the workers have made, of those whose scripts say how many there are, and
-    the seconds that the last of them will be done in: None where that is not known."""
+    """Returns the done fraction of all steps, and the seconds until the last worker is done; None for what is unknown.
+
+    Only workers whose scripts announce their number of steps count."""
     done, left = [], []
     for worker, view in zip(job.workers, views, strict=True):
         figures = job.figures.get((worker.rank, worker.incarnation))
@@ -172,11 +173,11 @@ def _work(span: Span[ShardJobFigures]) -> ShardWork:
 
 
 def _with_clock(worker: Member, clocks: Sequence[Mapping[int, int]]) -> Member:
-    """Returns a worker with the clock that all shards know of it; where none knows one, that of its last heartbeat.
+    """Returns a worker with the lowest clock of it on any shard; if no shard knows one, with its last heartbeat's.
 
     Heartbeats come at different moments: between two of them, workers would seem further apart than their mode allows.
     """
-    # A shard that no optimizer steps a bucket on stays at 0 for all.
+    # A shard with frozen buckets only stays at clock 0 for all workers.
     known = [of_shard[worker.rank] for of_shard in clocks if worker.rank in of_shard and any(of_shard.values())]
     return replace(worker, clock=min(known, default=worker.clock))
 
@@ -267,7 +268,7 @@ def logged_means(told: Iterable[WorkerFigures]) -> dict[str, float]:
 
 
 def logged_by_name(told: Iterable[WorkerFigures]) -> dict[str, list[float]]:
-    """Returns by name what workers log, those left out whose last value is not finite."""
+    """Returns, by name, the means that workers log, without workers whose last value is not finite."""
     logged: dict[str, list[float]] = {}
     for figures in told:
         for value in figures.values:

@@ -1,6 +1,6 @@
-"""What was done over the last seconds, from sums that processes report now and then, each with its own clock's time.
+"""Rates over the last seconds, from sums that processes report now and then, with times of their own clocks.
 
-A report that comes late, or twice, changes no rate: time is what the process says, not when its report came.
+A report that comes late, or twice, changes no rate: its time is the process's own, not the time of arrival.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Span(Generic[S]):
 
 
 class Window(Generic[S]):
-    """The reports of one process over the last seconds. Where its time goes back, it is another process.
+    """The reports of one process over the last seconds. If its time goes back, it is another process.
 
     Beside the last report it keeps the older ones up to the newest that is WINDOW_SECONDS older.
     """
@@ -33,7 +33,7 @@ class Window(Generic[S]):
         self._reports: deque[tuple[float, S]] = deque()
 
     def report(self, measured: float, sums: S) -> None:
-        """Takes a report. measured: seconds for which the process has measured"""
+        """Adds a report. measured: seconds for which the process has measured"""
         reports = self._reports
         if reports and measured < reports[-1][0]:
             reports.clear()
@@ -43,7 +43,7 @@ class Window(Generic[S]):
             reports.popleft()
 
     def span(self) -> Span[S] | None:
-        """Returns what lies between its ends; None while there is one report."""
+        """Returns the first and the last report; None while there is only one."""
         if len(self._reports) < 2:
             return None
         (began, first), (ended, last) = self._reports[0], self._reports[-1]

@@ -1,4 +1,4 @@
-"""The view: how each job, worker and shard does, as values."""
+"""The view: the state of each job, worker and shard, as values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ps_server.core.statistics import JobStatistics, ShardStatistics
 
 @dataclass(frozen=True)
 class WorkerView:
-    """How a worker does.
+    """The state of a worker.
 
-    activity: what it is doing now, in words
+    activity: its present activity, as text
     awaited:  the ranks that it waits for now
     steps_per_second: None: not known
-    fractions: of each phase in its time, by phase; empty: not known
-    awaited_fraction: the part of the job's waiting that was for this worker
+    fractions: the fraction of its time in each phase; empty: unknown
+    awaited_fraction: the fraction of the job's waiting time that was for this worker
     """
 
     rank: int
@@ -30,13 +30,13 @@ class WorkerView:
 
 @dataclass(frozen=True)
 class JobView:
-    """How a job does.
+    """The state of a job.
 
-    statistics: with the clocks that its shards know, where they know them: heartbeats say older ones
-    state, diagnosis: what it is doing, and what limits it, in words
-    age:   seconds for which its run has gone on; None: not known
-    done:  the part of their steps that its workers have made; None: no script says how many there are
-    left:  seconds that the worker which needs longest for the others takes, at its rate now; None: not known
+    statistics: with clocks from its shards if they know them, because those of heartbeats are older
+    state, diagnosis: see diagnosis.py
+    age:   seconds since its run began; None: unknown
+    done:  the fraction of steps that its workers have made; None: no script announces its number of steps
+    left:  seconds until the slowest worker is done, at its present rate; None: unknown
     """
 
     statistics: JobStatistics
@@ -51,7 +51,7 @@ class JobView:
 
 @dataclass(frozen=True)
 class ShardWork:
-    """What a shard did for one job: each a second, but for `apply_seconds`, which one step of a bucket takes."""
+    """A shard's work for one job: rates per second, except for `apply_seconds`, the time of one step of a bucket."""
 
     applies: float = 0.0
     apply_seconds: float | None = None
@@ -61,11 +61,11 @@ class ShardWork:
 
 @dataclass(frozen=True)
 class ShardView:
-    """How a shard does.
+    """The state of a shard.
 
     statistics: its last answer; None: none yet
     silent:     seconds for which it has not answered; 0: it answers
-    work:       what it did for each job over the last seconds
+    work:       its work for each job over the last seconds
     """
 
     shard: RegisteredShard

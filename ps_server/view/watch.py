@@ -1,6 +1,7 @@
-"""Looks once a second at coordinator and shards, and tells those that wait for the next view.
+"""Makes a view of coordinator and shards once a second, and sends it to readers.
 
-A shard is asked beside that, one question at a time, and the view has its last answer: one that hangs delays nothing.
+Shards are queried in other threads, one query at a time for each, and the view has the last answer: a shard that hangs
+delays nothing.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ LOOK_SECONDS = 1.0
 PAUSES_PER_ANSWER = 20  # times as long as an answer took until a shard is asked again: watching costs it a twentieth
 MOST_PAUSE_SECONDS = 10.0  # but so long at most: an answer that took long has mostly waited for others
 
-# Is told the view; None: the coordinator stops. It does not wait.
+# Called with each view; with None when the coordinator stops. It must not wait.
 Reader = Callable[[View | None], None]
 
 
 class Watch:
     """Makes the view of a cluster. Methods may be called from any thread.
 
-    most_readers: at the same time; of one principal half as many
-    process:      a number that tells this watch from that of another coordinator
+    most_readers: the most readers at a time; one principal may have half as many
+    process:      a number that no other coordinator's watch has
     """
 
     def __init__(self, coordinator: Coordinator, most_readers: int, clock: Clock | None = None) -> None:
@@ -56,12 +57,12 @@ class Watch:
         self._view = self._make()
 
     def start(self) -> None:
-        """Starts the thread that looks."""
+        """Starts the thread that makes views."""
         self._background.start()
         self._background.repeat("view", LOOK_SECONDS, self.look)
 
     def stop(self) -> None:
-        """Ends the thread, and tells the readers that nothing more comes."""
+        """Ends the thread and the readers."""
         self._background.stop()
         with self._lock:
             self._over = True
@@ -70,7 +71,9 @@ class Watch:
             reader(None)
 
     def look(self) -> None:
-        """Has the shards asked, makes the view of what is known, keeps a sample of it, and tells the readers."""
+        """Starts queries of the shards, makes a view from the known answers, keeps a sample of it, and calls the
+        readers.
+        """
         for index, shard in self._coordinator.shards().items():
             if self._is_due(shard):
                 self._background.apart("view", str(index), partial(self._ask, shard))
@@ -104,11 +107,11 @@ class Watch:
             return self._finished.kept
 
     def add(self, reader: Reader, caller: str = "") -> Callable[[], None]:
-        """Tells a reader the view now and each one that comes. Returns how to stop that.
+        """Calls a reader with the present view and each later one. Returns a function that stops this.
 
-        caller: the principal that reads; empty: nobody in particular
+        caller: the principal that reads; empty: unknown
 
-        Raises LimitExceeded where there are too many.
+        Raises LimitExceeded for too many readers.
         """
         with self._lock:
             if len(self._readers) >= self._most_readers:
@@ -132,7 +135,7 @@ class Watch:
     # -- a look ------------------------------------------------------------------------------------------------------
 
     def _is_due(self, shard: RegisteredShard) -> bool:
-        """Whether a shard is to be asked; notes a process that is heard of for the first time."""
+        """Whether a shard must be queried now. Records a new process of a shard."""
         now, index = self._clock.now(), shard.index
         with self._lock:
             known = self._answers.get(index)
@@ -145,7 +148,7 @@ class Watch:
         return now >= self._ask_at[index]
 
     def _ask(self, shard: RegisteredShard) -> None:
-        """Asks a shard, and keeps its answer."""
+        """Queries a shard, and keeps its answer."""
         began = self._clock.now()
         with self._lock:
             before = self._answers[shard.index]
@@ -176,7 +179,7 @@ class Watch:
             return self._maker.make(sources)
 
     def _note_shards(self, view: View) -> None:
-        """Notes the shards that have stopped to answer since the last view, and those that do again."""
+        """Logs events for shards that have stopped answering since the last view, or answer again."""
         silent = {shard.shard.index for shard in view.shards if shard.silent}
         for index in sorted(silent - self._silent):
             self._coordinator.events.note("shard", "", f"shard {index} does not answer")
@@ -186,7 +189,7 @@ class Watch:
 
 
 def _end(jobs: Mapping[str, CoordinatedJob], run: str) -> End:
-    """Returns what is known of a run that has ended: its last checkpoint, and what its workers said as they left."""
+    """Returns the record of a run that has ended: its last checkpoint, and the last figures of its workers."""
     job = jobs.get(run)
     if job is None:
         return End()
