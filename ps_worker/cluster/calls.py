@@ -1,4 +1,4 @@
-"""Calls to a shard, repeated when they fail: over its data connection where one is open, otherwise by gRPC."""
+"""Calls to a shard, repeated when they fail: over its data connection if one is open, otherwise by gRPC."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Failure: TypeAlias = "grpc.RpcError | CallFailed"
 
 DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 PULL_SECONDS = 60.0
-OPEN_SECONDS = 5.0  # that a call may take which asks for a data connection
+OPEN_SECONDS = 5.0  # timeout of OpenDataConnection
 
 
 class ShardCalls:
@@ -185,7 +185,7 @@ class ShardCalls:
     def pull(
         self, method: str, plan: PullPlan, clock: int, buckets: Sequence[BucketSpec], pool: DaemonPool
     ) -> Future[PullResult]:
-        """Pulls buckets, and lands each as it comes. A retry after a failure pulls those that are missing.
+        """Pulls buckets, and writes each to the model as it comes. A retry after a failure pulls the missing ones.
 
         method: Pull or Exchange
         pool:   runs the call if it needs a thread to wait in
@@ -216,7 +216,9 @@ class ShardCalls:
         return self._soon(method, landing, PULL_SECONDS, land, pool)
 
     def push_rows(self, request: Parts, result: Callable[[], T], pool: DaemonPool) -> Future[T]:
-        """Pushes rows. The future's result is that of `result`, which is called after the push. pool: as in `pull`"""
+        """Pushes rows. The future's result is the return value of `result`, which is called after the push. pool: as in
+        `pull`
+        """
 
         def push(error: Failure | None) -> T:
             retry = self._retry()
@@ -237,10 +239,10 @@ class ShardCalls:
         again: Callable[[Failure | None], T],
         pool: DaemonPool,
     ) -> Future[T]:
-        """Makes a call at once, in this thread, where it can leave by a data connection now.
+        """Sends a call at once, in this thread, if a data connection is open.
 
-        again: makes the call over whatever there is until it is done, if this does not. It is given the error by which
-               the call has failed already, and runs in the pool
+        again: makes the call with retries, over a data connection or gRPC, if the first attempt fails or there is none.
+               It runs in the pool. Its argument is the error of the first attempt, or None
         """
         data, call = self.data(), None
         if data is not None:
@@ -263,7 +265,9 @@ class ShardCalls:
         return landed
 
     def _land(self, method: str, landing: Landing, error: Failure | None = None) -> PullResult:
-        """Goes on with a pull until it is done, over whatever there is. error: by which it has failed already"""
+        """Continues a pull with retries until it is done, over a data connection or gRPC. error: of an earlier
+        attempt
+        """
         retry = self._retry()
         landing.progressed = retry.progressed
         if error is not None:

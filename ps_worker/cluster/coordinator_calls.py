@@ -117,7 +117,7 @@ class CoordinatorClient:
         Raises JobInUse if live workers of another launch prevent it. While the coordinator cannot tell whether these
         are live, it waits until the end of their leases, even beyond the timeout.
         """
-        # One number for all repeats: the coordinator takes them for one request, however late one arrives.
+        # One number for all repeats: the coordinator recognises them as one request, however late one arrives.
         attempt, since, launch = secrets.randbits(63), math.inf, options.launch
         rank, previous = options.rank, None
         if before is not None:
@@ -150,9 +150,9 @@ class CoordinatorClient:
         return workers.read_joined(Retry(self._peer, self._timeout, self.closing).call(ask))
 
     def heartbeat(self, worker: Identity, clock: int, timeout: float, script_wanted: bool = False) -> HeartbeatAnswer:
-        """Renews the lease, without retries. Sends the worker's measurements, too.
+        """Renews the lease, without retries. Sends the worker's measurements too.
 
-        script_wanted: ask for what the job's script has set
+        script_wanted: ask for the settings of the job's script
         """
         request = workers.write_heartbeat(worker, clock, script_wanted)
         if self._figures is not None:
@@ -164,14 +164,15 @@ class CoordinatorClient:
         return workers.read_heartbeat_answer(answer)
 
     def save_state(self, worker: Identity, clock: int, state: bytes) -> None:
-        """Sends a worker's own part of a checkpoint."""
+        """Sends a worker's own state for a checkpoint."""
         saved = membership_pb2.WorkerState(clock=clock, content=state)
         request = membership_pb2.SaveWorkerStateRequest(worker=identity_message(worker), state=saved)
         self._call(self._members.SaveWorkerState, request)
 
     def tell_script(self, worker: Identity, request: int, script: SavedState | None) -> None:
-        """Answers the coordinator's request number `request` with what this worker's script has set, without retries:
-        the coordinator asks again. script: None: there is nothing to tell
+        """Answers the coordinator's request number `request` with the settings of this worker's script.
+
+        It does not retry: the coordinator asks again. script: None: there are none
         """
         message = membership_pb2.SaveWorkerStateRequest(
             worker=identity_message(worker), script=workers.state_message(script), script_request=request
@@ -191,7 +192,7 @@ class CoordinatorClient:
     ) -> RoundNews | None:
         """Gives a value to a round, waits for the round, and returns it with all values.
 
-        number: that of the round; 0: give no value, and ask only which round is next
+        number: the round's number; 0: give no value, and ask only which round is next
         heard:  is called with each message while the round is open; if it returns False, the call ends and returns None
         """
         retry = Retry(self._peer, self._timeout, self.closing)
@@ -223,8 +224,8 @@ class CoordinatorClient:
         """Leaves the job, and sends this worker's own state for a successor. Without the call, the end of the lease has
         the same effect.
 
-        done:     the script has run to its end
-        script:   what the script has set for the job
+        done:     the script has ended
+        script:   the script's settings for the job
         attempts: how often to try if the coordinator does not answer
         If the state is too large for a message, or takes too long to send, it tries once more without the state.
         """

@@ -45,7 +45,7 @@ class RowWatch:
     """One call of WatchRows: an iterator over its messages. Raises PSError if it ends in any other way than by
     `cancel`.
 
-    cursor: that of an earlier call to this shard; empty: all rows are wanted
+    cursor: the last cursor of an earlier call to this shard; empty: all rows are wanted
     period: the least time between two rounds, in seconds
     """
 

@@ -28,7 +28,7 @@ MESSAGE_BYTES = 4 * 2**20
 
 
 class RowsBefore:
-    """The initial content of a job's tables, which rank 0 sends, and whether the servers have taken this worker's."""
+    """The initial content of a job's tables, which rank 0 sends, and whether the servers have used this worker's."""
 
     def __init__(self, tables: ServerTables) -> None:
         self._tables = tables
@@ -64,8 +64,10 @@ class RowsBefore:
         settle()
 
     def began(self, clock: int) -> None:
-        """Warns if the script's tables had rows before `prepare` that count for nothing, because the job's tables had
-        begun without them. clock: that of the job when this worker joined
+        """Warns if the script's tables had rows before `prepare` that are ignored, because the job's tables had begun
+        without them.
+
+        clock: the job's clock when this worker joined
         """
         if (self._had_begun or clock > 0) and not self._taken:
             self._tables.warn_of_ignored(clock)
@@ -75,7 +77,7 @@ class RowsBefore:
 class ShardPart:
     """The initial content of a table on one shard.
 
-    tensors: those of all shards, as Table.snapshot returns them
+    tensors: the content for all shards, in the form of Table.snapshot
     columns: the columns of a row, in the order in which they are sent
     rows, waiting: the indices of this shard's rows and waiting ids, in the order in which they are sent
     """
@@ -115,8 +117,9 @@ def parts_of(table: FirstRows, job: JobTable, shards: int) -> list[ShardPart]:
 
 
 def _places(tensors: Mapping[str, torch.Tensor], prefix: str, shards: int) -> list[torch.Tensor]:
-    """Returns the places of each shard's rows, those trained longest ago first; or of ids that wait, which are in the
-    other order: a table without room for all takes the first."""
+    """Returns the indices of each shard's rows, those trained longest ago first; or of its waiting ids, those trained
+    last first. A table without room for all waiting ids keeps the first ones.
+    """
     if f"{prefix}ids" not in tensors:
         return [torch.empty(0, dtype=torch.int64, device="cpu")] * shards
     ids, last = tensors[f"{prefix}ids"].numpy(), tensors[f"{prefix}last"].numpy()
@@ -209,6 +212,8 @@ def begin_given(
 
 
 def _given_beginnings(given: GivenRows, seed: int, shards: int) -> list[Beginning]:
-    """Returns what each shard gets of given vectors. They count as the first update, and have no state."""
+    """Returns the beginning of the table on each shard, from given vectors. They count as the first update, without
+    state.
+    """
     counts = np.bincount(shards_of(given.ids(), shards), minlength=shards)
     return [Beginning(1, seed, count) for count in counts.tolist()]

@@ -1,6 +1,6 @@
-"""The place of a group in its job, on one of the group's members.
+"""A group's membership in its job, on one of the group's members.
 
-Every member sends heartbeats. The lease of the group runs out when that of its most silent member does. A member's
+Every member sends heartbeats. The lease of the group runs out with the lease of its most silent member. A member's
 heartbeat thread does not join again by itself, as that of a single process does. Otherwise a group with a member that
 hangs would join again and again, and other workers would wait for it each time. The group joins again once all of its
 members have met, in their training threads.
@@ -18,7 +18,7 @@ from ps_worker.group import Group, place_of_member
 
 
 class GroupMembership(OwnMembership):
-    """The place of a group in its job, as one member of the group holds it.
+    """A group's membership, on one of its members.
 
     `join` and `renewed` are collective: all members call them, and the first one asks the coordinator.
     """
@@ -30,9 +30,11 @@ class GroupMembership(OwnMembership):
         self._group = group
 
     def renewed(self, place: JoinResult, cause: BaseException | None) -> JoinResult:
-        """Takes the place that follows one, with all members. Raises the error of the first one if there is none."""
+        """Joins again after a place is lost, with all members; returns the new place. Raises the first member's
+        error.
+        """
         with self._changed:
-            self.lost = place  # from here on what is heard of it means nothing
+            self.lost = place  # answers about the old place are ignored from now on
         taken = self._take(place.identity.run, place)
         with self._changed:
             self.place = taken
@@ -46,13 +48,14 @@ class GroupMembership(OwnMembership):
         return self._take(run, None)
 
     def _take(self, run: str, before: JoinResult | None) -> JoinResult:
-        """Joins, if this is the first member; returns the place on all members."""
+        """Joins on the first member; returns the place on every member."""
         told = self._group.from_first(lambda: write_joined(self._ask(run, before)).SerializeToString())
         return place_of_member(read_joined(membership_pb2.JoinResponse.FromString(told)), self._group)
 
     def _join_again(self, lost: JoinResult) -> None:
-        """Notes that a place is lost, and ends what is under way there: not what is in the next one, which the training
-        thread may have taken before this answer came."""
+        """Records that a place is lost, and aborts its calls. Calls of the next place go on: the training thread may
+        have taken it before this answer came.
+        """
         with self._changed:
             if self.holds(lost):
                 self.lost = lost
@@ -64,6 +67,7 @@ class GroupMembership(OwnMembership):
         super()._beat_once(timeout)
 
     def _is_for_good(self, error: BaseException) -> bool:
-        """Whether an error ends this worker's part. The first member may have joined again, which fences the others'
-        place, before they hear of it."""
+        """Whether an error ends this worker's part. Fenced does not, on other members: the first member may have joined
+        again, which fences the old incarnation.
+        """
         return self._group.member == 0 or not isinstance(error, Fenced)

@@ -1,14 +1,13 @@
 """A small process that sends a worker's heartbeats while the worker's own thread cannot: see heartbeat_process.py.
 
-It is run as a script by `python -I -S`, and imports nothing but what it needs of the standard library: no package of
-this project, no torch, no gRPC. So it takes 5 MB of memory of its own and 40 ms. Its calls are gRPC's (HTTP/2 with
-one request; see https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md); the messages in them were made by
-the worker.
+It is run as a script by `python -I -S`, and imports only modules of the standard library: no package of this project,
+no torch, no gRPC. So it takes 5 MB of memory of its own and 40 ms. Its calls are gRPC's (HTTP/2 with one request; see
+https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md); the messages in them were made by the worker.
 
-The worker writes lines of JSON to its stdin: first what a `Plan` holds, then at each turn of its thread the message of
-the heartbeat that it is about to send. Where a line is late, this process sends the last message itself, as long as the
-worker's process runs. While the worker's process is stopped (SIGSTOP, a debugger), this one sends nothing: the worker
-is then silent. It ends with the worker's process.
+The worker writes lines of JSON to its stdin: first the fields of a `Plan`, then at each turn of its heartbeat thread
+the heartbeat that the thread is about to send. If a line is late, this process sends the last heartbeat itself, as long
+as the worker's process runs. While the worker's process is stopped (SIGSTOP, a debugger), this one sends nothing: the
+worker is then silent. It ends with the worker's process.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import signal
 import socket
 import time
 
-TYPE_CHECKING = False  # as in typing, which takes long to import
+TYPE_CHECKING = False  # instead of typing.TYPE_CHECKING: importing typing takes long
 if TYPE_CHECKING:
     from typing import Any
 
@@ -34,11 +33,11 @@ _MAX_LINE = 2**20
 
 
 class Plan:
-    """What the child needs to call the coordinator. The worker sends it once, as JSON.
+    """The settings for calling the coordinator. The worker sends them once, as JSON.
 
     parent:  the pid of the worker
     address: HOST:PORT of the coordinator
-    path:    that of the gRPC method
+    path:    the gRPC method's path
     pause:   seconds between two turns of the worker's thread
     busy:    seconds without a turn after which the thread counts as hung
     token:   bearer token; None: there is none, or it is in `token_file`
@@ -57,7 +56,7 @@ class Plan:
         self.tls: dict[str, str | None] | None = told["tls"]
 
     def current_token(self) -> str | None:
-        """Returns the token, which is read anew if it is in a file; None: there is none."""
+        """Returns the token. One in a file is read each time; None: there is none."""
         if self.token_file is None:
             return self.token
         with open(self.token_file, encoding="utf-8") as file:
@@ -104,7 +103,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """Returns a string as HPACK has it: its length, a number with a prefix of seven bits, and its bytes as they are."""
+    """Encodes a string for HPACK, without Huffman coding: its length (7-bit prefix integer), then its bytes."""
     data = text.encode("ascii")
     size = len(data)
     if size < 127:
@@ -129,9 +128,9 @@ def _encrypted(plain: socket.socket, host: str, files: dict[str, str | None]) ->
 
 
 def _await_end(connection: socket.socket, until: float) -> None:
-    """Reads until the call is over: to hang up earlier might cancel it before it is carried out.
+    """Reads until the call is over: closing the connection earlier might cancel the call before it is carried out.
 
-    What the answer says is of no matter here: the worker's thread asks for itself as soon as it can.
+    The answer is not used: the worker's own thread calls as soon as it can.
     """
     held = b""
     while True:
@@ -155,7 +154,7 @@ def _await_end(connection: socket.socket, until: float) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is a process, and it is not stopped by a signal or a debugger; see proc_pid_stat(5)."""
+    """Whether a process exists and is not stopped by a signal or a debugger; see proc_pid_stat(5)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] not in (b"T", b"t", b"Z", b"X")
@@ -184,7 +183,7 @@ class Lines:
 
 def main() -> None:
     """Sends heartbeats in place of the worker's thread, until the worker ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker handles Ctrl-C
     lines, message = Lines(), b""
     first: list[bytes] = []
     while not first and not lines.is_over:

@@ -1,14 +1,13 @@
-"""Heartbeats while C code keeps the GIL: a small process beside the worker sends them in place of the worker's thread.
+"""Heartbeats while C code keeps the GIL: a small child process of the worker sends them instead of the worker's thread.
 
 The thread that sends heartbeats needs the GIL, and C code may keep that for long: `json.load` or `pickle.load` of a
-large file, a sort of many objects. The worker computes then, and is not to lose its place. The process beside it is
-told at each turn of the thread, and sends the thread's last heartbeat again where the next turn is late
-(heartbeat_child.py). It ends with the worker, and sends nothing for one that is stopped. A thread that has no turn
+large file, a sort of many objects. The worker is computing then, and must not lose its place. The thread sends a
+message to the child process at each turn. If the next turn is late, the child repeats the thread's last heartbeat
+(heartbeat_child.py). It ends with the worker, and sends nothing while the worker is stopped. A thread that has no turn
 for `busy_seconds` counts as hung: then the lease runs out.
 
-A thread in C would need no process, but a compiler to build it: every Python thread needs the GIL. The process takes
-5 MB of memory of its own (11 MB with what it shares) and 40 ms of a core. With gRPC in it, it would take 14 MB (31 MB)
-and twice the time.
+A thread without the GIL would have to be written in C, and compiled. The child process takes 5 MB of its own memory (11
+MB with shared pages) and 40 ms of a core. With gRPC it would take 14 MB (31 MB) and twice the time (measured).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ps_worker.cluster.options import JobOptions
 log = logging.getLogger("ps_worker")
 
 CHILD = Path(__file__).with_name("heartbeat_child.py")
-AGAIN_SECONDS = 60.0  # one that has ended is started again, at the earliest after so long
+AGAIN_SECONDS = 60.0  # the least time until a child that has ended is started again
 _METHOD = membership_pb2.DESCRIPTOR.services_by_name["MembershipService"].methods_by_name["Heartbeat"]
 
 
@@ -44,7 +43,7 @@ class HeartbeatProcess:
         self._next = 0.0  # not started before
 
     def turn(self, message: bytes) -> None:
-        """Tells the child that the thread is alive. message: the heartbeat that the thread is about to send"""
+        """Reports to the child that the thread is alive. message: the heartbeat that the thread is about to send"""
         options = self._options
         if not options.busy_seconds or not sys.executable or options.server is None:
             return
@@ -70,7 +69,7 @@ class HeartbeatProcess:
         self._tell(json.dumps(self._plan()).encode())
 
     def _plan(self) -> dict[str, object]:
-        """Returns what the process is told first; see heartbeat_child.Plan."""
+        """Returns the first message to the child: the fields of heartbeat_child.Plan."""
         access = self._options.access
         files = None if access.tls is None else {"cert": access.tls.cert, "key": access.tls.key, "ca": access.tls.ca}
         token = access.token() if access.token is not None and access.token_file is None else None

@@ -25,7 +25,8 @@ from ps_worker.values import PullResult
 
 log = logging.getLogger("ps_worker")
 
-# Reads a message of the answer to a pull: its fields, and its payload; None: the elements are not here yet, or nowhere.
+# Parses a message of the answer to a pull: its fields, and its payload; None: the payload comes later, or there is
+# none.
 Read = Callable[[bytes, memoryview | None], Sequence[PulledBucket]]
 
 
@@ -36,8 +37,8 @@ class PullPlan:
     request: makes the request for buckets of these indices
     read:    parses a message of the answer
     land:    writes a bucket to the model; returns its bytes
-    place:   returns memory for a bucket's payload of this many bytes, so that it is received there; None: there is
-             none. Raises InvalidRequest if the size is wrong
+    place:   returns memory into which to receive a bucket's payload of this many bytes; None: there is none. Raises
+             InvalidRequest if the size is wrong
     """
 
     request: Callable[[list[int]], bytes]
@@ -80,7 +81,7 @@ class Landing:
         self._take(self._plan.read(*split_message(message)))
 
     def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
-        """Returns memory for the payload of the message that is coming; None: the caller may use any."""
+        """Returns memory for the payload of the next message; None: the caller may use any."""
         self._fields, self._coming = split_head(head, payload_bytes), None
         if not payload_bytes:
             return None
@@ -123,9 +124,9 @@ class RowLanding:
 
     request:    the bytes of the PullRowsRequest
     count, dim: the number of rows, and the elements of each
-    codec:      that of the rows in messages
-    land:       writes rows, from a number on: [n, dim] float32
-    shared:     where the rows come in the segment: [rows, dim]; None: they come in messages
+    codec:      the codec of the rows in messages
+    land:       writes rows, [n, dim] float32; its first argument is the number of the first one
+    shared:     the memory in the segment that gets the rows: [rows, dim]; None: they come in messages
     waits:      logs which workers the pull waits for
     """
 
@@ -213,8 +214,7 @@ class RowLanding:
 class ExchangeLanding(RowLanding):
     """A pull of rows in one call with a push.
 
-    staged: is called with the time at which the push was staged, on the clock of time.perf_counter; perhaps several
-            times
+    staged: called with the time at which the push was staged, on the clock of time.perf_counter; perhaps several times
     """
 
     def __init__(self, *pull: Any, staged: Callable[[float], None]) -> None:
@@ -222,10 +222,10 @@ class ExchangeLanding(RowLanding):
         super().__init__(*pull)
 
     def message(self, fields: bytes, payload: memoryview | None) -> None:
-        """Takes a message. Raises InvalidRequest for one that cannot be an answer."""
+        """Processes a message. Raises InvalidRequest if it is no answer to the call."""
         self.progressed()
         staged_seconds, pulled = rows.read_exchanged(fields)
-        self._staged(time.perf_counter() - staged_seconds)  # no answer comes before it is
+        self._staged(time.perf_counter() - staged_seconds)  # every answer comes after the push is staged
         if pulled is not None:
             self._take(pulled._replace(payload=payload))
 

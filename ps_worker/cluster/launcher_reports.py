@@ -1,4 +1,4 @@
-"""The calls of launchers to a coordinator. Above all they report that a process has ended, which they see at once.
+"""The calls of launchers to a coordinator. Above all they report ended processes, which they notice at once.
 
 Without a report, the other workers wait for a dead worker until its lease has run out. And a process at another address
 can take the index of a dead shard only after that shard has been silent for some time (Timing.shard_lost). A report
@@ -36,7 +36,7 @@ def report_worker_end(
     incarnation: int = 0,
     access: Access = PLAINTEXT,
 ) -> tuple[int, ...]:
-    """Reports that a worker's process has ended. Returns the ranks that were removed; none if no worker of it was live.
+    """Reports that a worker's process has ended. Returns the removed ranks; none if no worker of the process was live.
 
     server:      HOST:PORT of the coordinator
     launch, pid: the process's PS_LAUNCH_ID, and its process id. If containers give successive processes the same pid,

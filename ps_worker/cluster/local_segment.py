@@ -1,11 +1,12 @@
-"""A segment: memory that this worker makes, and hands over to shards on its host.
+"""A segment: memory that this worker allocates, and shares with shards on its host.
 
 memory    An anonymous memory file. It vanishes with the last process that holds it, however that process ends. All its
-          pages are taken at once, and then it is sealed: a shard that reads it never reads beyond its end.
+          pages are allocated at once, and then it is sealed against shrinking: a shard that reads it never reads beyond
+          its end.
 handover  While shards are asked to attach it, the worker listens at a unix socket in the shared directory. It sends the
           file's descriptor to each process that knows the nonce, which shards learn in a call. So this works between
-          containers too, and other processes that see the directory get nothing. Should the worker be killed in that
-          moment, its socket is left, and the next worker removes it.
+          containers too, and other processes with access to the directory get nothing. If the worker is killed
+          meanwhile, its socket is left, and the next worker removes it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from ps_runtime.background import start
 from ps_runtime.local_sockets import listen, remove_leftovers
 from ps_runtime.memory import free_bytes
 
-_HANDING_THREADS = 4  # a process that connects and says nothing keeps one of them busy
+_HANDING_THREADS = 4  # a process that connects and sends nothing occupies one of them
 _BACKLOG = 64
 
 
 class LocalSegment:
-    """A new segment of `size` bytes, mapped here as `memory`. Shards can attach it with `offer`, until `hide`.
+    """A new segment of `size` bytes, mapped into this process as `memory`. Shards can attach it with `offer`, until
+    `hide`.
 
     directory: the directory of the socket
     row_bytes: see SegmentOffer
@@ -57,7 +59,8 @@ class LocalSegment:
         self._path = directory / name
         self._lock = threading.Lock()
         for _ in range(_HANDING_THREADS):
-            # Each has a descriptor of its own: one that is closed elsewhere may soon be another file's.
+            # Each thread has its own descriptor: the number of a descriptor that `hide` closes may soon be another
+            # file's.
             listener = self._listener.dup()
             try:
                 start(threading.Thread(target=self._serve, args=(listener,), name="segment", daemon=True))
@@ -73,7 +76,7 @@ class LocalSegment:
         self.hide()
 
     def hide(self) -> None:
-        """Removes the socket: from here on only processes that have mapped the segment hold it."""
+        """Removes the socket. No further process can map the segment."""
         with self._lock:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
@@ -114,8 +117,8 @@ def _memory_file(size: int) -> tuple[int, mmap.mmap]:
     try:
         descriptor = os.memfd_create("ps-torch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(descriptor, 0o600)
-        # Takes the pages now, from this process' memory: otherwise the end that first touches one would have to pay for
-        # it, and would be killed in the middle of a step if it could not.
+        # Allocates the pages now, accounted to this process. Otherwise the process that first touches a page would pay
+        # for it, and be killed in the middle of a step if memory is short.
         os.posix_fallocate(descriptor, 0, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return descriptor, mmap.mmap(descriptor, size)

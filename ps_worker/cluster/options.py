@@ -1,4 +1,4 @@
-"""Which job a worker takes part in, as which of its workers, and how it reaches the servers."""
+"""A worker's settings for its job: rank, servers, transport and timeouts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class JobOptions:
     """One worker's part in a job.
 
     server:           HOST:PORT of the coordinator; None in single and ddp
-    consistency:      the rule that the mode stands for; None in single and ddp
+    consistency:      the mode's rule; None in single and ddp
     rank:             this worker's rank; None: the coordinator gives one
     world_size:       how many workers the job has; 0: elastic
     connect_timeout:  seconds without any progress after which a call gives up
     start_timeout:    seconds to wait until all declared workers have joined
     transport:        how buckets travel: "shm", "tcp", "grpc", or "auto": shared memory with each shard that can see
-                      it, data connections to the others, gRPC where there are none
-    shared_directory: where shards on this host take that memory over
-    access:           certificates and token that servers are called with
-    busy_seconds:     so long a worker counts as live whose heartbeat thread has no turn, because C code keeps the GIL;
-                      0: no longer than its lease
-    launch:           what started this worker, and whether it takes over from another launch
-    group_size:       how many processes the launcher has started as this worker; 0: it does not say
+                      it, data connections to the others, gRPC without these
+    shared_directory: the directory in which shards on this host get that memory
+    access:           certificates and token for calls to servers
+    busy_seconds:     how long a worker counts as live while C code keeps the GIL from its heartbeat thread; 0: no
+                      longer than its lease
+    launch:           the launch that started this worker, and whether it takes over from another launch
+    group_size:       how many processes the launcher has started as this worker; 0: unknown
     """
 
     server: str | None
@@ -47,5 +47,5 @@ class JobOptions:
 
     @property
     def memory_place(self) -> str:
-        """Names the memory that this worker can share with shards; empty: it shares none."""
+        """The name of the host and namespace whose memory this worker can share with shards; empty: it shares none."""
         return memory_place(self.shared_directory) if self.transport in ("auto", "shm") else ""

@@ -1,4 +1,5 @@
-"""A worker's place in its job: a join takes it, heartbeats keep it, and another join replaces it if it is lost.
+"""A worker's membership in its job. A join gives it a *place*, heartbeats keep it, and another join replaces a lost
+one.
 
 A lease runs out if the process is stopped, a cable is cut, or the job is rolled back to a checkpoint. The heartbeat
 thread learns of it and joins again at once, even during a long step. The training thread uses the new place from its
@@ -42,18 +43,18 @@ E = TypeVar("E", bound=BaseException)
 
 HEARTBEATS_PER_LEASE = 4
 NOTICE_SECONDS = 2.0
-START_NOTICE_SECONDS = 5.0  # workers that start together are there by then
+START_NOTICE_SECONDS = 5.0  # workers that start together have joined by then
 NOTICE_PAUSE_SECONDS = 10.0
 DOUBT_SECONDS = 0.2
-DISOWNED_SECONDS = 1.0  # so long a shard may hear of a change before the coordinator says so
+DISOWNED_SECONDS = 1.0  # how much earlier a shard may learn of a change than this worker
 CLOSE_SECONDS = 1.0
 CLOSED_EARLY = "the session was closed while it waited for the other workers to join"
 
 
 class Doubt:
-    """A signal that the place may be lost, which wakes the heartbeat thread before its next turn. Thread-safe.
+    """A signal that the worker's place may be lost. It wakes the heartbeat thread before its next turn. Thread-safe.
 
-    disowned: the place that a shard says it does not know, or whose job it does not know; None: there is none
+    disowned: a place that is unknown to a shard, or whose job is; None: there is none
     """
 
     def __init__(self) -> None:
@@ -71,17 +72,17 @@ class Doubt:
 
 
 class OwnMembership:
-    """One worker's place in one job. Methods may be called from any thread and raise PSError.
+    """One worker's membership in one job. Methods may be called from any thread and raise PSError.
 
-    metrics_address: where this worker serves /metrics, which the coordinator announces
+    metrics_address: the address of this worker's /metrics, which the coordinator announces
     reached:         returns the clock of the last step that the training thread has sent from a place
-    finished:        the same, without a step that would be pushed again if the place were lost
-    cut_off:         is called in the heartbeat thread with each place that is lost
-    script:          answers requests for what this worker's script has set
+    finished:        as `reached`, without a step that would be pushed again after a loss of the place
+    cut_off:         called in the heartbeat thread with each lost place
+    script:          answers requests for the settings of this worker's script
 
-    place: the one that it has taken last; None before the first
-    lost:  in a group, a place of whose loss this member has heard before it takes the next one; None: there is none
-    error: the error that has taken it off the job for good; None: it takes part
+    place: the last place that it got; None before the first join
+    lost:  in a group, a lost place, until this member has the next one; None: there is none
+    error: the error that ended its part in the job for good; None: it takes part
     """
 
     _leave_attempts = 1
@@ -104,7 +105,7 @@ class OwnMembership:
         self._cut_off = cut_off
         self.place: JoinResult | None = None
         self.roster = Roster((), options.world_size, False)
-        self._roster_of: JoinResult | None = None  # the place in which the roster was asked for
+        self._roster_of: JoinResult | None = None  # the place with which the roster was requested
         self.lost: JoinResult | None = None
         self.error: PSError | None = None
         self._joining = False
@@ -118,7 +119,7 @@ class OwnMembership:
         self._telling = DaemonPool(1, "script")
 
     def join(self, run: str) -> JoinResult:
-        """Takes a place in a run of the job, which heartbeats keep from now on. Returns it."""
+        """Joins a run of the job, and begins heartbeats. Returns the place."""
         place = self._first_place(run)
         if place.continued is not None:
             _tell_of_continuing(place, place.continued)
@@ -130,16 +131,16 @@ class OwnMembership:
             for thread in (beating, watching):
                 start(thread)
                 self._threads.append(thread)
-        except TryLater:  # nothing would keep the place
+        except TryLater:  # without the threads nothing would keep the place
             self.close()
             raise
         return place
 
     def close(self, state: SavedState | None = None, done: bool = False) -> None:
-        """Leaves the job, unless another process has the place, and ends the threads.
+        """Leaves the job, unless another process has taken the rank, and ends the threads.
 
         state: the worker's state for a successor; None: it leaves none
-        done:  the script has run to its end
+        done:  the script has ended
         """
         self._coordinator.closing.set()
         self._doubt.raise_it()
@@ -152,7 +153,7 @@ class OwnMembership:
         self._telling.close()
 
     def join_threads(self) -> None:
-        """Waits for the threads, once the coordinator's connection is closed: calls that are under way end with it."""
+        """Waits for the threads. Call it when the coordinator's connection is closed, which ends their calls."""
         join_within(self._threads, JOIN_SECONDS)
 
     # -- the training thread -----------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ class OwnMembership:
             raise self.error
 
     def has_lost(self, place: JoinResult, error: BaseException) -> bool:
-        """Whether a call failed because its place was lost. Then `renewed` returns the next one."""
+        """Whether a call failed because its place was lost. Then `renewed` returns the next place."""
         if isinstance(error, NotFound | UnknownWorker) and not self._coordinator.closing.is_set():
             return True
         with self._changed:
@@ -193,7 +194,7 @@ class OwnMembership:
                         continue
                     self.error = cause
                     raise cause
-                # While it joins it waits as long as the coordinator says that it gets on: that has a time of its own.
+                # A join under way has its own timeout: it waits while the coordinator reports progress.
                 is_late = time.monotonic() >= until and not self._joining
                 if cause is not None and (self._coordinator.closing.is_set() or is_late):
                     raise _as_member(cause)
@@ -201,7 +202,7 @@ class OwnMembership:
                 # missed something, or the job is being rolled back. That may take long, and a worker that joins waits.
                 if isinstance(cause, NotFound | UnknownWorker) and time.monotonic() >= disowned:
                     self._doubt.disowned = place
-                self._doubt.raise_it()  # the coordinator says whether the place is lost, or the job
+                self._doubt.raise_it()  # the next heartbeat's answer shows whether the place is lost, or the job
                 self._changed.wait(DOUBT_SECONDS)
             assert self.place is not None
             return self.place
@@ -239,7 +240,9 @@ class OwnMembership:
             raise UnknownWorker(CLOSED_EARLY)
 
     def _missing(self, seconds: float) -> str:
-        """Says for which ranks this worker waits, how many have joined, and for how long it has waited."""
+        """Returns a text: the ranks that this worker waits for, how many have joined, and for how long it has
+        waited.
+        """
         present, count = self.roster.ranks, self._options.world_size
         own = None if self.place is None else self.place.identity.rank
         missing = ranges(sorted(set(range(count)) - set(present)))
@@ -256,13 +259,13 @@ class OwnMembership:
             f"{ranges(sorted(present))}), waiting for {seconds:.0f} s"
         )
 
-    # -- the threads beside it ---------------------------------------------------------------------------------------
+    # -- threads ----------------------------------------------------------------------------------------------------
 
     def _first_place(self, run: str) -> JoinResult:
         return self._ask(run, None)
 
     def _is_for_good(self, error: BaseException) -> bool:
-        """Whether an error of a heartbeat that is not to be repeated ends this worker's part."""
+        """Whether an error that a retry of the heartbeat cannot cure ends this worker's part in the job."""
         return True
 
     def _ask(self, run: str, before: JoinResult | None) -> JoinResult:
@@ -282,7 +285,7 @@ class OwnMembership:
             process.close()
 
     def _message(self) -> bytes:
-        """Returns the heartbeat of now, without what the worker has measured."""
+        """Returns the present heartbeat, without measurements."""
         place = self.place
         assert place is not None
         return write_heartbeat(place.identity, self._reached(place)).SerializeToString()
@@ -291,7 +294,7 @@ class OwnMembership:
         place = self.place
         assert place is not None
         if not self.holds(place):
-            return  # the training thread takes the next one
+            return  # the training thread joins again
         try:
             try:
                 answer = self._coordinator.heartbeat(place.identity, self._reached(place), timeout)
@@ -305,7 +308,7 @@ class OwnMembership:
         except Unauthenticated as error:
             if self._is_unknown or self._coordinator.closing.is_set():
                 self._lost_for_good(place, error)
-            self._is_unknown = True  # a token that was renewed a moment ago is read anew for the next heartbeat
+            self._is_unknown = True  # the token may have been renewed a moment ago: the next heartbeat reads it again
         except PSError as error:
             if error.retryable or self._coordinator.closing.is_set():
                 return  # the coordinator may come back; training does not need it
@@ -314,16 +317,16 @@ class OwnMembership:
             self._is_unknown = False
 
     def _lost_for_good(self, place: JoinResult, error: PSError) -> None:
-        """Notes the error that takes this worker off the job, if it is of the place that it is in."""
+        """Records the error that ends this worker's part in the job, unless the error belongs to an older place."""
         with self._changed:
             if not self.holds(place):
-                return  # a late answer about the place before: it says nothing about the one taken since
+                return  # a late answer about an older place
             self.error = _as_member(error)
             self._changed.notify_all()
         self._cut_off(place)
 
     def _join_again(self, lost: JoinResult) -> None:
-        """Takes a place anew. Raises Fenced if the rank is another process's by now."""
+        """Joins again after a loss. Raises Fenced if another process has the rank."""
         with self._changed:
             self._joining = True
         try:
@@ -336,11 +339,11 @@ class OwnMembership:
                 self._changed.notify_all()
                 watching = self._watching
         if watching is not None:
-            watching.stop()  # the roster is asked for anew: what was known before says nothing about now
+            watching.stop()  # the roster is requested again: the known one is outdated
         self._cut_off(lost)
 
     def _tell(self, request: int, script: SavedState | None) -> None:
-        """Tells the coordinator what the script has set, beside all else."""
+        """Sends the script's settings to the coordinator, in another thread."""
         place = self.place
         assert place is not None
 
@@ -373,13 +376,16 @@ class OwnMembership:
 
 
 def _as_member(error: E) -> E | FinishedWithout:
-    """Returns what an error means to a worker that has taken part. Servers of earlier releases tell it of its finished
-    job as they tell a process that comes late, which has nothing to do."""
+    """Returns the error for a worker that has taken part in the job. Servers of earlier releases answer JobFinished,
+    the error for a process that comes late and has nothing to do.
+    """
     return FinishedWithout(str(error)) if isinstance(error, JobFinished) else error
 
 
 def _tell_of_continuing(place: JoinResult, continued: Continued) -> None:
-    """Says that a launch goes on with weights that others have trained; in small type where these train them now."""
+    """Logs that this launch continues weights that other launches have trained: as a warning, or as information if
+    these launches still train them.
+    """
     job = place.identity.job
     log.log(
         logging.INFO if continued.live else logging.WARNING,

@@ -1,11 +1,11 @@
-"""A worker's part in its job, through every place that it has there: one connection after the other.
+"""A worker's part in its job, over all its places (memberships): one connection after the other.
 
-join       The job is registered; the membership takes a place and keeps it from here on.
+join       The job is registered; OwnMembership joins, and keeps the place from then on.
 connect    A connection is made from that place: the model moves into memory that shards share, if they can; rank 0
            sends the rows that tables begin with, and the initial values; all workers pull the weights. It returns when
            every declared worker has joined.
-lost       A lease runs out, a process is replaced, or the job is rolled back: calls fail, or the heartbeat hears of it
-           and cuts them off. The training thread sees PlaceLost at its next step or wait.
+lost       A lease runs out, a process is replaced, or the job is rolled back: calls fail, or the heartbeat thread
+           learns of it and aborts them. The training thread sees PlaceLost at its next step or wait.
 rejoin     The old connection ends, and another is made from the next place. If that place is lost before the connection
            is made, it is made from the one after.
 """
@@ -45,33 +45,33 @@ log = logging.getLogger("ps_worker")
 
 T = TypeVar("T")
 
-# A worker that comes late waits at most so long for another one to tell what its script has set: that one may evaluate.
+# How long a worker that joins late waits for another one's report of its script's settings: that one may be evaluating.
 SCRIPT_SECONDS = 2.0
 CLOSED = "the session is closed: its calls have ended"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1
 
-# The jobs, and launches of them, in which sessions of this process have taken part: the next session begins such a job
-# anew. Not by server: one that was started again may have another address.
+# The jobs and launches in which sessions of this process have taken part: the next session begins such a job anew. The
+# server's address is no part of the key: a restarted one may have another.
 _taken_part: set[tuple[str, str]] = set()
 
 
 class Participation:
-    """A worker's part in its job: it takes places there, and owns the connection of the current one.
+    """A worker's part in its job: it joins, joins again after a loss, and owns the connection of the current place.
 
     The constructor calls no server.
 
     Methods are for the training thread, and raise PSError. The heartbeat's thread reads this worker's clocks
-    from `_reached` and `_finished`, and calls `_cut_off` where the place is lost. Any thread may call `close`, which
+    from `_reached` and `_finished`, and calls `_cut_off` if the place is lost. Any thread may call `close`, which
     also ends a `join` or `connect` that waits.
 
-    metrics_address: where this worker serves /metrics, for the servers' side; empty if it cannot be reached there
+    metrics_address: the address of this worker's /metrics, for the coordinator; empty: not reachable
     started:         called when all declared workers have joined
-    figures:         what this worker has measured, for those that watch the job; None: nothing
-    timeline:        records the times of steps; None: a new one, which records nothing until it is asked to
-    script:          tells the coordinator what this worker's script has set
+    figures:         returns this worker's measurements, for status and metrics; None: there are none
+    timeline:        records the times of steps; None: a new one, which records nothing until it is switched on
+    script:          reports the settings of this worker's script to the coordinator
     group:           the processes that are this worker; None: this one is. All of them call these methods then
-    has_arrived:     the step loop has gone on from the current place. `rejoin` sets it to False, and the loop to True:
-                     a signal in between has the next step, or wait, begin with what is left of the move
+    has_arrived:     the step loop has adopted the current place. `rejoin` sets it to False, and the loop to True. After
+                     a signal in between, the next step or wait begins with the rest of the rejoin
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Participation:
         self.has_arrived = True
         self._lost: BaseException | None = None  # the error by which a call showed that the connection's place is lost
 
-    # -- a place, taken and lost -------------------------------------------------------------------------------------
+    # -- joining and rejoining ---------------------------------------------------------------------------------------
 
     def join(self, spec: JobSpec) -> JobSpec:
-        """Registers a job and takes a place in it; returns it with the size of its buckets.
+        """Registers a job and joins it; returns its spec with the size of its buckets.
 
         Raises JobMismatch, JobInUse, Unreachable and other PSErrors; JobFinished in a process that comes late, and
-        FinishedWithout where this process has trained another job of its launch.
+        FinishedWithout if this process has trained another job of its launch.
         """
         for last in (False, True):
             registered = self._together(lambda: self._register(spec))
@@ -122,7 +122,7 @@ class Participation:
                 self.members.join(registered.run)
                 _taken_part.add(self._where)
                 return agreed
-            except NotFound:  # it ended, with the launch that held it, while this worker waited for a place
+            except NotFound:  # the job ended with its launch, while this worker waited to join
                 if last or self.is_closed:
                     raise
         raise AssertionError
@@ -145,8 +145,8 @@ class Participation:
     def connect(self, model: FlatModel, states: States, tables: ServerTables | None = None) -> bool:
         """Connects from the first place. The model has the weights at its clock then: rank 0's at first.
 
-        states: optimizer state that the job begins with, if this worker has rank 0
-        tables: with the rows that the job begins with, likewise
+        states: the job's initial optimizer state, used if this worker has rank 0
+        tables: the tables with their initial rows, used if this worker has rank 0
         Returns whether a checkpoint wants this worker's own state at this clock.
         """
         place = self.members.place
@@ -160,19 +160,19 @@ class Participation:
         return checkpoint_wanted
 
     def rejoin(self, model: FlatModel) -> bool:
-        """Goes on from the place that follows a lost one. Raises the error that ended this worker's part for good.
+        """Continues from the place that follows a lost one. Raises the error that ended this worker's part for good.
 
-        Returns what `connect` does.
+        Returns the same as `connect`.
         """
         place, self.has_arrived = self.connection.place, False
         self.connection.end()
         if self.group is not None or self._lost is not None or not self.members.holds(place):
             place = self.members.renewed(place, self._lost)  # else an interrupt came before it had arrived in this one
-            self._lost = None  # of the place before
+            self._lost = None  # it belongs to the old place
         return self._connect(place, model, {})
 
     def _connect(self, place: JoinResult, model: FlatModel, states: States) -> bool:
-        """Connects from a place; should it be lost on the way, from the next one."""
+        """Connects from a place; if it is lost meanwhile, from the next one."""
         while True:
             try:
                 enter = lambda: (None, self._enter_or_lose(place, model, states))  # noqa: B023, E731
@@ -187,16 +187,17 @@ class Participation:
             self._lost = None
 
     def _together(self, make: Callable[[], T]) -> T:
-        """Returns what a call returns; in a group, once the calls of all members are through: Group.all_through."""
+        """Returns the result of a call. In a group it first waits for the calls of all members: Group.all_through."""
         return make() if self.group is None else self.group.all_through(make)
 
     def together_or(self, make: Callable[[], tuple[T, bool]]) -> tuple[T, bool]:
-        """Returns what a call returns, and whether something is so. In a group, once the calls of all members are
-        through, and whether it is so for one of them: Group.any_through."""
+        """Returns the result of a call: a value and a flag. In a group it first waits for the calls of all members, and
+        the flag is True if it is for one of them: Group.any_through.
+        """
         return make() if self.group is None else self.group.any_through(make)
 
     def _enter_or_lose(self, place: JoinResult, model: FlatModel, states: States) -> bool:
-        """As `_enter`. Raises PlaceLost where an error comes of the loss of the place."""
+        """As `_enter`. Raises PlaceLost for an error that the loss of the place has caused."""
         try:
             return self._enter(place, model, states)
         except PlaceLost:
@@ -207,12 +208,12 @@ class Participation:
             raise PlaceLost from error
 
     def _enter(self, place: JoinResult, model: FlatModel, states: States) -> bool:
-        """Makes the connection of a place; returns when the weights are here and all declared workers have joined."""
+        """Connects from a place; returns when the weights have been pulled and all declared workers have joined."""
         self._shard_map = place.shard_map or self._shard_map
         connection = self._connection = Connection(self.options, place, self._shard_map, model, self.timeline)
         self._check(place)  # `_cut_off` knew nothing of this connection until now
         if not self._begun:
-            if place.identity.rank == 0:  # the shards take its rows and values if they have none yet
+            if place.identity.rank == 0:  # the shards use its rows and values if they have none yet
                 if self._before is not None:
                     self._before.send(connection.begin_tables, self.settle)
                 for assignment in state_assignments(model.spec, model.layout, states):
@@ -220,7 +221,7 @@ class Participation:
                 self.settle()
                 connection.push_initial(model.layout.held)
                 self.settle()
-            self.members.await_started(place)  # with its limit: rank 0 sends what the pulls below wait for
+            self.members.await_started(place)  # raises after the start timeout; the pulls below wait for rank 0
             connection.pull(frozen=True)
             self.settle()
         model.begin_pull()
@@ -240,14 +241,14 @@ class Participation:
             raise PlaceLost
 
     def beside(self, options: JobOptions) -> Participation:
-        """Returns this worker's part in another job, which it has not joined yet. Its figures are those of this one."""
+        """Returns this worker's part in another job, which it has not joined yet. It has this one's figures."""
         return Participation(options, self._metrics_address, self._started)
 
     # -- the current place -------------------------------------------------------------------------------------------
 
     @property
     def connection(self) -> Connection:
-        """The connection of the place that the training thread is in. There is one from `connect` on."""
+        """The connection of the training thread's place. There is one after `connect`."""
         assert self._connection is not None
         return self._connection
 
@@ -258,13 +259,15 @@ class Participation:
 
     @property
     def has_place(self) -> bool:
-        """Whether the connection's place is still this worker's, as far as it has heard, and it has arrived there."""
+        """Whether the connection's place is still valid, as far as this worker knows, and the step loop has
+        adopted it.
+        """
         place, members = self.connection.place, self.members
         return self.has_arrived and self._lost is None and members.place is place and members.lost is not place
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part, as far as this worker has heard."""
+        """The live ranks, as far as this worker knows."""
         return self.members.roster.ranks
 
     @property
@@ -280,13 +283,15 @@ class Participation:
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, and the first member of its group; in an elastic job the lowest live rank, as far as
-        this worker has heard."""
+        this worker knows.
+        """
         is_first = self.group is None or self.group.member == 0
         return is_first and self.rank == (0 if self.options.world_size else min(self.ranks, default=0))
 
     def share(self) -> tuple[int, int]:
-        """Returns the share of the data of this process, as (index, how many shares); in an elastic job, among those
-        live. In a group, members that have unlike batches have one each."""
+        """Returns the share of the data of this process, as (index, how many shares); in an elastic job, among the live
+        workers. In a group, members with different batches have a share each.
+        """
         ranks = self.ranks
         if self.group is not None:
             index, shares = self.group.data
@@ -296,7 +301,7 @@ class Participation:
         return ranks.index(self.rank), len(ranks)
 
     def begin_step(self) -> None:
-        """Begins the next step in the timeline; where it is recorded, with the clocks of the shards."""
+        """Begins the next step in the timeline; if it is recorded, with readings of the shards' clocks."""
         timeline = self.timeline
         if timeline.wanted is not None and timeline.begin_step(self.connection.clock + 1, self.rank):
             self.connection.read_clocks()
@@ -310,7 +315,7 @@ class Participation:
             raise self._as_closed(error) from error
 
     def call(self, ask: Callable[[Identity], T]) -> T:
-        """Returns the coordinator's answer to this worker. Raises PlaceLost where its place is lost."""
+        """Returns the coordinator's answer to this worker. Raises PlaceLost if its place is lost."""
         if not self.has_arrived:
             raise PlaceLost
         try:
@@ -323,16 +328,16 @@ class Participation:
             raise closed from error
 
     def _as_closed(self, error: BaseException) -> BaseException:
-        """Returns the error of a call, or one that says that the end of this session has ended the call."""
-        # Shards that hear of the worker's leave before its calls are cut answer that they do not know it.
+        """Returns the error of a call; if the end of this session has caused it, an error that says so."""
+        # A shard may learn that the worker has left before its calls are aborted: it answers UnknownWorker.
         has_ended = isinstance(error, Closed | UnknownWorker) or (isinstance(error, PSError) and error.retryable)
         return UnknownWorker(CLOSED) if has_ended and self.is_closed else error
 
     def ask_script(self) -> SavedState | None:
-        """Returns what the job's script has set, as another worker tells it now or told it last; None: nobody has. In a
-        group the first member asks.
+        """Returns the settings of the job's script, from another worker now, or from its last report; None: there are
+        none. In a group the first member asks.
 
-        Raises PlaceLost where this worker's place is lost.
+        Raises PlaceLost if this worker's place is lost.
         """
         group = self.group
         if group is None:
@@ -367,7 +372,7 @@ class Participation:
             raise PlaceLost from error
 
     def wait(self, seconds: float) -> None:
-        """Waits; raises the reason if this worker takes part no more."""
+        """Waits for `seconds`. Raises the error that ended this worker's part in the job, if there is one."""
         self.coordinator.closing.wait(seconds)
         self.members.raise_lost()
 
@@ -387,7 +392,7 @@ class Participation:
         return connection.finished if connection is not None and connection.place is place else place.clock
 
     def _cut_off(self, lost: JoinResult) -> None:
-        """Ends what is under way in a lost place; the training thread may be in the next one already."""
+        """Aborts the calls of a lost place. The training thread may have the next place already: its calls go on."""
         connection = self._connection
         if connection is not None and connection.place is lost:
             connection.cut()
@@ -395,8 +400,8 @@ class Participation:
     def close(self, state: SavedState | None = None, done: bool = False) -> None:
         """Leaves the job and ends every thread and connection; may be called more than once.
 
-        state: this worker's own, for a process that takes its rank later
-        done:  the script has come to its end
+        state: this worker's own state, for a process that takes its rank later
+        done:  the script has ended
         """
         if not self.is_closed:
             self.members.close(state, done)
@@ -407,7 +412,7 @@ class Participation:
 
 
 def teller(participation: Participation, model: FlatModel) -> ToldBuffers:
-    """Returns what tells readers of the weights of tensors that no optimizer steps."""
+    """Returns the sender of tensors that no optimizer steps, for readers of the weights."""
     return ToldBuffers(model, lambda: participation.connection)
 
 

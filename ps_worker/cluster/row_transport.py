@@ -47,7 +47,7 @@ class RowStep:
     """The calls of one step for all tables.
 
     pushed: the pushes; each is done when its rows are staged
-    ended:  the pulls that end the step, if they were asked for
+    ended:  the pulls that end the step, if requested
     ahead:  the pulls of rows for a later batch
     """
 
@@ -75,7 +75,7 @@ class _Asked:
 class RowTransport:
     """Pushes and pulls rows of all shards. Methods return at once; futures raise PSError. For the training thread.
 
-    calls:  those of every shard; each shard has a part of each table
+    calls:  the calls to every shard; each shard has some rows of each table
     shared: the memory for rows that some shards have mapped; None: there is none
     """
 
@@ -86,7 +86,8 @@ class RowTransport:
         self._gradients, self._weights = row_codec(spec.gradient_wire), row_codec(spec.weight_wire)
         self._waits = Troubles(log, None)
         self._assignments = 0  # made so far
-        self._assigned: dict[tuple[int, int, int], int] = {}  # by clock, table and shard, the number of what is there
+        # By clock, table and shard, the number of the last assignment sent
+        self._assigned: dict[tuple[int, int, int], int] = {}
         self._pool = DaemonPool(len(calls) if spec.tables else 0, "rows")
         self._reader: DaemonPool | None = None  # of vectors that a script has given
 
@@ -95,7 +96,7 @@ class RowTransport:
     def begin(self, tables: Sequence[FirstRows], ask: bool) -> list[Future[int | None]]:
         """Sends the initial content of the tables: to all shards in parallel, to each one message after the other.
 
-        Returns a future for each table and shard: of None, or of the seed with which the table had begun there before.
+        Returns a future for each table and shard: of None, or of the seed if the table had begun on that shard before.
 
         ask: send nothing, and only ask whether there is room
         """
@@ -137,7 +138,7 @@ class RowTransport:
         ranges: the leased data that the step used
         ahead:  the rows to pull for a later batch
         ends:   the job has no buckets: a pull of the first table, perhaps of no rows, ends the step
-        had:    returns whether a shard already has its part of a table's step: it gets a skip; None: no shard has
+        had:    returns whether a shard already has a table's step: it gets a skip; None: no shard has
         """
         parts = [part for push in pushes for part in self._parts(push, had)]
         wanted = self._wanted(ahead)
@@ -174,7 +175,7 @@ class RowTransport:
         return RowStep(pushed, ended, [pulled[key] for key in of_ahead])
 
     def _wanted(self, ahead: Sequence[RowsAhead]) -> dict[tuple[int, int], _Asked]:
-        """Returns the rows that are asked for with a step, by table and shard."""
+        """Returns the requested rows of a step, by table and shard."""
         every = [
             asked for each in ahead for asked in self._asked(each.table, each.batch.ids, each.out, each.batch.ends)
         ]
@@ -203,7 +204,7 @@ class RowTransport:
         return sent
 
     def forget_assigned(self) -> None:
-        """Leaves what `assign` has sent out of the next step: the shards drop it then."""
+        """Excludes the rows that `assign` has sent from the next step: the shards then drop them."""
         self._assigned = {}
 
     def leave_out(self, clock: int) -> list[Future[PushResult]]:
@@ -247,7 +248,7 @@ class RowTransport:
     def _parts(
         self, push: TableStep, had: Callable[[int, int], bool] | None
     ) -> Iterator[tuple[TableStep, int, RowGradients | None]]:
-        """Yields what a table's push has for each shard; None: the step has no gradient for the table."""
+        """Yields a table's push and its rows for each shard; None: the step has no gradient for the table."""
         rows = push.rows
         places = by_shard(rows.ids, len(self._calls), rows.ends) if rows is not None else None
         for shard in self._calls:
@@ -257,7 +258,7 @@ class RowTransport:
             yield push, shard, None if rows is None or places is None else rows.part(places[shard])
 
     def _room(self, sizes: Iterable[tuple[int, int]]) -> Room | None:
-        """Returns room in shared memory for parts of some sizes, each of a shard; None: there is none."""
+        """Returns shared memory for (shard, size) pairs; None: there is none."""
         if self._shared is None:
             return None
         return self._shared.room(sum(aligned(size) for shard, size in sizes if self._is_shared(shard)))
@@ -270,7 +271,7 @@ class RowTransport:
         ranges: Sequence[DataRange],
         assignment: int,
     ) -> RowsPush:
-        """Returns what a step pushes to a table on one shard, without its rows."""
+        """Returns a step's push to a table on one shard, without its rows."""
         kind = RowPushKind.NO_GRADIENT if step.took_part else RowPushKind.SKIP
         return RowsPush(
             self._worker,
@@ -287,7 +288,9 @@ class RowTransport:
         )
 
     def _push(self, shard: int, push: RowsPush, size: int, wire: str) -> Future[PushResult]:
-        """Sends one message. size: the bytes of rows in it, or that it names; wire: what their elements are there"""
+        """Sends one message. size: bytes of the rows in it or in shared memory; wire: the wire format of their
+        elements
+        """
         message = messages.write_push(push)
         return self._calls[shard].push_rows(message, lambda: PushResult(size, time.perf_counter(), wire), self._pool)
 
@@ -344,7 +347,9 @@ class RowTransport:
 
     @staticmethod
     def _put_ids(asked: _Asked, room: Room | None) -> tuple[PullPlaces | None, torch.Tensor | None]:
-        """Writes ids to shared memory; returns where they lie and their rows go, and these rows. None: in messages."""
+        """Writes ids to shared memory. Returns the offsets of ids and rows, and the memory for the rows; None: use
+        messages.
+        """
         if room is None or not len(asked.ids):
             return None, None
         count = len(asked.ids)
@@ -354,7 +359,7 @@ class RowTransport:
         return PullPlaces(place, count, rows), room.memory.rows(rows, count, asked.dim)
 
     def _place_on(self, shard: int, room: Room | None) -> Room | None:
-        """Returns room in a segment that the shard has mapped; None if it has mapped none."""
+        """Returns `room` if the shard has mapped the segment, otherwise None."""
         return room if self._is_shared(shard) else None
 
     def _is_shared(self, shard: int) -> bool:
@@ -408,10 +413,10 @@ def _pushed_sizes(parts: Iterable[tuple[TableStep, int, RowGradients | None]]) -
 
 
 def _land(out: torch.Tensor, which: Which, first: int, rows: torch.Tensor) -> None:
-    """Copies rows of one shard to where they belong in `out`, which has the rows of all shards.
+    """Copies rows of one shard to their positions in `out`, which has the rows of all shards.
 
     first: the number of the first of these rows, counted in the shard's own
-    which: where in `out` the shard's own rows belong
+    which: the positions of the shard's rows in `out`
     """
     if isinstance(which, slice):
         out[which][first : first + len(rows)].copy_(rows)

@@ -1,8 +1,9 @@
-"""Tells the coordinator what this worker's script has set for the job, such as a schedule, for workers that join late.
+"""Reports the settings that this worker's script makes for the job (a schedule) to the coordinator, for workers that
+join late.
 
-It is captured while the script stands still, inside a call of the session. If the script is not in such a call, the
-training thread captures it at the next one. If the script is in one already, another thread captures it at once: the
-script may be waiting in a step for the very worker that asks.
+They are captured while the script stands still, inside a call of the session. If the script is not in such a call, the
+training thread captures them at the next one. If the script is in one already, another thread captures them at once:
+the script may be waiting in a step for the very worker that asks.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ log = logging.getLogger("ps_worker")
 
 
 class ScriptTelling:
-    """Answers the coordinator's requests for what this script has set. Thread-safe.
+    """Answers the coordinator's requests for the script's settings. Thread-safe.
 
-    send: sends an answer, given the request's number and what the script has set; returns at once
+    send: sends an answer, given the request's number and the settings; returns at once
     """
 
     def __init__(self) -> None:
@@ -28,14 +29,14 @@ class ScriptTelling:
         self._capture: Callable[[], SavedState | None] | None = None
         self._at_any_time = False
         self._depth = 0  # of the calls that the script is in
-        self._moves = False  # in such a call, the session changes what the script has set
+        self._moves = False  # inside such a call, the session changes the script's settings
         self._request = 0
         self._lock = threading.RLock()
 
     def begin(self, capture: Callable[[], SavedState | None], at_any_time: bool = False) -> None:
         """Begins to answer requests.
 
-        capture:     returns what the script has set; None: there is nothing to tell
+        capture:     returns the script's settings; None: there are none
         at_any_time: True: `capture` may be called at any time; False: only while the script stands still
         """
         with self._lock:
@@ -56,26 +57,26 @@ class ScriptTelling:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """A `with` block in which what the script has set changes. It belongs to no clock until the script
-        has gone on.
+        """A `with` block in which the session changes the script's settings. They belong to no clock until it has
+        ended.
         """
         with self._lock:
             self._moves = self._depth > 0
             yield
 
     def want(self, request: int) -> None:
-        """Takes the number of a request; 0: there is none. A repeated request is answered again."""
+        """Records the number of the coordinator's request; 0: there is none. A repeated request is answered again."""
         with self._lock:
             self._request = request
             self._try()
 
     def last(self) -> SavedState | None:
-        """Returns what the script has set, for a worker that leaves; None: there is nothing to tell."""
+        """Returns the script's settings, for a worker that leaves; None: there are none."""
         with self._lock:
             return self._captured()
 
     def _try(self) -> None:
-        """Answers the coordinator's open request, if the script is where its state may be read."""
+        """Answers the coordinator's open request, if the script's settings may be read now."""
         stands = self._at_any_time or (self._depth > 0 and not self._moves)
         if self._request and (stands or self._capture is None):
             request, self._request = self._request, 0

@@ -1,11 +1,11 @@
 """The transport through shared memory: buckets lie in a segment that this worker shares with a shard; headers travel.
 
 gradients  If backward makes them in the segment, a whole step goes to a shard in one call, together with its pull: a
-           call costs both ends as much as a bucket does. If they are copied there (from a GPU), each leaves as soon as
-           it is in the segment, together with others that have come meanwhile.
-weights    The shard writes them into the segment, and says which are there.
+           call costs both ends as much as a bucket does. If they are copied into it (from a GPU), each is pushed as
+           soon as it is in the segment, together with others that have come meanwhile.
+weights    The shard writes them into the segment, and sends notices of the buckets that it has written.
 
-Both keep their type: a narrower wire format is for networks, and would only cost time here. A job whose wire formats
+Both keep their type: a narrower wire format is for networks, and would only cost time. A job whose wire formats
 have blocks (int8, int4) shares no memory for buckets: its results must not depend on the transport.
 """
 
@@ -49,8 +49,8 @@ from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
 
-# Where weights do not land in place, a worker is told of buckets in its segment once they make so many bytes: it takes
-# some over while others are applied. Elsewhere it is told of all at once. A notice costs both ends a few turns of
+# If pulled weights must be copied (to a GPU), the shard sends a notice after each so many bytes: the worker copies some
+# buckets while others are applied. Otherwise one notice at the end is enough. A notice costs both ends a few turns of
 # threads: a round of 256 MiB took 57 ms with a notice for each 16 MiB, 48 with one for 64, 47 with one at the end.
 NOTIFY_BYTES = 64 * 2**20
 
@@ -80,7 +80,7 @@ def share_memory(
     transport: str,
     directory: Path,
 ) -> tuple[SegmentMap | None, set[int]]:
-    """Returns a segment that this worker shares with shards, and the shards that have mapped it; (None, empty): none
+    """Returns a segment that this worker shares with shards, and the shards that have mapped it; (None, empty) if none
     has.
 
     transport: "grpc" and "tcp" share with none; "shm" raises NotShared unless all shards map it; "auto" shares with
@@ -116,7 +116,7 @@ def attach_to(offer: SegmentOffer, calls: Mapping[int, ShardCalls], worker: Iden
 
 
 def _over_the_network(transport: str, reason: NotShared) -> tuple[None, set[int]]:
-    """Returns what `share_memory` does where memory is shared with no shard. Raises the reason if it must be shared."""
+    """Returns the result of `share_memory` without shared memory. Raises the reason if it must be shared."""
     if transport == "shm":
         raise reason
     log.info("buckets travel over the network: %s", reason)
@@ -127,12 +127,12 @@ def _over_the_network(transport: str, reason: NotShared) -> tuple[None, set[int]
 
 
 class SharedTransport:
-    """The way through shared memory to one shard."""
+    """The transport through shared memory to one shard."""
 
     def __init__(
         self, calls: ShardCalls, worker: Identity, flat: FlatModel, pullers: DaemonPool, timeline: Timeline
     ) -> None:
-        """pullers: threads that belong to all shards"""
+        """pullers: threads for all shards"""
         self._timeline = timeline
         self._calls = calls
         self._worker = worker
@@ -142,7 +142,7 @@ class SharedTransport:
         self._copier = DaemonPool(0 if flat.in_segment else 1, "copy")
         self._copies: dict[int, tuple[int, Draft, Future[None]]] = {}  # by bucket, at which clock it left as a draft
         self._lock = threading.Lock()
-        self._next = _Together(-1, None)  # what leaves with the next message
+        self._next = _Together(-1, None)  # the pushes of the next message
 
     # -- a whole step ------------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class SharedTransport:
         self._calls.unary("Push", data.write_push(call))
 
     def _share(self, push: BucketPush) -> None:
-        """Puts a gradient into the segment as it counts, unless its draft is there and holds."""
+        """Copies a gradient into the segment, unless its draft is there and unchanged."""
         clock, draft, copying = self._copies.pop(push.bucket.index, (0, None, None))
         if copying is not None:
             copying.result()
@@ -277,7 +277,7 @@ class SharedTransport:
         return PullCall(self._worker, clock, tuple(missing), True, notify_bytes, is_recorded, all_staged=all_staged)
 
     def _landing(self, step: RecordedStep | None) -> Callable[[BucketSpec, PulledBucket], int]:
-        """Returns what takes over the buckets that a step pulls."""
+        """Returns the function that adopts a step's pulled buckets from the segment."""
 
         def land(bucket: BucketSpec, pulled: PulledBucket) -> int:
             self._flat.land_shared(bucket, pulled.wire_format)
@@ -300,7 +300,7 @@ class SharedTransport:
 
 
 class _Together:
-    """Pushes of one clock that share one message, which is sent when the first of them is. For one sending thread."""
+    """Pushes of one clock that share one message. The first sending thread sends it."""
 
     def __init__(self, clock: int, step: RecordedStep | None) -> None:
         self.clock, self.step = clock, step
@@ -355,7 +355,7 @@ def share_rows(
 
 @dataclass
 class Room:
-    """A part of the segment, which is in use until its calls are over.
+    """A range of the segment, which is in use until its calls are over.
 
     calls: the calls that use it
     """
@@ -388,9 +388,7 @@ class SharedRows:
         self._memory = self._attached(FIRST_BYTES)
 
     def room(self, size: int) -> Room | None:
-        """Returns memory for `size` bytes of a step; None: there is too little, or calls still use that of the last
-        step.
-        """
+        """Returns memory for `size` bytes of a step; None: there is too little, or calls still use the last step's."""
         if any(not call.done() for call in self._calls_of_room) or size > MAX_ROW_BYTES:
             return None
         if size > self._memory.size:
@@ -400,7 +398,7 @@ class SharedRows:
                 self._troubles.met("room", "rows of %d bytes travel in messages: %s", size, error)
                 return None
             except PSError as error:
-                # The worker has lost its place, or a shard is gone: the calls that follow meet that, too.
+                # The worker's place is lost, or a shard has gone: later calls get that error too.
                 log.debug("no larger segment for rows now: %s", error)
                 return None
         self._calls_of_room = []

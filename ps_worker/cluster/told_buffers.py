@@ -1,8 +1,9 @@
-"""What rank 0 tells of tensors that no optimizer steps, for readers of the weights: BatchNorm's statistics, for one.
+"""Sends rank 0's tensors that no optimizer steps, such as BatchNorm's statistics, to the shards for readers of the
+weights.
 
 Each worker keeps its own. Rank 0 sends those of its tensors that have changed, in the background, once in TELL_SECONDS
-at most, and once more before it leaves the job. What a shard does not take, for lack of memory for one, is sent again:
-each time in a row after twice as long, because it takes bandwidth that training may need.
+at most, and once more before it leaves the job. If a shard refuses them, for example for lack of memory, they are sent
+again. Each further attempt waits twice as long, because they use bandwidth that training may need.
 """
 
 from __future__ import annotations
@@ -22,29 +23,30 @@ from ps_worker.values import PushResult
 log = logging.getLogger("ps_worker")
 
 TELL_SECONDS = 1.0  # between two times
-LONGEST_SECONDS = 60.0  # between two times where shards do not take what is sent
+LONGEST_SECONDS = 60.0  # the longest pause between two attempts, while shards refuse
 _MOST_DOUBLED = 16  # after which the longest pause is reached in any case
-LAST_SECONDS = 5.0  # for which a worker that leaves waits until its last values are there
+LAST_SECONDS = 5.0  # how long a worker that leaves waits until its last values have arrived
 
 
 class ToldBuffers:
-    """The part of one worker. For the training thread.
+    """The sender of one worker. For the training thread.
 
-    connection: returns that of the worker's present place
+    connection: returns the connection of the worker's present place
     """
 
     def __init__(self, model: FlatModel, connection: Callable[[], Connection]) -> None:
         self._model, self._connection = model, connection
         self._due = 0.0
-        self._place: JoinResult | None = None  # from which it was told: in a later one the shards may have lost it
-        self._told: dict[int, int] = {}  # by bucket, the checksum of what was told
-        self._numbers: dict[int, int] = {}  # by bucket, of what was told last
+        # The place with which the values were sent: by a later one the shards may have lost them
+        self._place: JoinResult | None = None
+        self._told: dict[int, int] = {}  # by bucket, the checksum of the last values sent
+        self._numbers: dict[int, int] = {}  # by bucket, the number of the last values sent
         self._sent: list[Future[PushResult]] = []
         self._failures = 0  # in a row
         self._troubles = Troubles(log, None)
 
     def stepped(self, changed: Callable[[], Collection[int]], is_last: bool = False) -> None:
-        """Tells, if it is time to, what has changed since the job began.
+        """Sends the tensors that have changed since the job began, if it is time to.
 
         changed: returns the indices of these parameters
         """
@@ -76,7 +78,7 @@ class ToldBuffers:
                 log.warning("readers of the weights do not get the last buffers of rank 0: %s", self._sent[0])
 
     def _look(self) -> None:
-        """Looks which messages have arrived, or are lost: then all are sent again."""
+        """Checks which messages have been acknowledged. If one is lost, all are sent again."""
         over = [each for each in self._sent if each.done()]
         self._sent = [each for each in self._sent if not each.done()]
         errors = [CancelledError() if each.cancelled() else each.exception() for each in over]

@@ -1,7 +1,8 @@
-"""A worker's part in the job's rounds, in which all live workers exchange a value; the coordinator keeps the order.
+"""A worker's part in the job's rounds of values, in which all live workers exchange a value. The coordinator orders
+them.
 
-number  The k-th call of a script is the job's k-th round. A worker that lost its place for a while, or whose process
-        starts late, gets what the others had in the rounds that are over, and so decides what they decided.
+number  The k-th call of a script is the job's k-th round. A worker that was away for a while, or whose process starts
+        late, gets the values of the past rounds, and so makes the same decisions.
 late    A process that joins a job under way asks once which round is next, at its first call after its first step. It
         takes no part in rounds from before its clock.
 steps   In sync and ssp this worker may wait in a round for another worker, which waits in a step for a step of this
@@ -26,7 +27,7 @@ log = logging.getLogger("ps_worker")
 
 NOTICE_SECONDS, AGAIN_SECONDS = 1.5, 10.0
 
-# What the first member of a group tells the others while it is in a round.
+# Messages of a group's first member to the others while it is in a round.
 _DONE, _STEP, _BACK = b"d", b"s", b"b"
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ Heard = Callable[[RoundNews], bool]
 
 
 class Stepper(Protocol):
-    """The training loop, as the rounds see it."""
+    """The interface of the training loop for rounds of values."""
 
     @property
     def stepped(self) -> bool:
@@ -47,7 +48,7 @@ class Stepper(Protocol):
         """Waits for `seconds`. Raises PSError if this worker's part in the job has ended."""
 
     def come_back(self) -> bool:
-        """Joins again after the place is lost. Returns whether the step under way counts."""
+        """Joins again after a loss of the place. Returns whether the step under way counts."""
 
 
 class ValueRounds:
@@ -100,7 +101,9 @@ class ValueRounds:
         return numbers[0]
 
     def _offer(self, number: int, value: bytes, heard: Heard) -> RoundNews | None:
-        """Gives a value; returns the round when it is complete. None: `heard` ended it, or the place is another."""
+        """Gives a value; returns the round when it is complete. None: `heard` has ended the call, or the place has
+        changed.
+        """
         participation = self._participation
         self._stepper.pause(0.0)
         clock = participation.connection.clock
@@ -124,7 +127,7 @@ class Exchanging(Protocol):
     """The calls of this process in which all live workers exchange a value."""
 
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
-        """Returns the values of all that take part; see ValueRounds."""
+        """Returns the values of all live workers; see ValueRounds."""
 
 
 def value_rounds(participation: Participation, stepper: Stepper) -> Exchanging:
@@ -172,7 +175,7 @@ class GroupRounds:
 
 
 class _Leading:
-    """The stepper of the first member, which has the others step, and come back, with it."""
+    """The stepper of a group's first member: the other members step, and join again, with it."""
 
     def __init__(self, group: Group, stepper: Stepper) -> None:
         self._group, self._stepper = group, stepper
@@ -189,7 +192,7 @@ class _Leading:
         return self._with_all(_BACK, self._stepper.come_back)
 
     def _with_all(self, told: bytes, make: Callable[[], T]) -> T:
-        """Makes a call with the others. What it raises all of them raise: they do not listen for it any more."""
+        """Makes a call on all members. An error of it is raised on all of them, and need not be sent to them."""
         self._group.from_first(lambda: told)
         try:
             return make()
@@ -207,7 +210,9 @@ class Waiting:
         self.step_wanted = False
 
     def over(self) -> None:
-        """Notes that the round is complete. The log says so once a round was complete within a moment."""
+        """Records that the round is complete. The log reports the end of a wait once a round was complete within a
+        moment.
+        """
         if not self._has_said:
             self._waits.over(self._what)
 
