@@ -3,10 +3,10 @@ pipeline hold a tied embedding.
 
 owner     The lowest member that holds one. The job has it once: its owner pushes and pulls it, and reads and sets its
           optimizer state.
-others    They get its weights from the owner, over the group, once all members have those of a step. So all have the
-          same bits, whatever each has computed.
+others    The other holders get the weights from the owner, over the group, once all members have a step's weights. So
+          all have the same bits, whatever each has computed.
 gradient  The group has reduced it: it is the same on all of them. They compare it in the first step in which it is not
-          zero. Where optimizers step in this process, they compare those of plain tensors.
+          zero. If optimizers step in this process, they compare the gradients of plain tensors.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ TOLERANCE = 1e-2
 
 
 class HeldAlike:
-    """What the members of one group hold alike of a job. For the training thread; all members make the same calls.
+    """The parameters of a job that members of one group hold alike. For the training thread; all members make the same
+    calls.
 
-    tensors: of this member, in the order of the job's parameters
+    tensors: this member's tensors, in the order of the job's parameters
     base:    in a round of local steps: by parameter that another member owns, the weights that the round began with
     """
 
@@ -46,14 +47,14 @@ class HeldAlike:
             if parameter.member != group.member
             and not tensor.is_meta
             and (parameter.group is not None or parameter.piece is not None or parameter.member)
-        ]  # whole tensors that nobody trains come from servers, if the first member has them
+        ]  # frozen whole tensors come from the servers, if the first member has them
         placed = [index for index in self._others if is_sharded(tensors[index])]
         told = [json.loads(each) for each in group.gather(json.dumps([self._others, placed]).encode())]
         self._shared = sorted({index for each, _ in told for index in each})
         self._hooks: list[RemovableHandle] = []
         trained = {index for index in self._shared if spec.parameters[index].group is not None}
-        # Those whose gradients no step has compared yet. In local modes gradients are the script's own: that of a
-        # DTensor may be a sum of which each process has a part.
+        # Parameters whose gradients no step has compared yet. In local modes not DTensors: the script's gradient may be
+        # a partial sum on each process.
         self._unchecked = trained.difference(*(each for _, each in told)) if spec.local is not None else {*trained}
         self.base: dict[int, torch.Tensor] = {}
         if spec.local is None:
@@ -76,10 +77,10 @@ class HeldAlike:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def share(self, bases: Mapping[int, torch.Tensor], is_first: bool = False) -> None:
-        """Has each owner hand its weights to the others.
+        """Sends the weights of each owner to the other holders.
 
         bases:    in local modes, by parameter of this member, the weights that the round began with; empty: none
-        is_first: also what no optimizer steps
+        is_first: include parameters that no optimizer steps
         """
         has_bases = self._spec.local is not None
         shared = [i for i in self._shared if is_first or self._spec.parameters[i].group is not None]
@@ -102,7 +103,7 @@ class HeldAlike:
         self._group.hand_out(sent, take)
 
     def _content(self, index: int, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Returns memory for one parameter: that of its owner has its weights."""
+        """Returns memory for one parameter; on its owner it has the weights."""
         parameter, tensor = self._spec.parameters[index], self._tensors[index]
         if parameter.member == self._group.member:
             own = bases.get(id(tensor), values(tensor))
@@ -111,7 +112,7 @@ class HeldAlike:
         return torch.empty(parameter.shape, dtype=TORCH_DTYPES[parameter.dtype], device="cpu")
 
     def go_back(self) -> None:
-        """Sets what other members own to the weights that the round began with."""
+        """Sets parameters of other owners to the weights that the round began with."""
         for index in self._others:
             tensor = self._tensors[index]
             if id(tensor) in self.base:
@@ -121,7 +122,7 @@ class HeldAlike:
 
     def check(self) -> None:
         """Raises InvalidRequest, on all members, if a gradient is not the same on all that hold its parameter, in the
-        first step in which it is not zero. One that a parameter has not, as it is frozen or unused, is zero."""
+        first step in which it is not zero. A missing gradient, of a frozen or unused parameter, counts as zero."""
         if not self._unchecked:
             return
         unchecked = sorted(self._unchecked)
@@ -145,7 +146,7 @@ class HeldAlike:
                 self._unchecked.discard(index)
 
     def _described(self, index: int) -> list[float]:
-        """Returns numbers that tell whether a gradient is the same; none where there is none."""
+        """Returns numbers by which to compare a gradient between members; none if there is no gradient."""
         gradient = self._tensors[index].grad
         if gradient is None:
             return []
@@ -156,7 +157,9 @@ class HeldAlike:
     def states(
         self, own: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
     ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the optimizer state of what other members own. own: that of this member's"""
+        """Returns the optimizer state of parameters that other members own. own: the state of this member's
+        parameters
+        """
         if not self._shared:
             return {}
         owned = [index for index in self._shared if self._spec.parameters[index].member == self._group.member]
@@ -176,14 +179,15 @@ class HeldAlike:
 
 
 def held_alike(group: Group | None, spec: JobSpec, tensors: Sequence[torch.Tensor]) -> HeldAlike | None:
-    """Returns what the members of a group hold alike; None: nothing, or there is no group."""
+    """Returns the parameters that members of a group hold alike; None: there are none, or there is no group."""
     found = None if group is None else HeldAlike(group, spec, tensors)
     return found if found is not None and found.are_some else None
 
 
 def reduced_late(spec: JobSpec, tensors: Sequence[torch.Tensor]) -> str | None:
-    """Returns the first parameter of this member whose gradient the script of a group may reduce after backward, by its
-    name; None: there is none. torch reduces those of DTensors within it."""
+    """Returns the name of this member's first parameter whose gradient the script may reduce after backward; None:
+    there is none. torch itself reduces the gradients of DTensors within backward.
+    """
     each = zip(spec.parameters, tensors, strict=True)
     late = (one.name for one, its in each if one.group is not None and not its.is_meta and not is_sharded(its))
     return next(late, None)

@@ -2,12 +2,12 @@
 
 It lies in one of two places:
 
-where gradients do   `.grad` is the script's own in this mode, and no bucket leaves before the round ends. Then the
-                     weights are taken from the base, in place, and the difference is there to be pushed.
-where pulls land     With memory of its own for the weights beside it, and the difference made where gradients lie.
-                     Fragments (mode `local:H/F`) need that, because what is pulled must not land in the weights, which
-                     the script steps meanwhile. So do weights that travel as int8 or int4: they come as what is to be
-                     added to the ones before, so those have to stay as they are, to the bit.
+where gradients do   `.grad` is the script's own in this mode, and no bucket leaves before the round ends. Then base -
+                     weights is computed in place, and this difference is pushed.
+where pulls land     The weights then have separate memory, and the difference is computed in the gradients' memory.
+                     Fragments (mode `local:H/F`) need this: a pull must not overwrite the weights, which the script
+                     steps meanwhile. So do weights that travel as int8 or int4: they come as a difference to the ones
+                     before, which must stay the same to the bit.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Base:
     The methods `arrived`, `leave`, `mix`, `own`, `takes` and `put` are only for a separate base.
 
     is_separate: the base lies where pulls land, and the weights have memory of their own
-    is_there:    the memory has the complete base: no difference, and no pull that is under way
-    alike:       what other members of the group own of it; None: there is none
+    is_there:    the memory has the complete base, and not a difference or a pull under way
+    alike:       the parameters that members of the group hold alike; None: there are none
     """
 
     def __init__(self, buffers: FlatBuffers, weights: Weights) -> None:
@@ -91,8 +91,8 @@ class Base:
         self.is_there = True
 
     def share_alike(self, is_first: bool = False) -> None:
-        """Has the members of a group hand what they hold alike from its owner to the others. is_first: also what no
-        optimizer steps
+        """Sends parameters that members of a group hold alike from their owners to the others. is_first: include those
+        that no optimizer steps
         """
         if self.alike is not None:
             self.alike.share(self.values() if self._buffers.spec.local is not None else {}, is_first)
@@ -125,7 +125,7 @@ class Base:
                 return self._buffers.spec.parameters[index].name
         return None
 
-    # -- the worker's own weights, beside the servers' -----------------------------------------------------------------
+    # -- the worker's own weights, apart from the base -----------------------------------------------------------------
 
     def own(self) -> dict[int, torch.Tensor]:
         """Returns a copy of the model's weights on the host, by parameter, each in its shape.

@@ -1,4 +1,4 @@
-"""A model in flat buffers: their memory, the weights there and which of them a script has changed, the gradients there.
+"""A model in flat buffers: their memory, the weights in it and which of them a script has changed, and the gradients.
 
 One contiguous tensor has the weights of each space, and one its gradients. `param.data` and `param.grad` come to lie in
 these tensors, in the order of the job's layout, and buckets are slices of them. Each is a tensor with a storage of its
@@ -37,16 +37,16 @@ from ps_worker.model.tracked import (
 
 
 class FlatBuffers:
-    """The buffers of the parameters that a job trains, and where each parameter lies in them.
+    """The buffers of the parameters that a job trains, with each parameter's position in them.
 
     trained:        the parameters that an optimizer steps, by index in the job
     device:         the device of the buffers: the one with most bytes of the model
     sharded:        parameters that are DTensors: only their local shards are trained
     segment:        the segment that is shared with shards on this host; None: there is none
-    weight_views:   by parameter, its part of the weights in its shape; empty before the first `lie_in`
-    gradient_views: by parameter, its part of the gradients
-    elsewhere:      parameters that keep memory of their own: those on another device (a model spread over several), and
-                    DTensors, whose memory torch lays out
+    weight_views:   by parameter, its slice of the weights in its shape; empty before the first `lie_in`
+    gradient_views: by parameter, its slice of the gradients
+    elsewhere:      parameters that keep their own memory: on another device (a model spread over several), and
+                    DTensors, whose memory torch manages
     """
 
     def __init__(self, spec: JobSpec, tensors: Sequence[torch.Tensor], layout: Layout) -> None:
@@ -64,7 +64,8 @@ class FlatBuffers:
         self.segment: SegmentMap | None = None
         self.weight_views: dict[int, torch.Tensor] = {}
         self.gradient_views: dict[int, torch.Tensor] = {}
-        self._own: dict[str, torch.Tensor] = {}  # by space, the model's weights: those below, or beside the base
+        # By space, the model's weights: the same memory as `_weights`, unless the base is separate
+        self._own: dict[str, torch.Tensor] = {}
         self._weights: dict[str, torch.Tensor] = {}  # by space
         self._gradients: dict[str, torch.Tensor] = {}
 
@@ -78,7 +79,7 @@ class FlatBuffers:
         first, before, self.segment = not self.weight_views, self.segment, segment
         if not first and (self.device.type == "cuda" or (before is None and segment is None)):
             return False
-        # Not those of the buckets: a parameter without elements lies in none.
+        # Not from the buckets: a parameter without elements is in none.
         trained = [self.spec.parameters[index] for index in self.trained]
         spaces = {space_of(parameter): parameter.dtype for parameter in trained}
         weights, gradients = (segment.weights, segment.gradients) if segment else ({}, {})
@@ -94,7 +95,7 @@ class FlatBuffers:
         return True
 
     def _space(self, space: str, dtype: str, shared: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the buffer of one space: the segment's own where that holds the same type on the same device."""
+        """Returns the buffer of one space: the segment's own memory if that has the same type on the same device."""
         wanted = TORCH_DTYPES[dtype]
         if space in shared and self.device.type == "cpu" and shared[space].dtype == wanted:
             return shared[space].zero_()
@@ -112,7 +113,7 @@ class FlatBuffers:
         return list(self.layout.trained)
 
     def pulled(self, index: int) -> torch.Tensor:
-        """Returns the part of the pulled weights that belongs to a parameter, in its shape."""
+        """Returns a parameter's slice of the pulled weights, in its shape."""
         return self._view(self._weights[space_of(self.spec.parameters[index])], index)
 
     def weights(self, bucket: BucketSpec) -> torch.Tensor:
@@ -140,7 +141,7 @@ class FlatBuffers:
             target.copy_(source)
 
     def take_weights(self) -> None:
-        """Subtracts all weights from the content of the gradients' memory, in place."""
+        """Subtracts all weights from the gradients' memory, in place."""
         for space, flat in self._weights.items():
             self._gradients[space].sub_(flat)
 
@@ -182,7 +183,8 @@ def _main_device(tensors: Iterable[torch.Tensor]) -> torch.device:
     sizes: Counter[torch.device] = Counter()
     for tensor in tensors:
         sizes[tensor.device] += tensor.nbytes
-    return sizes.most_common(1)[0][0] if sizes else torch.device("cpu")  # a model of tables alone has none
+    # A model that only has tables has no trained parameter
+    return sizes.most_common(1)[0][0] if sizes else torch.device("cpu")
 
 
 def _is_same(a: torch.device, b: torch.device) -> bool:
@@ -225,7 +227,7 @@ class Weights:
     def __init__(self, buffers: FlatBuffers) -> None:
         self._buffers = buffers
         self._apart: set[int] = set()  # parameters with memory of their own
-        # No mark tells of their changes: torch counts none of a local shard.
+        # Marks do not show their changes: torch does not count writes to a local shard.
         self._sharded = buffers.sharded
         self._touches = Touches()
         self._marks: list[tuple[int, int]] = []  # of each parameter, since weights last landed
@@ -251,7 +253,7 @@ class Weights:
         self.mark()
 
     def mark(self) -> None:
-        """Takes the current parameters as unchanged by the script."""
+        """Marks the current parameters as unchanged by the script."""
         self._marks = self._marks_now()
 
     def release(self) -> None:
@@ -275,7 +277,8 @@ class Weights:
         versions = {index: version for index, (version, _) in zip(trained, before, strict=True)}
         changed = {index for index in suspects if self._is_changed(index, versions[index])}
         for index in suspects:
-            if index in changed or index not in self._apart:  # else what has landed of a failed pull would be lost
+            # Otherwise weights of a failed pull that have landed would be lost
+            if index in changed or index not in self._apart:
                 self._take_in(index)
         self.mark()
         return changed
@@ -297,14 +300,14 @@ class Weights:
         self._touches.landed(self._buffers.trained)
 
     def pull_failed(self) -> None:
-        """Notes that weights of a failed pull may land in the buffers at any time. Parameters with memory of their own
-        are compared with what they are now, to find what the script changes.
+        """Records that weights of a failed pull may still land in the buffers. For parameters with memory of their own,
+        later changes of the script are found by comparison with their present values.
         """
         for index in self._apart:
             self._touches.touched(index, self._buffers.trained[index], None)
 
     def _take_in(self, index: int, even_shared: bool = False) -> None:
-        """Copies a parameter's values into the buffers, and moves it there if it can lie there."""
+        """Copies a parameter's values into the buffers, and moves the parameter there if possible."""
         tensor, view = self._buffers.trained[index], self._buffers.weight_views[index]
         own = values(tensor)
         view.copy_(own)
@@ -317,7 +320,7 @@ class Weights:
             self._apart.add(index)
 
     def _marks_now(self) -> list[tuple[int, int]]:
-        """Returns for each parameter a mark that differs once it was changed in place, or put elsewhere."""
+        """Returns for each parameter a mark that changes with every write in place, and with its memory."""
         tensors = self._buffers.trained.values()
         here = map(local, tensors) if self._sharded else tensors
         return [(tensor._version, tensor.data_ptr()) for tensor in here]
@@ -333,7 +336,7 @@ class Weights:
 
 
 def _ignore(_: torch.Tensor | None) -> None:
-    """Notes nothing of a parameter that changes in each step."""
+    """Does nothing: for a parameter that changes in each step anyway."""
 
 
 # -- the gradients -----------------------------------------------------------------------------------------------------
@@ -373,8 +376,8 @@ class Gradients:
         return lambda _: self._accumulated(index)
 
     def release(self) -> None:
-        """Removes the hooks, also those of gradients that a script keeps. Such a gradient would keep all buffers alive,
-        as Python's garbage collector does not see references through torch's objects.
+        """Removes the hooks, also of gradients that a script still refers to. Such a gradient would keep all buffers
+        alive: Python's garbage collector does not see references through torch's objects.
         """
         for hook in self._hooks:
             hook.remove()
@@ -402,9 +405,10 @@ class Gradients:
             if gradient is None:
                 absent.add(index)
             elif index in self._buffers.sharded and self._is_here(index):
-                continue  # as backward has finished it. No version tells: torch counts no changes of a local shard
+                # Unchanged since backward, as far as can be known: torch does not count writes to a local shard
+                continue
             elif self._adopt(index):
-                # The script has replaced it. (On another device backward's own comes here, too: no mark tells which.)
+                # The script has replaced it. (Or it is backward's own, on another device: these cannot be told apart.)
                 self._finite.pop(index, None)
         return absent
 
@@ -444,11 +448,13 @@ class Gradients:
         self._on_ready(index)
 
     def _is_here(self, index: int) -> bool:
-        """Whether the buffers have the gradient of a DTensor as it is."""
+        """Whether the buffers have a DTensor's present gradient."""
         return torch.equal(local(self._buffers.trained[index].grad), self._buffers.gradient_views[index])
 
     def _adopt(self, index: int) -> bool:
-        """Moves a gradient into the buffers, and frees the memory it was made in; returns whether it was elsewhere."""
+        """Moves a gradient into the buffers, and frees its old memory. Returns whether it was outside of the
+        buffers.
+        """
         tensor, view = self._buffers.trained[index], self._buffers.gradient_views[index]
         if index in self._buffers.sharded:
             as_placed(tensor)
@@ -467,7 +473,7 @@ class Gradients:
         return True
 
     def _shown(self, index: int) -> torch.Tensor:
-        """Returns a gradient as a script gets it from `.grad`."""
+        """Returns the gradient for a script's `.grad`."""
         view, own = self._buffers.gradient_views[index], self._own.get(index)
         if own is None or own.data_ptr() != view.data_ptr():  # share_memory() moves a storage
             own = self._own[index] = counting_with(view)

@@ -1,10 +1,10 @@
-"""The tensors of a model as a job describes them, whatever their element types.
+"""The description of a model's tensors in a job, whatever their element types.
 
-trained   What an optimizer steps has a type that shards step: the real ones of DATA_TYPES, or a complex one, of which
-          they step the real and the imaginary parts, as torch's optimizers do.
-frozen    All else is bytes, copied once, at the start. So it may have any type: complex tables of rotary positions,
-          int8 and float8 weights. A tensor that consists of others (a quantised weight, a subclass with
-          `__tensor_flatten__`) travels as these.
+trained   Parameters that an optimizer steps have a type that shards can step: the real types of DATA_TYPES, or complex
+          ones, as pairs of real and imaginary parts, as in torch's optimizers.
+frozen    All other tensors are bytes, copied once, at the start. So they may have any type: complex tables of rotary
+          positions, int8 and float8 weights. A tensor that consists of others (a quantised weight, a subclass with
+          `__tensor_flatten__`) travels as its inner tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Optimizer state of parameters of which a member of a group holds no element.
 
-The job has no piece of theirs, and so no state. torch keeps some for them as for others: tensors that are cut as the
-parameter is, and numbers. All members have to have it, or a collective of one, such as `full_tensor`, meets nothing.
+The job has no piece of such a parameter on this member, and so no state. torch keeps state for it nevertheless: sharded
+tensors, and numbers. All members must have this state, or a collective on it, such as `full_tensor`, would hang.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Described = Mapping[str, float | None]  # by the name of a state, its number; No
 def with_empty_shards(
     group: Group | None, parameters: Sequence[torch.Tensor], states: ParameterStates
 ) -> dict[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Returns an optimizer's state with that of parameters of which this member has no element, as others have it. A
-    call of all members.
+    """Returns an optimizer's state, completed for parameters of which this member has no element: as on the other
+    members. A call of all members.
 
-    parameters: of the optimizer, the same on all members among which torch has cut them
+    parameters: the optimizer's, the same on all members among which torch has cut them
     """
     found = dict(states)
     if group is None:
@@ -38,13 +38,14 @@ def with_empty_shards(
             described = next((each[place] for each in told if each.get(place)), {})
             if described:
                 found[parameter] = {name: _state(parameter, number) for name, number in described.items()}
-    # In one order on all members: who puts it together makes collectives of one after the other.
+    # In the same order on all members: `full_tensor` on these is a collective each.
     return {each: dict(sorted(found[each].items())) for each in parameters if each in found}
 
 
 def _place(position: int, parameter: torch.Tensor) -> str:
-    """Returns what identifies a parameter on all members that have cut it: those of another stage of a pipeline have
-    another one at this position."""
+    """Returns a key of a parameter, equal on all members among which it is cut. Members of another pipeline stage have
+    another parameter at this position, with another key.
+    """
     mesh: Any = parameter.device_mesh.mesh if is_sharded(parameter) else None  # type: ignore[attr-defined]
     return f"{position} of {[] if mesh is None else sorted(mesh.flatten().tolist())}"
 

@@ -2,8 +2,9 @@
 
 buffers     the memory: slices of these tensors are buckets (buffers.py)
 weights     the parameters as parts of them, and which of them a script has changed (`Weights`)
-gradients   likewise; which are ready, changed, not finite (`Gradients`). In local:H the base lies there (base.py)
-here        turns a bucket into bytes on its way out, and bytes into a bucket, for the ways to a shard
+gradients   the gradients as parts of them; which are ready, changed, not finite (`Gradients`). In local:H the base lies
+            in this memory (base.py)
+FlatModel   encodes a bucket as bytes for the transports, and decodes pulled bytes into the model
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ps_worker.model.residual import Leaving, Residuals
 class FlatModel:
     """The tensors of a model in the layout of its job. They stay in their own memory until the first `move`.
 
-    Any thread may read buckets and land them; all else is for the training thread.
+    Any thread may read buckets and write pulled ones; all else is for the training thread.
 
     tensors:  the model's tensors, in the order of the job's parameters. Those that an optimizer steps are nn.Parameters
               and move into the flat buffers. The others stay where they are, and are only written once, at the start
@@ -59,7 +60,7 @@ class FlatModel:
         narrowed = [b for b in layout.trained if isinstance(gradient_codec(spec, b), Blocks)]
         self.residuals = Residuals({bucket.index: bucket.numel for bucket in narrowed}, self._buffers.device)
         self._left: dict[int, Leaving] = {}  # by bucket, its gradient that left last
-        self._versions: dict[int, int] = {}  # by bucket, that of the weights that have come, if they are still here
+        self._versions: dict[int, int] = {}  # by bucket, the version of the pulled weights, if the model still has them
         self.base = Base(self._buffers, self.weights)
         self._staging: GpuStaging | None = None
 
@@ -130,11 +131,11 @@ class FlatModel:
         return bytes_of(encode())
 
     def count(self, buckets: Iterable[BucketSpec]) -> None:
-        """Notes that the last push of these buckets counts: what their wire format has rounded off is added to the next
-        push.
+        """Records that the last push of these buckets counts: the rounding error of their wire format is added to the
+        next push.
         """
         for bucket in buckets:
-            left = self._left.get(bucket.index)  # None: it lies in the segment, and has lost nothing
+            left = self._left.get(bucket.index)  # None: a gradient in the segment is not rounded
             if left is not None and left.error is not None:
                 self.residuals.count(left)
 
@@ -255,11 +256,11 @@ class FlatModel:
         codec = self._checked(bucket, pulled, size)
         if bucket.frozen or not codec.keeps(bucket) or self._buffers.device.type != "cpu":
             return None
-        self._versions.pop(bucket.index, None)  # until all of it is here
+        self._versions.pop(bucket.index, None)  # unknown until the whole bucket has come
         return bytes_of(self._buffers.weights(bucket))
 
     def _came_as(self, bucket: BucketSpec, wire_format: str) -> Codec:
-        """Returns the codec of weights that have come. Where they travel in blocks, they may come whole instead."""
+        """Returns the codec of pulled weights. A format of blocks may be replaced by whole weights."""
         codec = weight_codec(self.spec, bucket)
         if isinstance(codec, Blocks) and wire_format != codec.name:
             codec = plain_codec(bucket)
@@ -285,7 +286,7 @@ class FlatModel:
     def end_pull(self, is_part: bool = False) -> None:
         """Ends a pull, after all weights have landed: the training thread sees them from now on.
 
-        is_part: only those of a fragment have landed: they are in the base, and not in the model's weights
+        is_part: only a fragment's weights have landed: in the base, and not in the model's weights
         """
         if self._staging is not None:
             self._staging.finish()
@@ -296,9 +297,9 @@ class FlatModel:
         self.weights.landed()
 
     def step_failed(self, counted: Iterable[BucketSpec] | None) -> None:
-        """Keeps what has come of a step that has failed.
+        """Keeps the results of a failed step: residuals and pulled weights.
 
-        In local:H weights stay as they are: where they have landed in place of the base, the round has none any more.
+        In local:H it does nothing to weights: if they have overwritten the base, the round has no base any more.
 
         counted: the buckets that were pushed, if all calls of this process are through, and another member of its group
                  has failed: they count, and all weights have landed. None: weights may land later, which are not the

@@ -1,8 +1,9 @@
-"""Buckets of a model on a GPU, on their way to the host and back, without stopping the GPU or the training thread.
+"""Copies buckets between a GPU and the host, without stopping the GPU or the training thread.
 
-Gradients go down on a stream of their own, as soon as the kernels that made them are done; the thread that sends a
-bucket waits for that bucket's copy alone. Weights come up on another stream, which starts after the kernels that
-still read the old ones; the training stream waits for it on the device. Nothing here waits for the whole device.
+Gradients are copied to the host on a stream of their own, as soon as the kernels that made them are done. The thread
+that sends a bucket waits only for that bucket's copy. Weights are copied to the GPU on another stream, after the
+kernels that still read the old weights; the training stream waits for it on the device. Nothing waits for the whole
+device.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class GpuStaging:
         return target
 
     def begin(self) -> None:
-        """Begins a pull: weights that land from here on wait for the kernels queued on the current stream."""
+        """Begins a pull: weights that land from now on wait for the kernels queued on the current stream."""
         self._up.wait_event(self.mark())
 
     def land(self, bucket: int, target: torch.Tensor, values: torch.Tensor, pinned: bool, add: bool = False) -> None:
@@ -88,7 +89,7 @@ class GpuStaging:
             self._landing[bucket] = (values, landed)
 
     def finish(self) -> None:
-        """Ends the pull: kernels that are queued on the current stream from here on see the new weights."""
+        """Ends the pull: kernels queued on the current stream from now on see the new weights."""
         event = torch.cuda.Event()
         event.record(self._up)
         torch.cuda.current_stream(self._device).wait_event(event)

@@ -1,4 +1,4 @@
-"""Combines what the members of a group hold into one job: pieces of parameters, or the stages of a pipeline."""
+"""Combines the tensors of a group's members into one job: pieces of parameters, or the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from ps_protocol.tensors import TORCH_DTYPES
 from ps_worker.group import Group
 from ps_worker.model.pipeline_stages import NAMES, Key, check_values
 
-# Of the entries of a parameter group: what a member holds, and how a step is computed, which members may do in unlike
-# ways.
+# Entries of a parameter group that members need not agree on: the parameters, and how a step is computed.
 NOT_COMPARED = ("params", "param_names", "capturable", "differentiable", "foreach", "fused")
 
 
@@ -64,7 +63,9 @@ def described_together(
 
 
 def _combined(specs: Sequence[JobSpec]) -> JobSpec:
-    """Returns the job of a group: what any member holds. What several hold alike is once there, as the lowest one's."""
+    """Returns the job of a group: the parameters of all members. A parameter that several hold alike is in it once, as
+    the lowest member's.
+    """
     parameters: dict[tuple[object, ...], ParameterSpec] = {}
     for member, spec in enumerate(specs):
         _check_settings(specs[0], spec, member)
@@ -100,7 +101,7 @@ def check_own_optimizers(group: Group, optimizers: Sequence[torch.optim.Optimize
     """Raises JobMismatch, on all members, unless they step with the same optimizers: of the same classes and
     hyper-parameters, in as many parameter groups. A call of all members.
 
-    optimizers: of this member's script, which step in this process: the job tells nothing of them
+    optimizers: this member's, which step in this process. The job does not describe them
     """
     own = [(type(each).__name__, [_described(params) for params in each.param_groups]) for each in optimizers]
     told = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
@@ -115,7 +116,9 @@ def check_own_optimizers(group: Group, optimizers: Sequence[torch.optim.Optimize
 
 
 def _described(params: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the hyper-parameters of a parameter group that are numbers, switches or words, or several of these."""
+    """Returns the hyper-parameters of a parameter group that are numbers, booleans or strings, or sequences of
+    these.
+    """
     found: dict[str, str] = {}
     for name, value in params.items():
         plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -141,7 +144,7 @@ def _unlike_optimizers(ours: Sequence[Any], theirs: Sequence[Any]) -> str:
 
 
 def _check_alike(found: ParameterSpec, each: ParameterSpec) -> None:
-    """Raises JobMismatch if members that hold the same of a parameter describe it in unlike ways."""
+    """Raises JobMismatch if members that hold the same of a parameter describe it differently."""
     others = vars(each)
     unlike = [
         f"{name} is {one!r} and {others[name]!r}"
@@ -160,10 +163,9 @@ def _advice(parameter: ParameterSpec) -> str:
 
 
 def _tensors(spec: JobSpec, own: Mapping[Key, torch.Tensor], member: int) -> list[torch.Tensor]:
-    """Returns the tensors of a group's job as one member has them: in the place of what it has not, tensors without
-    memory.
+    """Returns the tensors of a group's job on one member. For those that it does not hold, tensors without memory.
 
-    own: what this member has
+    own: the tensors that this member holds
     """
     found = []
     for each in spec.parameters:

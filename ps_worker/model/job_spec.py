@@ -1,4 +1,4 @@
-"""Models and their optimizers as a job: what is trained, in which groups, with what."""
+"""Describes models and their optimizers as a job: its parameters, their groups and their optimizers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _described(
     options: PrepareOptions,
     group: Group | None,
 ) -> tuple[JobSpec, list[torch.Tensor]]:
-    """Returns what this process has of a job, without what the servers are told besides. group: as in `_parameters`"""
+    """Returns the job of this process, without its name, mode and world size. group: as in `_parameters`"""
     classes = [optimizer_name(optimizer) for optimizer in optimizers]
     for model in models:
         refuse_lazy(model)
@@ -116,7 +116,9 @@ def _described(
 def _parameters(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], group: Group | None = None
 ) -> tuple[tuple[ParameterSpec, ...], list[torch.Tensor]]:
-    """Returns all tensors of the models, each once, described and themselves. group: the processes that share them"""
+    """Returns all tensors of the models, each once: their descriptions, and the tensors. group: the processes that
+    share them
+    """
     groups = _groups(models, optimizers)
     known = {id(table.weight) for table in named_tables(models).values()}  # handles: the rows are in no bucket
     for handle in known:
@@ -156,7 +158,7 @@ def _parameters(
 
 
 def _refuse_unknown(count: int) -> None:
-    """Raises InvalidRequest where optimizers have parameters that no model has. count: of them"""
+    """Raises InvalidRequest if optimizers have parameters that no model has. count: the number of these"""
     if count:
         raise InvalidRequest(
             f"the optimizers hold {count} parameters of no model that was handed to prepare; hand all models over. Put "
@@ -168,7 +170,7 @@ def _refuse_unknown(count: int) -> None:
 def check_next(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], rows_of: Mapping[str, str]
 ) -> None:
-    """Raises what `describe` would, for optimizers of a later stage.
+    """Raises the errors of `describe`, for optimizers of a later stage.
 
     rows_of: by the name of a table, the optimizer of its rows in the job
     """
@@ -199,7 +201,7 @@ def check_known(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Op
 
 
 def _named(models: Sequence[nn.Module], are_stages: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of the models with their names in the job; tied ones as often as they are there.
+    """Yields the tensors of the models with their names in the job; tied tensors several times.
 
     are_stages: they are stages of one model, and have its names
     """
@@ -216,8 +218,9 @@ def _not_persistent(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _groups(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, tuple[int, int]]:
-    """Returns by the id of a parameter its group among all, and its optimizer. Raises InvalidRequest for one that
-    has two."""
+    """Returns, by the id of a parameter, the numbers of its group and its optimizer. Raises InvalidRequest for a
+    parameter with two optimizers.
+    """
     places: dict[int, tuple[int, int]] = {}
     number = 0
     for index, optimizer in enumerate(optimizers):

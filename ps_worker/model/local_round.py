@@ -1,17 +1,18 @@
-"""A round of local steps (modes `local:H`, `local:H/F` and `local:Ts`): when what leaves, and what is pushed of it.
+"""A round of local steps (modes `local:H`, `local:H/F` and `local:Ts`): when fragments are pushed, and their
+differences.
 
 base       The weights of the servers that a round begins with (base.py).
-leaves     The weights are taken from the base: the difference. It is pushed like a gradient, and the weights that are
-           pulled are the next base. In local:H the whole model leaves with the round's last step.
-fragments  In local:H/F each fragment of the model leaves with a step of its own, and what was pulled of it is mixed
-           into the weights some steps later, which the script has stepped meanwhile (ps_protocol/fragments.py says
-           when). The round is over when its last fragment is mixed in. H is one fragment without a delay, and so is
+leaves     The difference base - weights is pushed like a gradient, and the pulled weights are the next base. In local:H
+           the whole model is pushed with the round's last step.
+fragments  In local:H/F each fragment of the model is pushed at a step of its own. Its pulled weights are mixed into the
+           model's some steps later; the script has stepped these meanwhile (schedule: ps_protocol/fragments.py). The
+           round is over when its last fragment is mixed in. Mode local:H has one fragment without a delay, and so has
            each round of the warm-up.
-time       A round of local:Ts ends with its first step after so long. Its difference weighs the steps that were made.
+time       A round of local:Ts ends with its first step after T seconds. Its difference is weighted by its steps.
 group      Where the worker is a group of processes, all of them push a round, or a fragment, or leave it out: they
            agree before any of them makes its difference. Fragments are of the buckets of all members together.
-averaging  Where one worker trains and the servers average, the result of a round is its own weights. They are sent as
-           they are: base - (base - w) is w but for rounding.
+averaging  If one worker trains and the servers average, the result of a round is its own weights. They are sent as an
+           assignment: base - (base - w) would equal w except for rounding.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ log = logging.getLogger("ps_worker")
 class LocalRound:
     """Makes the pushes of rounds, one after the other. For the training thread.
 
-    number:    that of the current round, from 1
+    number:    the current round's, from 1
     made:      the steps made in it
     before:    counts the steps made before it, if rounds end by time; otherwise None: the job's settings give their
                number
@@ -75,7 +76,7 @@ class LocalRound:
 
     @property
     def steps(self) -> int:
-        """Steps made since the job began: those of the job; if rounds end by time, those of this worker."""
+        """The steps since the job began: the job's; if rounds end by time, this worker's."""
         before = self._local.clock(self.number - 1) if self.before is None else self.before.count
         return before + self.made
 
@@ -97,7 +98,7 @@ class LocalRound:
         self._base.go_back()
 
     def agree(self, compare: Callable[[Callable[[], tuple[None, bool]]], tuple[None, bool]]) -> bool:
-        """Returns whether what is next is pushed, the round or one fragment: by all members of the group, or by none.
+        """Returns whether the round, or the next fragment, is pushed: by all members of the group, or by none.
 
         compare: as Group.any_through. Raises as `may_count`, on all of them; then nothing of it must be pushed.
         """
@@ -114,7 +115,7 @@ class LocalRound:
         pushed.
         """
         self.left_out = False
-        if not self._base.is_there:  # calls have failed that were to push them: what no shard has got is lost
+        if not self._base.is_there:  # their pushes have failed: differences that no shard has are lost
             return False
         self._weights.gather()
         name = self._base.not_finite()
@@ -174,8 +175,7 @@ class LocalRound:
     def leave(self, fragment: int, clock: int, is_pushed: bool) -> list[BucketPush]:
         """Returns the pushes of a fragment. Call `left` once they are sent.
 
-        is_pushed: the answer of `agree`. If it is that the weights are left out, the pushes are empty, and all weights
-                   go back to the base
+        is_pushed: the answer of `agree`. If False, the pushes are empty, and all weights go back to the base
         """
         buckets, step = self.buckets(fragment, fragment), self.end_empty()
         if is_pushed:
@@ -194,7 +194,7 @@ class LocalRound:
         return EndedStep(0, set(), self._now(), False, self._steps.tables.left_out())
 
     def left(self) -> None:
-        """Notes that the next fragment has been pushed."""
+        """Records that the next fragment has been pushed."""
         self.pushed += 1
 
     def leave_out(self, clock: int, first: int) -> list[BucketPush]:
@@ -224,7 +224,7 @@ class MadeSteps:
         self.count = 0
 
     def begin(self, clock: int) -> None:
-        """Notes that the round after `clock` rounds begins. Steps of a round that is begun again do not count."""
+        """Records that the round after `clock` rounds begins. Steps of a round that is begun again do not count."""
         if self._is_new:
             self.count, self._is_new = clock, False
         elif clock >= self._round.number:

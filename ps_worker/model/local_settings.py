@@ -1,4 +1,4 @@
-"""The settings of a job of local steps, as a script gives them: `prepare(..., outer={...})`."""
+"""Parses the settings of a job of local steps: `prepare(..., outer={...})`."""
 
 from __future__ import annotations
 

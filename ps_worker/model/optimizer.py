@@ -43,7 +43,7 @@ _WHERE = (
 
 
 class _StateOnShards(defaultdict[torch.Tensor, Any]):
-    """The `state` of a prepared optimizer: it is empty, and its errors say where the state is.
+    """The `state` of a prepared optimizer: it is empty, and its errors explain that the state is on the shards.
 
     begin_anew: makes the next step begin without any state
     """
@@ -54,7 +54,7 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
         self._has_told = False
 
     def __bool__(self) -> bool:
-        """Returns True: torch.distributed.checkpoint would make a step where an optimizer has no state yet."""
+        """Returns True: torch.distributed.checkpoint would make a step with an optimizer whose state is empty."""
         return True
 
     def __missing__(self, key: torch.Tensor) -> Any:
@@ -71,7 +71,7 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
         return super().values()
 
     def clear(self) -> None:
-        """Has the next step begin without any state."""
+        """Makes the next step begin without any state."""
         self._begin_anew()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -92,8 +92,9 @@ class ServerOptimizer(torch.optim.Optimizer):
     def __init__(self, wrapped: torch.optim.Optimizer, servers: RemoteOptimizers, index: int) -> None:
         # Deliberately not Optimizer.__init__, which would make new groups: the wrapped one's live objects are shared.
         self.__dict__.update(wrapped.__dict__)
-        # Two attributes in there would step here instead: a scheduler made before `prepare` has patched the wrapped
-        # optimizer's `step`, and a fused optimizer asks GradScaler to leave unscaling to it.
+        # Two attributes of the wrapped optimizer are not copied, as they would make it step in this process: a
+        # scheduler made before `prepare` has patched its `step`, and a fused optimizer asks GradScaler to leave
+        # unscaling to it.
         for name in ("step", "_step_supports_amp_scaling"):
             self.__dict__.pop(name, None)
         self._wrapped = wrapped
@@ -104,7 +105,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.__class__ = _named_after(type(wrapped))  # type: ignore[arg-type]  # classes are hashable
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Returns how a copy is made: groups alone, without the session; its class is this one, which can be found."""
+        """Returns how to make a copy: with the groups, without the session, and of this class, which can be
+        imported.
+        """
         return _bare, (), self.__getstate__()
 
     @property

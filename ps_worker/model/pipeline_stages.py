@@ -1,12 +1,13 @@
-"""Pipeline stages: the members of a group may hold unlike layers of one model.
+"""Pipeline stages: the members of a group may hold different layers of one model.
 
 names   Each parameter has the name that it has in the whole model. Members whose models have the same names hold one
         stage; tensor parallelism or `fully_shard` may cut it among them.
 once    A parameter that several stages hold, such as the embedding of the first and the last one, is one parameter of
         the job (alike.py).
-told    Stages that are built apart have the same names for unlike layers ("0.weight"), and the job would take these for
-        one parameter. What is one parameter has the same values wherever it is held, before the job begins. Where all
-        its elements are the same, values tell nothing, and a name in several stages is refused.
+values  Stages that are built separately have the same names for different layers ("0.weight"), and the job would take
+        these for one parameter. Before the job begins, a shared parameter has the same values wherever it is held, so
+        members compare values. If all elements are equal, values prove nothing, and a name in several stages is
+        refused.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ Key = tuple[str, tuple[int, ...]]  # of a parameter, or a piece: ParameterSpec.k
 def stages_of(group: Group, names: Collection[str], shares: int) -> list[int]:
     """Returns the stage of each member, by the number of the first member that holds it. A call of all members.
 
-    names:  of what this member's models have
-    shares: how many shares of the group's data there are, as this member's models tell
+    names:  the names of this member's parameters
+    shares: how many shares the group's data has, according to this member's models
     Raises InvalidRequest, on all members, if they do not have the same number of shares.
     """
     own = [hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest(), shares]
@@ -70,11 +71,11 @@ def refuse_second(name: str) -> None:
 
 
 def check_values(group: Group, specs: Sequence[Sequence[ParameterSpec]], tensors: Mapping[Key, torch.Tensor]) -> None:
-    """Raises InvalidRequest, on all members, if what several of them hold under one name is not one parameter. A call
-    of all members.
+    """Raises InvalidRequest, on all members, if tensors that several of them hold under one name are not one parameter.
+    A call of all members.
 
-    specs:   by member, what it holds
-    tensors: what this member holds
+    specs:   by member, its parameters
+    tensors: this member's tensors
     """
     held: dict[Key, dict[int, ParameterSpec]] = {}
     for member, parameters in enumerate(specs):
@@ -95,9 +96,9 @@ def check_values(group: Group, specs: Sequence[Sequence[ParameterSpec]], tensors
 
 @dataclass(frozen=True)
 class _Values:
-    """What a member tells of the values that it holds.
+    """A member's summary of a parameter's values.
 
-    checksum: of them
+    checksum: the values' checksum
     constant: the value that all elements have, if they have one
     mesh:     the processes over which torch has cut or replicated them; none of a plain tensor
     """
@@ -116,9 +117,9 @@ def _told(tensor: Any) -> _Values:
 
 @dataclass(frozen=True)
 class _Shared:
-    """What several members hold under one name, or may.
+    """Tensors that several members hold under one name.
 
-    by:     by member, how it describes that
+    by:     by member, its description of the tensor
     stages: by member, its stage
     """
 
@@ -127,7 +128,7 @@ class _Shared:
 
     @property
     def is_across(self) -> bool:
-        """Whether members of unlike stages hold it."""
+        """Whether members of different stages hold it."""
         return len({self.stages[member] for member in self.by}) > 1
 
     @property
@@ -140,13 +141,13 @@ class _Shared:
         return prod(one.shape if one.piece is None else one.piece.whole_shape) == 1
 
     def check(self, told: Mapping[int, _Values]) -> None:
-        """Raises InvalidRequest unless it is one parameter. told: by member"""
+        """Raises InvalidRequest unless it is one parameter. told: the summaries, by member"""
         first, *others = self.by
         for member in others:
             one, other = told[first], told[member]
             both = f"members {first} and {member} of this worker's group both hold {self.by[first].name}"
             if self.stages[first] == self.stages[member]:
-                # torch holds what is over one mesh to be one parameter.
+                # torch treats a tensor over one mesh as one parameter.
                 is_one = one.mesh == other.mesh != []
                 if self.is_trained and not is_one and one.checksum != other.checksum:
                     raise InvalidRequest(f"{both}, with unlike values. {_SEED}. {NAMES}")
@@ -156,7 +157,7 @@ class _Shared:
                     f"{both}, with unlike values. What is one parameter has the same values in all processes that hold "
                     f"it, before prepare. {NAMES}"
                 )
-            # Of one element values tell nothing in any case. Its gradients are compared in the first step.
+            # The value of a single element proves nothing. Its gradients are compared in the first step.
             if one.constant is not None and self.is_trained and not self.has_one_element:
                 raise InvalidRequest(
                     f"{both}, which have unlike stages, and all its elements are {one.constant:g}: that does not tell "

@@ -16,7 +16,7 @@ _WHOLE = (
     "hand the plain model to prepare. Each worker holds the whole model, maybe over several GPUs, and the servers hold "
     "the optimizer's state"
 )
-# By the name of a class, whose package need not be installed: what has become of the model, and what to do.
+# By the name of a class (its package need not be installed): what it does to the model, and what to do instead.
 _WRAPPERS = {
     "DistributedDataParallel": "is wrapped in DistributedDataParallel; hand the plain model to prepare",
     "FullyShardedDataParallel": (
@@ -52,8 +52,8 @@ _SHARDED = (
 
 
 def refuse_wrapped(model: nn.Module, in_group: bool = False) -> None:
-    """Raises Unsupported for a model that another way to train has wrapped: it would reduce gradients twice, or not all
-    its parameters are in this process. in_group: the worker is a group of processes, so they need not be
+    """Raises Unsupported for a model that another training library has wrapped: it would reduce gradients twice, or not
+    all its parameters are in this process. in_group: the worker is a group of processes, so they need not be
     """
     for module in model.modules():
         for kind in type(module).__mro__:

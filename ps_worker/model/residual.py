@@ -1,8 +1,8 @@
-"""Error feedback: what the wire format has rounded off of a worker's gradients is added to the next ones.
+"""Error feedback: the rounding error of a worker's gradients in the wire format is added to the next ones.
 
 In a wire format of blocks (int8, int4) a worker sends the codes of g + e, where g is its gradient and e the residual:
 the rounding error of the steps before. Once the step counts, e becomes g + e - (the values of the codes). So nothing is
-lost for good, and what is sent adds up to the sum of the gradients.
+lost for good, and the sent values add up to the sum of the gradients (Seide et al., Interspeech 2014).
 
 encode   A bucket's codes and its next residual are computed when the bucket is sent. This may happen twice in a
          step: if a gradient changes after its draft was sent, the bucket is sent again, from the same old residual.
@@ -28,7 +28,7 @@ class Leaving:
 
     made:  the event on the GPU after which the gradient is complete; None on the host
     error: [numel] float32, the bucket's next residual; None before it is sent, and in formats without a residual
-    norms: [2], the L2 norms of `error` and of what is sent; None likewise
+    norms: [2], the L2 norms of `error` and of the sent values; None when `error` is
     """
 
     bucket: BucketSpec
@@ -47,7 +47,7 @@ class Residuals:
         """sizes: the elements of each bucket that may have one"""
         self._sizes, self._device = sizes, device
         self._errors: dict[int, torch.Tensor] = {}
-        self._norms: dict[int, torch.Tensor] = {}  # of each bucket's residual, and of what it has sent last
+        self._norms: dict[int, torch.Tensor] = {}  # by bucket, the norms of its residual and of its last sent values
 
     def encode(self, leaving: Leaving, gradient: torch.Tensor, codec: Blocks, absent: Sequence[int]) -> torch.Tensor:
         """Returns the payload of a gradient [numel] plus the bucket's residual. Sets `error` and `norms` of `leaving`.
@@ -83,9 +83,9 @@ class Residuals:
             self._errors.pop(bucket.index, None)
 
     def ratio(self) -> float | None:
-        """Returns the norm of all residuals over the norm of what was last sent. Above 1 the format is too coarse.
+        """Returns the norm of all residuals over the norm of the last sent values. Above 1 the format is too coarse.
 
-        None: nothing was sent, or something of it is not finite. For any thread.
+        None: nothing was sent, or a value is not finite. For any thread.
         """
         norms = [each.tolist() for each in list(self._norms.values())]
         left, sent = (math.hypot(*column) for column in zip(*norms, strict=True)) if norms else (0.0, 0.0)

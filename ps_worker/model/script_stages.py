@@ -30,7 +30,7 @@ class Stage:
     groups:     for each group of `spec`: the number of the optimizer, and the index among its groups
     owner:      by parameter, the number of its optimizer; parameters that are missing keep their values
     since:      by parameter, the stage in which that optimizer began
-    buckets:    by index, what each trained bucket is told
+    buckets:    by index, the StageSpec of each trained bucket
     """
 
     number: int

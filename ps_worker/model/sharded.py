@@ -1,7 +1,7 @@
 """Tensors that the processes of a group hold in pieces: DTensors, as `fully_shard` and tensor parallelism make of a
 model's parameters.
 
-What this process trains of one is its local shard. A parameter of a job is then a piece: ps_protocol/pieces.py. Several
+This process trains the local shard of a DTensor, which is a piece in the job: ps_protocol/pieces.py. Several
 processes may hold a piece, or the whole tensor, alike: where a dimension of the mesh replicates it.
 """
 
@@ -31,7 +31,7 @@ def _is_dtensor(kind: type) -> bool:
 
 
 def local(tensor: Any) -> Any:
-    """Returns what of a tensor is in this process: the local shard of a DTensor, any other tensor itself."""
+    """Returns the local shard of a DTensor; any other tensor itself."""
     return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
@@ -46,8 +46,8 @@ def like(tensor: Any, values: torch.Tensor) -> torch.Tensor:
 
 
 def as_placed(tensor: Any) -> None:
-    """Has the gradient of a DTensor be placed as the DTensor is: that of a replicated one may be a sum of which each
-    process has a part. A collective of its mesh, in all processes at the same point of backward.
+    """Redistributes the gradient of a DTensor to the DTensor's placements: on a replicated one it may be a partial sum.
+    A collective of its mesh, in all processes at the same point of backward.
     """
     gradient = tensor.grad
     if is_sharded(gradient) and tuple(gradient.placements) != tuple(tensor.placements):
@@ -66,7 +66,7 @@ def _fsdp_modules(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 def data_share(models: Iterable[nn.Module]) -> tuple[int, int]:
     """Returns the share of a group's data that this process has, as (index, how many shares). Processes between which
-    `fully_shard` cuts a model have unlike batches; those among which tensor parallelism cuts it have the same.
+    `fully_shard` cuts a model have different batches; processes of tensor parallelism have the same.
     """
     found: list[Any] = [p for each in _fsdp_modules(models) for p in each.parameters() if is_sharded(p)]
     if not found:
@@ -78,10 +78,12 @@ def data_share(models: Iterable[nn.Module]) -> tuple[int, int]:
 
 
 def piece_of(key: str, tensor: Any, ranks: Sequence[int]) -> ParameterSpec | None:
-    """Returns the piece of a DTensor that is here, with no group yet; the whole if all is here, None if nothing is.
+    """Returns the piece of a DTensor in this process, with no group yet; the whole parameter if all of it is here, None
+    if nothing is.
 
-    ranks: of the group's processes
-    Raises Unsupported for one of HSDP, or whose place in the whole cannot be told; InvalidRequest for another mesh.
+    ranks: the group's processes
+    Raises Unsupported for a DTensor of HSDP, or one whose position in the whole is unknown; InvalidRequest for another
+    mesh.
     """
     mesh = [int(rank) for rank in tensor.device_mesh.mesh.flatten()]
     # A mesh of some of them: the same parameter is in the meshes of the others, too.
@@ -119,17 +121,17 @@ def _is_cut(placement: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a box lies in a tensor."""
+    """The position of a box in a tensor."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 def _place(key: str, tensor: Any) -> _Place:
-    """Returns the box of a DTensor that is here, as torch.chunk cuts: the last ones may be shorter, or empty.
+    """Returns the box of a DTensor in this process, cut as by torch.chunk: the last boxes may be shorter, or empty.
 
-    `fully_shard` cuts what tensor parallelism has left to a process: where both cut one dimension, its placement is
-    called strided, and is made last.
+    `fully_shard` cuts the shard that tensor parallelism has made. If both cut the same dimension, torch calls its
+    placement `_StridedShard`; it is applied last.
     """
     _refuse_replicas(key, tensor)
     offsets, shape = [0] * len(tensor.shape), list(tensor.shape)
@@ -146,7 +148,7 @@ def _place(key: str, tensor: Any) -> _Place:
 
 
 def _refuse_replicas(key: str, tensor: Any) -> None:
-    """Raises Unsupported for parameters of HSDP, and for values that are a part of a sum."""
+    """Raises Unsupported for parameters of HSDP, and for partial sums."""
     over = [(size, each) for size, each in _over_mesh(tensor) if size > 1]
     placed = f"{key} is placed {tuple(tensor.placements)} over its mesh of {tuple(tensor.device_mesh.shape)}"
     if any(not _is_cut(each) and type(each).__name__ != "Replicate" for _, each in over):

@@ -1,4 +1,4 @@
-"""Optimizer state on its way to the shards and back: by parameter as in torch, by bucket and slice on the shards."""
+"""Converts optimizer state between torch's form, by parameter, and the shards' form, by bucket and slice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tensors_of(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
 
 
 def check_states(spec: JobSpec, states: States) -> None:
-    """Raises Unsupported or InvalidRequest for state that the shards' optimizers could not go on with."""
+    """Raises Unsupported or InvalidRequest for state from which the shards' optimizers could not continue."""
     for index, state in states.items():
         parameter = spec.parameters[index]
         assert parameter.group is not None
@@ -52,14 +52,14 @@ def check_states(spec: JobSpec, states: States) -> None:
 
 
 def _real(state: torch.Tensor) -> torch.Tensor:
-    """Returns state as it is on the shards: of a complex parameter the real and the imaginary parts."""
+    """Returns state in the shards' form: for a complex parameter, real and imaginary parts."""
     return torch.view_as_real(state.detach().resolve_conj()) if state.is_complex() else state.detach()
 
 
 def states_before(
     spec: JobSpec, tensors: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
 ) -> States:
-    """Returns the state of optimizers that have taken steps already. Raises what `check_states` does."""
+    """Returns the state of optimizers that have taken steps already. Raises the errors of `check_states`."""
     indices = {id(tensor): index for index, tensor in enumerate(tensors)}
     of_parameters = states_of(optimizers).items()
     # In a group an optimizer may have a parameter of which there is nothing in this process.
@@ -118,8 +118,8 @@ def _payload(spec: JobSpec, bucket: BucketSpec, name: str, present: Mapping[int,
 class StateCollector:
     """Collects the chunks that shards send. `land` may be called from several threads, and for the same chunk twice.
 
-    A bucket that has not come to the stage yet has the state of the one before: that of an optimizer that has begun
-    later is left out.
+    A bucket that has not entered the present stage yet still has the old optimizer's state. That state is left out for
+    parameters of an optimizer that began later.
     """
 
     def __init__(self, stage: Stage, layout: Layout) -> None:
@@ -130,7 +130,7 @@ class StateCollector:
         self.states: dict[int, dict[str, torch.Tensor]] = {}
 
     def land(self, chunk: PulledState) -> None:
-        """Takes one kind of state of one bucket. Raises InvalidRequest if its size is not the bucket's, or the job has
+        """Adds one kind of state of one bucket. Raises InvalidRequest if its size is not the bucket's, or the job has
         come to a later stage than this script."""
         bucket = self._layout.buckets[chunk.bucket]
         if chunk.stage > self._stage.number:
@@ -163,7 +163,7 @@ class StateCollector:
                 whole[part.start : part.start + part.length] = values[part.offset : part.offset + part.length]
 
     def _has(self, parameter: int, chunk: PulledState) -> bool:
-        """Whether what a chunk has of a parameter is of the optimizer that steps it now."""
+        """Whether a chunk's state of a parameter belongs to the optimizer that steps it now."""
         return self._stage.since.get(parameter, chunk.stage + 1) <= chunk.stage
 
     def _whole(self, index: int, name: str) -> torch.Tensor:

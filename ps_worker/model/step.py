@@ -60,7 +60,7 @@ class EndedStep:
         return self.optimizer is None and all(push.rows is None for push in self.rows)
 
 
-# -- what leaves during backward ---------------------------------------------------------------------------------------
+# -- sending during backward -------------------------------------------------------------------------------------------
 
 # A bucket is full when backward has finished every gradient in it. It is then sent as a draft, which counts only if
 # `optimizer.step()` confirms it: a script may still clip, scale or drop gradients, run backward again, or skip the
@@ -118,14 +118,14 @@ class Overlap:
         return self._wanted is True or (self._wanted is None and self._quiet_steps >= self._watched_steps)
 
     def ready(self, parameter: int, marks: list[int]) -> list[BucketSpec]:
-        """Notes that backward has finished a parameter's gradient. Returns the buckets to send now.
+        """Records that backward has finished a parameter's gradient. Returns the buckets to send now.
 
         marks: Gradients.marks at this moment
         """
         self._marks = marks
         if self.paused:
             return []
-        if parameter in self._seen:  # a second backward: no bucket is what it was
+        if parameter in self._seen:  # a second backward changes buckets that may have been sent
             self._repeated = True
             return []
         self._seen.add(parameter)
@@ -168,9 +168,9 @@ class StepMaker:
     tables:  the model's tables
     overlap: as in PrepareOptions
     draft:   sends a full bucket; returns the bytes that its shard keeps until the step counts
-    is_late: gradients may change after backward without a sign: torch does not count what a collective does with
-             them. None leaves early then, and all are checked in the step. In a pipeline none could leave early, as
-             each microbatch adds to all of them
+    is_late: gradients may change after backward undetected: torch does not count the writes of a collective. Then none
+             is sent early, and all are checked in the step. In a pipeline none could be sent early anyway, as each
+             microbatch adds to all of them
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class StepMaker:
         self._spec, self._one_clock = spec, spec.consistency.one_clock
         self._is_late, self._wanted_overlap = is_late, False if is_late else overlap
         self._overlaps: dict[int, Overlap] = {}  # by the optimizer's number
-        # By bucket and optimizer that has any of its slices, the positions of those that it has not.
+        # By bucket and optimizer with slices in it, the positions of the bucket's other slices.
         self._others: dict[tuple[int, int | None], list[int]] = {}
         self._layout = layout
         self._indices = {id(tensor): i for i, tensor in enumerate(tensors) if layout.trains(spec.parameters[i])}
@@ -321,7 +321,7 @@ class StepMaker:
         )
 
     def _gradient_ready(self, parameter: int) -> None:
-        """Has the buckets leave that are full with this gradient, if they may. Runs on autograd's thread."""
+        """Sends the buckets that are complete with this gradient, if permitted. Runs on autograd's thread."""
         self._metrics.timer.gradient()
         if self._timeline.step is not None:
             self._timeline.step.gradient(parameter)
@@ -348,13 +348,13 @@ class LiveGroups:
     """Reads the current hyper-parameters of the script's optimizers, which schedulers change."""
 
     def __init__(self, stage: Stage) -> None:
-        """Groups that are added to an optimizer later do not belong to this."""
+        """Groups that are added to an optimizer later are not included."""
         self._optimizers = [
             (optimizer_name(each), each, sum(number == index for number, _ in stage.groups))
             for index, each in stage.optimizers.items()
         ]
         self._checked: list[HyperParameters] = []
-        self._live: Sequence[dict[str, Any]] | None = None  # in place of the optimizers' own
+        self._live: Sequence[dict[str, Any]] | None = None  # groups that replace the optimizers' own
 
     def read_from(self, groups: Sequence[dict[str, Any]]) -> None:
         """Reads hyper-parameters from these groups from now on, in place of the optimizers' own."""

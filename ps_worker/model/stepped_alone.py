@@ -22,7 +22,7 @@ from ps_worker.tables.modules import named_tables
 NAMES_SHOWN = 3
 
 
-# What looks at each step. Replaced as a whole: another thread may go through it.
+# The functions called before each step. Replaced as a whole, since another thread may be iterating over it.
 _watching: tuple[Callable[[Optimizer], None], ...] = ()
 _changing = threading.Lock()
 
@@ -54,7 +54,7 @@ register_optimizer_step_pre_hook(_before_step)
 class SteppedAlone:
     """Watches all steps of all optimizers in this process, until `close`.
 
-    met:       is called with a message when another optimizer steps the session's parameters
+    met:       called with a message when another optimizer steps the session's parameters
     steps:     how many steps the session's own optimizers have begun
     is_closed: `close` was called
     """
@@ -147,7 +147,7 @@ def refuse(message: str) -> None:
 
 
 def _parameter_names(models: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
-    """Returns the names of the parameters of models, those of several with the model's number in front."""
+    """Returns the names of the models' parameters; of several models, with the model's number in front."""
     return {
         parameter: f"{number}.{name}" if len(models) > 1 else name
         for number, model in enumerate(models)

@@ -1,8 +1,8 @@
-"""Gives a part of a flat buffer a storage of its own.
+"""Gives a slice of a flat buffer a storage of its own.
 
-Code that saves models takes tensors of one storage for one shared tensor. safetensors, and with it Accelerate and the
-Hugging Face Hub, would drop all but one of a model's parameters; `torch.save` of one parameter would write them all. So
-each parameter and each gradient has a storage that begins and ends with it, at its place in the buffer.
+Code that saves models treats tensors with the same storage as one shared tensor. safetensors, and with it Accelerate
+and the Hugging Face Hub, would drop all but one of a model's parameters; `torch.save` of one parameter would write them
+all. So each parameter and each gradient has a storage that begins and ends with it, at its place in the buffer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     if view.device.type not in _DEVICES:
         return view
     flat = view.detach().reshape(-1).view(torch.uint8)  # DLPack does not know all types in all versions of torch
-    # torch does not share a storage with what came by DLPack: to it, that is another library's memory.
+    # To torch, memory imported through DLPack belongs to another library: the tensor gets a storage of its own.
     alone: torch.Tensor = torch.from_dlpack(to_dlpack(flat))  # type: ignore[attr-defined]
     return alone.view(view.dtype).view(view.shape).detach()
 

@@ -4,7 +4,7 @@ torch counts in-place changes of a tensor (`_version`), but not those by way of 
 weights and clip gradients. So for as long as a session trains a parameter, its class is a subclass that notifies the
 session whenever a script reads `.data`; so is that of the gradients in `.grad`.
 
-The subclass has a second use: what is copied or saved of a parameter must be a plain tensor, which another process can
+The subclass has a second use: copies of a parameter, and saved ones, must be plain tensors, which another process can
 load without this package.
 """
 
@@ -57,7 +57,7 @@ class _Watched:
 
 
 class _WatchedParameter(_Watched):
-    """Mixed into a parameter's class: copies are plain parameters, and what is saved is one."""
+    """Mixed into a parameter's class: copies of it, and saved ones, are plain parameters."""
 
     def detach(self) -> torch.Tensor:
         """As torch's `detach`. If the result is saved, as by `torch.save(model.state_dict())`, it is a plain tensor."""
@@ -72,7 +72,7 @@ class _WatchedParameter(_Watched):
 
 
 class _Slice(torch.Tensor):
-    """A parameter's values as `detach` and `state_dict` give them out: copied and saved as plain tensors."""
+    """A parameter's values, as returned by `detach` and `state_dict`: copies and saved ones are plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -86,7 +86,7 @@ class _Slice(torch.Tensor):
         return torch.Tensor.numpy(self, force=force)
 
     def _alone(self) -> torch.Tensor:
-        """Returns a plain copy; of a parameter a parameter."""
+        """Returns a plain copy; for a parameter, a plain parameter."""
         copied = self.as_subclass(torch.Tensor).detach().clone()
         return nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
 
@@ -99,7 +99,7 @@ class _Slice(torch.Tensor):
 
 
 class WatchedGradient(_Watched, torch.Tensor):
-    """A gradient as a script gets it from `.grad`."""
+    """A gradient that a script gets from `.grad`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -155,7 +155,7 @@ def unwatch_gradient(gradient: torch.Tensor | None) -> None:
 
 
 class Touches:
-    """The parameters that a script may have changed by way of `.data`, with their values before.
+    """The parameters that a script may have changed through `.data`, with their earlier values.
 
     The script may keep `.data` and write to it at any time later, so such a parameter counts as touched for as long as
     that reference lives.
@@ -166,7 +166,7 @@ class Touches:
         self._given_out: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def touched(self, index: int, parameter: torch.Tensor, given_out: torch.Tensor | None) -> None:
-        """Notes that a script reads a parameter's `.data`, or is about to set it. given_out: the tensor that it got;
+        """Records that a script reads a parameter's `.data`, or is about to set it. given_out: the tensor that it got;
         None: none
         """
         if index not in self.before:
@@ -175,7 +175,7 @@ class Touches:
             self._given_out.setdefault(index, []).append(weakref.ref(given_out))
 
     def landed(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Takes the current values as new weights: only later changes count as the script's."""
+        """Records the current values as new weights: only later changes count as the script's."""
         if not self.before and not self._given_out:
             return
         alive = {index: [ref for ref in refs if ref() is not None] for index, refs in self._given_out.items() if refs}
