@@ -326,7 +326,8 @@ class LeasedLoader:
         return self._leases.share()
 
     def __getattr__(self, name: str) -> Any:
-        if name in POSITION_METHODS:  # the script's own loader may have them, and knows nothing of what is leased
+        # The script's own loader may have these methods, and would not know the leased batches
+        if name in POSITION_METHODS:
             raise AttributeError(NO_POSITION)
         return getattr(self.__dict__["_loader"], name)
 

@@ -331,7 +331,7 @@ def _divides_itself(dataset: IterableDataset[Any]) -> bool:
         return False
     if any(attributes.get(name) is not None for name in _PARTS):
         return True
-    if _is_streaming(dataset):  # what it has read of the launcher's variables
+    if _is_streaming(dataset):  # the number of workers that it has read from the launcher's variables
         return any(getattr(value, "num_ranks", 1) > 1 for value in attributes.values())
     return any(_divides_itself(inner) for inner in attributes.values() if isinstance(inner, IterableDataset))
 

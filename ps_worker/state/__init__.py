@@ -1,4 +1,4 @@
-"""A worker's own part of a checkpoint.
+"""A worker's own state for checkpoints: everything but the weights.
 
 checkpoint.py       Captures the worker's state at a clock, and restores it after a rollback of the job
 model_state.py      The worker's own part of a model: frozen tensors, and the residuals of gradients

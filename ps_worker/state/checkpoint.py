@@ -43,7 +43,8 @@ log = logging.getLogger("ps_worker")
 
 Save = Callable[[int, bytes], None]
 
-# Without a loader, so long the next step may take to begin: a checkpoint waits for this state, by default a minute.
+# Without a loader: how long to wait for the beginning of the next step. A checkpoint waits for this state, by default a
+# minute.
 NEXT_STEP_SECONDS = 5.0
 
 
@@ -87,7 +88,7 @@ class WorkerCheckpoint:
         self._at_step: Settings | None = None  # to be restored where the next step begins
         self._leave_out = 0  # batches of steps that others made while this worker was away
 
-    # -- what belongs to it ------------------------------------------------------------------------------------------
+    # -- objects with a state ------------------------------------------------------------------------------------------
 
     def watch(self, optimizers: Sequence[torch.optim.Optimizer], model: ModelState) -> None:
         """Adds the groups of optimizers, and the worker's own part of the model."""
@@ -182,7 +183,7 @@ class WorkerCheckpoint:
         timer.daemon = True
         try:
             timer.start()
-        except RuntimeError:  # no thread can be had: better the first of the two moments than none
+        except RuntimeError:  # the system has no thread to give: the first of the two moments is better than none
             self._save_captured(False, captured)
 
     def comes_late(self) -> None:
@@ -338,7 +339,7 @@ class WorkerCheckpoint:
                 self._troubles.met((name, key), "not part of checkpoints: %s", error, level=logging.INFO)
         return saved
 
-    # -- what is the job's -------------------------------------------------------------------------------------------
+    # -- settings of the job -------------------------------------------------------------------------------------------
 
     def tells(self, clock: int) -> bytes | None:
         """Returns the script's settings that belong to the job, for workers that join late; None without any."""

@@ -114,7 +114,7 @@ class ScriptState:
     loaders: list[LoaderState]
 
 
-# What a worker's gradients have lost on the wire (model/residual.py), by bucket: [numel] float32.
+# The residuals of a worker's gradients (model/residual.py), by bucket: [numel] float32.
 Residual = Mapping[int, torch.Tensor]
 
 
@@ -235,7 +235,7 @@ def _at_step_of(value: Any, decoded: Callable[[Any], Any], stage: Any) -> Settin
 
 
 def _residual_of(indices: Any, tensor: Callable[[str], torch.Tensor]) -> Residual | None:
-    """A state of an earlier version has none."""
+    """Decodes the residuals. States of earlier versions have none."""
     return None if indices is None else {_whole(index): tensor(f"{RESIDUAL}{index}") for index in indices}
 
 
@@ -252,7 +252,7 @@ def _tensor(value: Any) -> torch.Tensor:
 
 
 def _kind_of(value: Any) -> str:
-    """Describes what came in place of a list of dicts."""
+    """Describes a value that should be a list of dicts, for an error."""
     if not isinstance(value, list):
         return type(value).__name__
     return "one of " + ", ".join(sorted({type(each).__name__ for each in value}))
@@ -283,12 +283,12 @@ def _random_of(value: Any) -> RandomState:
             f"expected torch's random state as {expected.dtype} {tuple(expected.shape)}, got {cpu.dtype} "
             f"{tuple(cpu.shape)}"
         )
-    random.Random(0).setstate(python)  # raises for what is none of Python's
+    random.Random(0).setstate(python)  # raises for anything but a state of Python's generator
     return RandomState(cpu, None if gpu is None else _tensor(gpu), python, numpy)
 
 
 def _loaders_of(values: list[Any], positions: Any, decoded: Callable[[Any], Any]) -> list[LoaderState]:
-    """positions: none in states of earlier versions"""
+    """Decodes the positions of loaders. positions: None in states of earlier versions"""
     loaders = [_loader_of(value, decoded) for value in values]
     if positions is None:
         return loaders

@@ -59,7 +59,7 @@ class InnerStates:
     """The state of the script's own optimizers. Only the training thread uses it.
 
     fresh:  called when they begin without state in a running job
-    on_all: returns whether what is so here is so on all members of the group that this worker is
+    on_all: given a condition of this member, returns whether it holds on all members of the worker's group
     """
 
     def __init__(
@@ -183,7 +183,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _here(value: Any) -> Any:
-    """Returns a value with the local shards of DTensors in their place."""
+    """Returns a value in which DTensors are replaced by their local shards."""
     if isinstance(value, torch.Tensor):
         return local(value)
     if isinstance(value, Mapping):
@@ -234,7 +234,8 @@ class InnerWithWeights(InnerStates):
     is_between: returns whether a round is over and the next one has not begun. If a worker leaves within a round, the
                 steps of the round are lost, and so are their weights
     rounds:     returns the number of rounds that are over
-    put_back:   is called at the end of `restore`, by all members of the group: each has the weights of its own pieces
+    put_back:   called at the end of `restore`, by all members of the group: each has restored the weights of its own
+                pieces
     """
 
     def __init__(

@@ -40,10 +40,12 @@ class SavedResiduals(Protocol):
 
 
 class Teller(Protocol):
-    """Who tells readers of the weights of tensors that no optimizer steps: see ps_worker/cluster/told_buffers.py."""
+    """Sends tensors that no optimizer steps to the shards, for readers of the weights: see
+    ps_worker/cluster/told_buffers.py.
+    """
 
     def stepped(self, changed: Callable[[], Collection[int]], is_last: bool = False) -> None:
-        """Tells what has changed since the job began, if it is time to, or it is the last time."""
+        """Sends the tensors that have changed since the job began, if it is time to, or if it is the last time."""
 
 
 class JobModel(Protocol):
@@ -51,7 +53,7 @@ class JobModel(Protocol):
 
     @property
     def residuals(self) -> SavedResiduals:
-        """Those of its gradients."""
+        """The residuals of its gradients."""
 
     def frozen(self) -> dict[int, torch.Tensor]:
         """Returns the tensors that no optimizer steps, by index."""
@@ -62,7 +64,7 @@ class ModelState:
 
     frozen: the tensors that no optimizer steps, by index among the job's parameters
     residuals: of its buckets; None: the wire format has none
-    teller: is told of each step; None: nobody is
+    teller: called after each step; None: there is none
     """
 
     def __init__(
@@ -73,8 +75,8 @@ class ModelState:
     ) -> None:
         self._frozen = {index: FrozenTensor(tensor) for index, tensor in frozen.items()}
         self._residuals, self._teller = residuals, teller
-        self.tells = teller is not None and bool(self._frozen)  # whether anybody is told of steps
-        self._kept: OrderedDict[int, Residual] = OrderedDict()  # by clock, what is too large to be saved
+        self.tells = teller is not None and bool(self._frozen)  # whether changed tensors are sent to readers
+        self._kept: OrderedDict[int, Residual] = OrderedDict()  # by clock, residuals that are too large to be saved
 
     @staticmethod
     def of(model: JobModel, teller: Teller) -> ModelState:
@@ -87,7 +89,7 @@ class ModelState:
             self._frozen[index].trains = True
 
     def stepped(self, is_last: bool = False) -> None:
-        """Has readers of the weights be told what has changed, after a step, or because there is no further one."""
+        """Sends changed tensors for readers of the weights, after a step, or because it was the last one."""
         if self._teller is not None:
             self._teller.stepped(self._changed, is_last)
 
@@ -139,7 +141,8 @@ class FrozenTensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        # A frozen parameter may be large, and its version tells; that of a buffer does not (BatchNorm's statistics).
+        # A frozen parameter may be large, and its `_version` shows changes; a buffer's does not (BatchNorm's
+        # statistics).
         self._version = tensor._version
         self._first = None if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone()
         self.trains = False  # an optimizer has it since, in a job beside this one

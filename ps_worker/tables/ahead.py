@@ -1,11 +1,10 @@
-"""The ids of a batch: those that a lookup asks for, and those that the next one is said to ask for.
+"""The ids of a batch, and the announced ids of the next one, whose rows are pulled ahead.
 
-    announced  by a loader that reads a batch ahead, or by the script: which ids the next batch looks up
-    asked      with the next step: its push and the pull of these rows leave together
-    used       by the lookups after the step. What they ask for besides is pulled then
+    announced  A loader that reads a batch ahead, or the script, announces the ids of the next batch.
+    asked      The next step's push and the pull of these rows are sent together.
+    used       The lookups after the step use the rows. They pull ids that were not announced.
 
-What was asked for is for the clock of that step. The next step forgets it; where no lookup has used it, it is asked for
-anew.
+The rows belong to the clock of that step. The next step drops them. If no lookup has used them, it pulls them again.
 """
 
 from __future__ import annotations
@@ -33,9 +32,10 @@ _ID_TYPES = (torch.int64, torch.int32)
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Ids as they were asked for, each once, the place of each of the batch among those, and how often each occurs.
+    """The ids of a lookup: as given; distinct; the index of each given id among the distinct ones; and how often each
+    occurs.
 
-    ends: where the ids of each shard end, among the distinct ones
+    ends: the end of each shard's ids among the distinct ones
     """
 
     flat: Ids
@@ -46,21 +46,21 @@ class Batch:
 
     @classmethod
     def of(cls, flat: Ids, shards: int) -> Batch:
-        """Returns a batch, in which each id is once.
+        """Returns the batch of some ids.
 
-        flat:   the ids as the script asked for them, with repeats
+        flat:   the ids of the lookup, with repeats
         shards: the number of shards that have the table; the distinct ids are ordered by their shard
         """
         return cls(flat, *distinct(flat, SALT, shards))
 
     @cached_property
     def sorted(self) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """The distinct ids in ascending order, and the place of each."""
+        """The distinct ids in ascending order, and their indices."""
         order = np.argsort(self.ids)
         return self.ids[order], order
 
     def find(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """Returns the place of each id among the distinct ones, -1 for those that are not there."""
+        """Returns the index of each id among the distinct ones; -1 for unknown ids."""
         ordered, places = self.sorted
         at = np.searchsorted(ordered, ids).clip(max=len(ordered) - 1)
         return np.where(ordered[at] == ids, places[at], -1)
@@ -68,13 +68,13 @@ class Batch:
 
 @dataclass(eq=False)
 class RowsAhead:
-    """Rows of a table that are asked for before they are looked up.
+    """Rows of a table that are pulled before they are looked up.
 
-    table: its place in the job's list
-    out:   takes the distinct rows: [n, dim] float32, contiguous
-    pulls: that bring them
-    here:  all have come
-    used:  a lookup has asked for them
+    table: the table's index in the job's list
+    out:   memory for the distinct rows: [n, dim] float32, contiguous
+    pulls: the pulls of these rows
+    here:  all rows have come
+    used:  a lookup has used them
     """
 
     table: int
@@ -86,7 +86,9 @@ class RowsAhead:
 
 
 class IdsOf:
-    """What finds a table's ids in a batch. Copies of a module have it, a pickle has not: lambdas have none."""
+    """The function that finds a table's ids in a batch. Copies of a module keep it; a pickle does not, since lambdas
+    cannot be pickled.
+    """
 
     def __init__(self, of: Callable[[Any], Any] | None = None) -> None:
         if of is not None and not callable(of):
@@ -103,7 +105,7 @@ class IdsOf:
 def flat_ids(ids: Any) -> Ids:
     """Returns ids in one dimension, on the CPU: of a tensor, or of several, one after the other.
 
-    Raises InvalidRequest for what are no ids.
+    Raises InvalidRequest for tensors of another type.
     """
     tensors = ids if isinstance(ids, list | tuple) else [ids]
     for each in tensors:

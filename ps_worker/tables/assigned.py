@@ -1,4 +1,4 @@
-"""Rows that a script has set, until a step takes them along. This worker's lookups see them at once."""
+"""Rows that a script has set, until a step includes them. This worker's lookups see them at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Assigned:
 
     def __init__(self) -> None:
         self.rows: RowValues | None = None
-        self._sorted: tuple[Ids, npt.NDArray[np.int64]] | None = None  # ids in ascending order, and their places
+        self._sorted: tuple[Ids, npt.NDArray[np.int64]] | None = None  # ids in ascending order, and their indices
 
     def __len__(self) -> int:
         return 0 if self.rows is None else len(self.rows)
@@ -33,7 +33,7 @@ class Assigned:
         return np.empty(0, np.int64) if self.rows is None else self.rows.ids
 
     def add(self, rows: RowValues) -> None:
-        """Adds rows, in place of those of the same ids."""
+        """Adds rows. They replace earlier ones of the same ids."""
         if self.rows is not None and len(self.rows):
             kept = ~np.isin(self.rows.ids, rows.ids)
             before = self.rows.values[torch.from_numpy(kept)]
@@ -41,7 +41,7 @@ class Assigned:
         self.rows, self._sorted = rows, None
 
     def cover(self, ids: Ids, out: torch.Tensor) -> None:
-        """Replaces rows that were read by those that are assigned: [n] ids, [n, dim]."""
+        """Overwrites pulled rows with assigned ones: [n] ids, [n, dim]."""
         if self.rows is None or not len(self.rows):
             return
         if self._sorted is None:
@@ -54,6 +54,6 @@ class Assigned:
             out[torch.from_numpy(here)] = self.rows.values[torch.from_numpy(places[at[here]])]
 
     def take(self) -> RowValues | None:
-        """Returns all rows, which a step takes along from here on; None: there are none."""
+        """Removes and returns all rows, for the step that includes them; None: there are none."""
         rows, self.rows, self._sorted = self.rows, None, None
         return rows

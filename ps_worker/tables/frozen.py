@@ -1,7 +1,7 @@
 """Modules for serving: torch's plain embeddings, with a map from ids to rows.
 
-They hold nothing but tensors, and their forward is made of torch's operations alone. So `torch.export` and
-`torch.jit.script` take them, and what these save runs where this package is not installed.
+They hold only tensors, and their forward uses only torch's operations. So `torch.export` and `torch.jit.script` accept
+them, and the result runs without this package.
 """
 
 # Without `from __future__ import annotations`: TorchScript reads the annotations of attributes, and no text for them.
@@ -13,10 +13,10 @@ LARGEST = torch.iinfo(torch.int64).max
 
 
 class IdMap(nn.Module):
-    """The map from ids to places: [...] of int64 or int32, to [...] int64; the last place is that of unknown ids.
+    """The map from ids to row numbers: [...] of int64 or int32, to [...] int64; unknown ids get the last row.
 
-    ids: [n + 1], ascending. The last one is the largest number that there is: a search ends there at the latest. Where
-         that is an id as well, the search ends at the id, which comes first.
+    ids: [n + 1], ascending. The last one is the largest int64: a search ends at it at the latest. If that number is
+         also an id, the search ends at the id, which comes first.
     """
 
     ids: Tensor
@@ -26,7 +26,7 @@ class IdMap(nn.Module):
         self.register_buffer("ids", torch.cat([ids, ids.new_full((1,), LARGEST)]))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns places. Raises TypeError for what are no ids."""
+        """Returns row numbers. Raises TypeError for other types."""
         if input.dtype != torch.int64 and input.dtype != torch.int32:
             raise TypeError("ids are a tensor of int64 or int32")
         wanted = input.long().contiguous()
@@ -61,7 +61,7 @@ class FrozenEmbeddingBag(nn.Module):
     def __init__(
         self, places: IdMap, weight: Tensor, mode: str, include_last_offset: bool, padding: int | None = None
     ) -> None:
-        """padding: the place of the id that is left out of bags"""
+        """padding: the row number of the id that is left out of bags"""
         super().__init__()
         self.places = places
         self.table = nn.EmbeddingBag.from_pretrained(

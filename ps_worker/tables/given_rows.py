@@ -53,7 +53,7 @@ class Vectors(Protocol):
     shape: tuple[int, int]
 
     def pieces(self, rows: int) -> Iterator[torch.Tensor]:
-        """Yields vectors in the order of the ids, so many at a time: [rows, dim] each."""
+        """Yields vectors in the order of the ids, `rows` at a time: [rows, dim] each."""
 
 
 class GivenRows:
@@ -71,14 +71,14 @@ class GivenRows:
 
     @classmethod
     def sized(cls, ids: Any, vectors: Any, without: int | None) -> GivenRows:
-        """Returns rows for a table that has as many elements a row as these vectors. Raises as `add`."""
+        """Returns rows for a table with rows as long as these vectors. Raises as `add`."""
         name, found = _opened(ids, vectors)
         given = cls(found.shape[1], without)
         given._add(name, found)
         return given
 
     def add(self, ids: Any, vectors: Any = None) -> None:
-        """Adds what a script gives. Raises InvalidRequest for what are no vectors of this table, and adds nothing."""
+        """Adds vectors of a script. Raises InvalidRequest, and adds nothing, if they do not fit the table."""
         self._add(*_opened(ids, vectors))
 
     def _add(self, name: str, found: Vectors) -> None:
@@ -95,7 +95,7 @@ class GivenRows:
 
     @classmethod
     def together(cls, each: Sequence[GivenRows]) -> GivenRows:
-        """Returns the rows of several, in this order; of one table."""
+        """Joins several, in this order; all of one table."""
         given = cls(each[0].dim, each[0]._without)
         given._each = [call for one in each for call in one._each]
         return given
@@ -143,7 +143,7 @@ class GivenRows:
 
 
 class _Arrays:
-    """Vectors of tensors or arrays, also such as are mapped from a file."""
+    """Vectors in tensors or arrays, which may be mapped from a file."""
 
     def __init__(self, name: str, ids: Any, vectors: Any) -> None:
         self.ids = _ids(name, ids)
@@ -244,7 +244,7 @@ def _opened(ids: Any, vectors: Any) -> tuple[str, Vectors]:
 
 @contextmanager
 def _readable(name: str) -> Iterator[None]:
-    """Raises InvalidRequest where a file cannot be read."""
+    """Raises InvalidRequest if a file cannot be read."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:  # pyarrow's errors are ValueErrors or OSErrors

@@ -1,7 +1,7 @@
-"""The gradient of a table's handle: it has no elements, and notes when it is set to zeros.
+"""The gradient of a table's handle: it has no elements, and records when it is set to zeros.
 
 `zero_grad(set_to_none=False)` calls `zero_` of each gradient. A gradient without elements looks the same afterwards, so
-its class notes the call. All operations do what they do for any tensor, and return plain ones.
+its class records the call. All operations work as for any tensor, and return plain tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ZERO = (torch.Tensor.zero_, torch.zero_, torch._foreach_zero_)
 
 
 class HandleGradient(torch.Tensor):
-    """A gradient that notes when it is set to zeros. is_zeroed: it was"""
+    """A gradient that records when it is set to zeros. is_zeroed: whether it was"""
 
     is_zeroed = False
 
@@ -28,7 +28,7 @@ class HandleGradient(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Notes what sets gradients to zeros; see torch.overrides."""
+        """Records calls that set gradients to zeros; see torch.overrides."""
         if func in _ZERO:
             for gradient in args[0] if isinstance(args[0], list | tuple) else args[:1]:
                 if isinstance(gradient, HandleGradient):
@@ -38,10 +38,10 @@ class HandleGradient(torch.Tensor):
 
 
 class Zeroing:
-    """Whether the gradient of one table's handle was taken away since it was made: set to None, or to zeros."""
+    """Detects whether the gradient of one table's handle was cleared since it was made: set to None, or to zeros."""
 
     def __init__(self) -> None:
-        self._noted: HandleGradient | None = None  # the gradient of now, or the one before
+        self._noted: HandleGradient | None = None  # the present gradient, or the last one
 
     def begin(self, handle: nn.Parameter) -> None:
         """Gives a handle a gradient that counts."""
@@ -51,7 +51,7 @@ class Zeroing:
         self._noted.is_zeroed = False
 
     def follow(self, handle: nn.Parameter) -> None:
-        """Has a handle's gradient note zeros, also where a plain tensor took its place, as in DDP."""
+        """Makes a handle's gradient record zeros, even if a plain tensor has replaced it, as in DDP."""
         gradient, before = handle.grad, self._noted
         if gradient is None or gradient.requires_grad or isinstance(gradient, HandleGradient):
             return
@@ -66,5 +66,5 @@ class Zeroing:
 
 
 def _noting(gradient: torch.Tensor) -> HandleGradient:
-    """Returns a gradient that notes when it is set to zeros. It is no view: `detach_` of it works as before."""
+    """Returns a gradient that records when it is set to zeros. It is no view, so `detach_` works on it."""
     return torch.Tensor._make_subclass(HandleGradient, gradient)

@@ -3,9 +3,9 @@
 A forward pulls each distinct row once, into a tensor of its own that autograd counts as a leaf. When backward has
 finished its gradient, that leaf joins the parameter group of its table's handle, until the step. So `zero_grad` of the
 optimizer, gradient scaling, and clipping over the optimizer's groups see it as a parameter like any other. The handle
-is in the graph, too, so that it has a gradient when its rows do: an empty one. Where that is gone, or was set to
-zeros, a `zero_grad` was called that knows no leaf: that of a module, or of an optimizer whose groups have none. Then
-the gradients of all rows are dropped.
+is in the graph too, so that it gets an (empty) gradient when its rows do. If this gradient was removed or set to zeros,
+the script has called a `zero_grad` that does not know the leaves: a module's, or that of an optimizer whose groups have
+none. Then the gradients of all rows are dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEAVES = 8  # that wait for a step; more of them are added up, where no group h
 
 
 class Source(Protocol):
-    """Where rows are. shards: how many have a part of them each"""
+    """The source of rows. shards: the number of shards that share them"""
 
     shards: int
 
@@ -35,11 +35,11 @@ class Source(Protocol):
         """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
 
     def looked_ahead(self, flat: Ids) -> tuple[Batch, torch.Tensor] | None:
-        """Returns the ids and rows of a lookup of exactly the ids that were announced; None: they are to be read."""
+        """Returns the ids and rows of a lookup if exactly these ids were announced; None: pull them."""
 
 
 class LookedUp(NamedTuple):
-    """How many ids were looked up, and of each lookup the distinct ones."""
+    """Counts of looked-up ids, and of the distinct ones in each lookup."""
 
     ids: int = 0
     distinct: int = 0
@@ -47,10 +47,10 @@ class LookedUp(NamedTuple):
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Rows that were looked up: [n, dim], with a gradient.
+    """The rows of a lookup: [n, dim], a leaf of autograd.
 
     ends:  see RowGradients
-    group: the parameters of the group that has joined; None: none has
+    group: the parameters of the group that it has joined; None: none
     """
 
     rows: torch.Tensor
@@ -71,7 +71,7 @@ class _Leaf:
             self.group[:] = [each for each in self.group if each is not self.rows]
 
     def end(self) -> None:
-        """Takes it out of its group, without its gradient: another backward of its graph begins a new one."""
+        """Removes the leaf from its group, and drops its gradient: another backward of its graph makes a new one."""
         self.leave()
         self.rows.grad = None
 
@@ -79,23 +79,24 @@ class _Leaf:
 class Lookups:
     """The lookups of one table since the last step. For the training thread.
 
-    group:     finds the parameters of the group that has a handle, if rows may join it
-    looked_up: since this table was made; any thread may read it
+    group:     returns the parameters of the group that has a handle, if rows may join it
+    looked_up: the counts since this table was made; any thread may read them
     """
 
     def __init__(self, group: Callable[[nn.Parameter], list[Any] | None]) -> None:
         self._group = group
         self.looked_up = LookedUp()
         self._leaves: list[_Leaf] = []  # in the order of backward
-        self._sum: RowGradients | None = None  # of those that have been added up
+        self._sum: RowGradients | None = None  # the sum of gradients whose leaves were dropped
         self._zeroing = Zeroing()
 
     def find(self, source: Source, handle: nn.Parameter, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the distinct rows of some ids, [n, dim], and the place of each id among them, shaped as the ids.
+        """Returns the distinct rows of some ids, [n, dim], and the index of each id among them, in the shape of the
+        ids.
 
-        handle: the table's parameter, [0, dim]. Raises InvalidRequest for what are no ids.
+        handle: the table's parameter, [0, dim]. Raises InvalidRequest for tensors of another type.
         """
-        flat = flat_ids([ids])  # one tensor: a list of them is none
+        flat = flat_ids([ids])  # a lookup takes one tensor, and no list
         found = source.looked_ahead(flat)
         if found is None:
             batch = Batch.of(flat, source.shards)
@@ -114,8 +115,8 @@ class Lookups:
         return rows.to(handle.dtype), torch.from_numpy(places.reshape(ids.shape)).to(rows.device)
 
     def take(self, handle: nn.Parameter) -> RowGradients | None:
-        """Ends the step; returns what its rows' gradients are, added up. None: no row has one."""
-        # What `zero_grad` has taken away counts no more.
+        """Ends the step; returns the summed gradients of its rows. None: no row has one."""
+        # Gradients that `zero_grad` has cleared do not count.
         if not self._zeroing.keeps(handle):
             self._forget()
         parts = [leaf.gradients() for leaf in self._leaves if leaf.rows.grad is not None]
@@ -124,13 +125,15 @@ class Lookups:
         return RowGradients.union(parts) if parts else None
 
     def give_back(self, handle: nn.Parameter, gradients: RowGradients) -> None:
-        """Takes back what `take` has returned: the step was refused, and the script may repair it and step again."""
+        """Restores gradients that `take` has returned: the step was refused, and the script may repair it and step
+        again.
+        """
         leaf = empty_rows(len(gradients), handle.shape[1]).to(handle.device).requires_grad_()
         leaf.grad = gradients.gradients.to(handle.device)
         self._join(leaf, handle, gradients)
 
     def leave_groups(self) -> Callable[[], None]:
-        """Takes all rows out of their groups; returns what puts them back."""
+        """Removes all rows from their groups; returns a function that puts them back."""
         before = [(leaf.group, list(leaf.group)) for leaf in self._leaves if leaf.group is not None]
         for leaf in self._leaves:
             leaf.leave()
@@ -142,15 +145,15 @@ class Lookups:
         return back
 
     def _gets_gradient(self, leaf: torch.Tensor, handle: nn.Parameter) -> None:
-        """Has all rows begin anew, where nothing before counts any more: backward is about to add to a leaf."""
+        """Before backward adds to a leaf: drops all gradients if a `zero_grad` has cleared the handle's."""
         if not handle.requires_grad:
             return
         if not self._zeroing.keeps(handle):
             self._forget()
-            leaf.grad = None  # that of an earlier backward through a graph that was kept
+            leaf.grad = None  # the gradient of an earlier backward through a retained graph
             # Now: backward may break off before autograd comes to the handle.
             self._zeroing.begin(handle)
-        # DDP puts gradients of its own in place of the parameters' until backward ends.
+        # Until backward ends, DDP replaces the parameters' gradients by its own.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._zeroing.follow(handle))
 
     def _has_gradient(self, leaf: torch.Tensor, handle: nn.Parameter, batch: Batch) -> None:
@@ -173,7 +176,7 @@ class Lookups:
         self._add_up()
 
     def _add_up(self) -> None:
-        """Keeps the memory of gradients that no optimizer may ever use to that of their sum."""
+        """Replaces the gradients by their sum, so that unused ones cannot grow without limit."""
         if len(self._leaves) > _LEAVES and all(leaf.group is None for leaf in self._leaves):
             parts = [leaf.gradients() for leaf in self._leaves]
             total = RowGradients.union([self._sum, *parts] if self._sum is not None else parts)
@@ -193,16 +196,17 @@ class Lookups:
 
 
 def empty_rows(count: int, dim: int) -> torch.Tensor:
-    """Returns memory for rows on the CPU: [count, dim] float32. Any thread may write there, also where this one is in
-    torch's inference mode."""
+    """Returns memory for rows on the CPU: [count, dim] float32. Any thread may write to it, even if this one is in
+    torch's inference mode.
+    """
     with torch.inference_mode(False):
         return torch.empty(count, dim, dtype=torch.float32, device="cpu")
 
 
 def expanded(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Returns rows by their places: [n, dim] and [...] to [..., dim].
+    """Returns rows by their indices: [n, dim] and [...] to [..., dim].
 
-    Backward adds up each row's gradients in the order of places, several times as fast as that of torch's embedding
+    Backward sums each row's gradients in the order of the indices, several times as fast as torch's embedding
     (measured).
     """
     found: torch.Tensor = _Expanded.apply(rows, places.reshape(-1))  # type: ignore[no-untyped-call]
@@ -210,7 +214,7 @@ def expanded(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def with_divided_gradient(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Returns rows as they are, [n, dim], whose gradients backward divides by counts, [n]."""
+    """Returns the rows, [n, dim]; backward divides their gradients by counts, [n]."""
     divided: torch.Tensor = _Divided.apply(rows, counts)  # type: ignore[no-untyped-call]
     return divided
 
@@ -229,9 +233,9 @@ class _Expanded(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """Rows as they are, with the handle beside them in the graph: it gets an empty gradient when they get theirs.
+    """Returns its rows, and adds the handle to the graph: the handle gets an empty gradient when the rows get theirs.
 
-    before: is called with both, before either gets its gradient
+    before: called with both, before either gets its gradient
     """
 
     @staticmethod

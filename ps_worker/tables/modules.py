@@ -268,7 +268,7 @@ class Embedding(nn.Module):
 
 @cache
 def _compile_no_lookup() -> None:
-    """Has torch.compile leave lookups out of its graphs: ids are looked up in numpy, and on servers.
+    """Excludes lookups from the graphs of torch.compile: ids are looked up in numpy, and on servers.
 
     Called with the first table: torch imports its compiler for this, which takes as long as torch itself, and a process
     that imports this package may have no table.

@@ -1,7 +1,7 @@
 """The rows of one module in this process, and their steps; a replica of them on each rank of DDP.
 
-In DDP a step adds up the gradients of all ranks, row by row in the order of ranks, and divides by how many there are:
-what the shards do in sync. So all replicas stay alike to the bit.
+In DDP a step sums the gradients of all ranks, row by row in the order of ranks, and divides by the number of ranks, as
+shards do in sync. So all replicas stay equal to the bit.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ps_worker.tables.assigned import Assigned
 from ps_worker.tables.given_rows import GivenRows
 from ps_worker.tables.table_optimizers import TableOptimizer
 
-# Returns what all ranks gave, by rank. what: the call, for messages
+# Exchanges values between ranks; returns them by rank. Second argument: the call's name, for messages.
 Exchange = Callable[[bytes, str], Mapping[int, bytes]]
 
 
 @dataclass(frozen=True)
 class TableSettings:
-    """What a module asks of its table; see Embedding."""
+    """The settings of a module's table; see Embedding."""
 
     optimizer: TableOptimizer | None = None
     initial: str = "normal"
@@ -58,11 +58,11 @@ class TableSettings:
 
 
 class Rows(Protocol):
-    """The rows of one module, wherever they are.
+    """The rows of one module, in this process or on servers.
 
-    name:     of the module in its model, for messages; once it is prepared
-    exchange: in ddp, what the ranks tell each other with; None: a step is this process's alone
-    shards:   how many have a part of the rows each
+    name:     the module's name in its model, for messages; set when it is prepared
+    exchange: in ddp, exchanges values between the ranks; None: this process steps alone
+    shards:   the number of shards that share the rows
     """
 
     name: str
@@ -70,16 +70,16 @@ class Rows(Protocol):
     shards: int
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Returns the number of rows."""
 
     def pull(self, ids: Ids, out: torch.Tensor) -> None:
         """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
 
     def looked_ahead(self, flat: Ids) -> tuple[Batch, torch.Tensor] | None:
-        """Returns the ids and rows of a lookup of exactly the ids that were announced; None: they are to be read."""
+        """Returns the ids and rows of a lookup if exactly these ids were announced; None: pull them."""
 
     def announce(self, flat: Ids | None) -> None:
-        """Takes the ids that the batch after the next step looks up; None: they are not known."""
+        """Records the ids that the batch after the next step looks up; None: unknown."""
 
     def step(self, optimizer: str, values: HyperParameters, own: RowGradients | None) -> None:
         """Makes an update.
@@ -89,29 +89,30 @@ class Rows(Protocol):
         """
 
     def assign(self, given: GivenRows, lazily: bool) -> None:
-        """Sets rows. lazily: they may be read later. Raises InvalidRequest for vectors that are not finite, and sets
-        none; where it reads them later, the call that reads them does."""
+        """Sets rows. lazily: they may be read later. Raises InvalidRequest, and sets none, for vectors that are not
+        finite; if they are read later, the call that reads them raises it.
+        """
 
     def snapshot(self) -> Mapping[str, torch.Tensor]:
-        """Returns a copy of all rows and what belongs to them, as Table.snapshot does; nothing of a table without."""
+        """Returns a copy of all rows with their state, in the form of Table.snapshot; empty if there is no table yet."""
 
     def state(self) -> bytes:
-        """Returns all rows and what belongs to them: a safetensors file."""
+        """Returns all rows with their state, as the bytes of a safetensors file."""
 
     def load(self, state: bytes) -> None:
-        """Has the rows that another one's `state` returned, and no others. Raises InvalidRequest for what is none."""
+        """Replaces all rows by those that another one's `state` has returned. Raises InvalidRequest for other bytes."""
 
     def share(self, exchange: Exchange | None, rank: int) -> None:
-        """Begins to step together with other ranks, with the rows of rank 0 on all; None: this process is alone."""
+        """Begins to step together with other ranks, all with the rows of rank 0; None: this process steps alone."""
 
 
 class LocalRows:
     """The rows of one module in this process.
 
-    seed: of rows without training; that of the settings, or one of torch's random numbers
-    name: of the module in its model, for messages; once it is prepared
-    exchange: in ddp, what the ranks tell each other with; None: this process is alone
-    dim: elements of a row
+    seed:     of rows without training: the settings' seed, or one of torch's random numbers
+    name:     the module's name in its model, for messages; set when it is prepared
+    exchange: in ddp, exchanges values between the ranks; None: this process steps alone
+    dim:      elements of a row
     """
 
     def __init__(self, settings: TableSettings, dim: int) -> None:
@@ -122,10 +123,12 @@ class LocalRows:
         self.shards = 1
         self.dim = dim
         self._settings = settings
-        self._kind: tuple[str, tuple[str, ...]] = ("SGD", ())  # the optimizer of the table, and what it keeps for a row
+        # The table's optimizer, and the names of its state for a row
+        self._kind: tuple[str, tuple[str, ...]] = ("SGD", ())
         self._table: Table | None = None  # made when there are rows
-        self._loaded: dict[str, torch.Tensor] = {}  # rows of a state_dict, until a step says with which optimizer
-        self._given: list[GivenRows] = []  # what the script has given, and nothing has read yet: there is no table then
+        # Rows of a state_dict, until the first step determines the optimizer
+        self._loaded: dict[str, torch.Tensor] = {}
+        self._given: list[GivenRows] = []  # vectors that nothing has read yet: there is no table then
         self._assigned = Assigned()  # in ddp
         self._spec()
 
@@ -151,7 +154,7 @@ class LocalRows:
         self._assigned.cover(ids, out)
 
     def assign(self, given: GivenRows, lazily: bool) -> None:
-        """Sets rows: now, where this process is alone; in ddp with the next step of all ranks.
+        """Sets rows: now, or in ddp with the next step of all ranks.
 
         lazily: they may be read when rows are needed, if there are none yet
         """
@@ -167,7 +170,7 @@ class LocalRows:
         self._set(given)
 
     def _read_table(self) -> Table | None:
-        """Returns the table, once it has all that was given to it; None: it has no row."""
+        """Returns the table, after it has read all given vectors; None: it has no row."""
         if self._given:
             given = GivenRows.together(self._given)
             given.check()
@@ -195,16 +198,15 @@ class LocalRows:
             self._loaded = _with_states(table.snapshot(), self._loaded, given.ids(), first_sum)
 
     def looked_ahead(self, flat: Ids) -> None:
-        """Returns None: rows of this process need not be looked ahead for."""
+        """Returns None: rows in this process need not be pulled ahead."""
 
     def announce(self, flat: Ids | None) -> None:
-        """Does nothing, likewise."""
+        """Does nothing: rows in this process need not be pulled ahead."""
 
     def step(self, optimizer: str, values: HyperParameters, own: RowGradients | None) -> None:
         """Makes an update, unless no rank has a gradient.
 
-        optimizer: a name of row_optimizers.ROW_OPTIMIZERS; where it is another one than before, rows begin
-                   without a state
+        optimizer: a name of row_optimizers.ROW_OPTIMIZERS; if it has changed, rows begin without a state
         own:       this rank's gradients; None: it has none
         """
         assigned: list[RowValues] = []
@@ -220,7 +222,7 @@ class LocalRows:
         if contributions or assigned:
             table = self._table_with(optimizer, values)
             version = table.version + 1
-            for rows in reversed(assigned):  # those of the lowest rank count
+            for rows in reversed(assigned):  # the lowest rank's count, so they come last
                 table.assign(rows, version)
             update = RowGradients.union(contributions) if contributions else RowGradients.none(self.dim)
             table.apply(update, count, version, values)
@@ -244,21 +246,23 @@ class LocalRows:
         return Table(spec, optimizer, values, capacity, SALT)
 
     def snapshot(self) -> Mapping[str, torch.Tensor]:
-        """Returns a copy of all rows and what belongs to them, as Table.snapshot does; nothing of a table without."""
+        """Returns a copy of all rows with their state, in the form of Table.snapshot; empty if there is no table yet."""
         table = self._read_table()
         return self._loaded or ({} if table is None else table.snapshot())
 
     @property
     def unread(self) -> GivenRows | None:
-        """What the table begins with, where nothing has read it yet and there are no other rows; None: nothing is."""
+        """The vectors that the table begins with, if nothing has read them yet and there are no other rows; None
+        otherwise.
+        """
         return GivenRows.together(self._given) if self._given else None
 
     def state(self) -> bytes:
-        """Returns all rows and what belongs to them: a safetensors file."""
+        """Returns all rows with their state, as the bytes of a safetensors file."""
         return saved_rows(self.snapshot(), self.seed)
 
     def load(self, state: bytes) -> None:
-        """Has the rows that another one's `state` returned, and no others. Raises InvalidRequest for what is none."""
+        """Replaces all rows by those that another one's `state` has returned. Raises InvalidRequest for other bytes."""
         try:
             rows = safetensors.torch.load(state)
             seed = int(rows.pop("seed")) % 2**64
@@ -278,7 +282,7 @@ class LocalRows:
         self._given = []
 
     def share(self, exchange: Exchange | None, rank: int) -> None:
-        """Begins to step together with other ranks, with the rows of rank 0 on all; None: this process is alone."""
+        """Begins to step together with other ranks, all with the rows of rank 0; None: this process steps alone."""
         self.exchange = exchange
         if exchange is not None:
             rows = exchange(self.state() if rank == 0 else b"", f"the rows of table {self.name!r}")[0]
@@ -286,7 +290,7 @@ class LocalRows:
                 self.load(rows)
 
     def like(self, state: bytes) -> LocalRows:
-        """Returns rows of the same settings, with those that a `state` returned, of this process alone."""
+        """Returns rows with the same settings, and with the rows of a `state`, for this process alone."""
         return _again(self._settings, self.dim, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
@@ -326,10 +330,10 @@ def _decoded(data: bytes) -> tuple[RowGradients | None, RowValues | None]:
 def _with_states(
     rows: dict[str, torch.Tensor], before: Mapping[str, torch.Tensor], anew: Ids, first_sum: float
 ) -> dict[str, torch.Tensor]:
-    """Returns a table's rows with the optimizer's states that they had before; some of them, and new ones, begin anew.
+    """Returns a table's rows with their earlier optimizer states. Rows in `anew`, and new rows, begin without state.
 
     rows, before: see Table.snapshot
-    first_sum:    what the optimizer's sums begin with
+    first_sum:    the initial value of the optimizer's sums
     """
     ids, old = rows["ids"].numpy(), before["ids"].numpy()
     order = np.argsort(old)

@@ -1,7 +1,7 @@
-"""The rows of one shard as a reader has copied them from its feed, and the file that keeps them for the next process.
+"""A reader's copy of the rows of one shard, from its feed, and the file that keeps it for the next process.
 
-A full copy comes into the same memory: rows that it does not bring go at its end. Until then what was there stays
-readable, so that a rollback of the servers leaves no moment without rows.
+A full copy is written into the same memory, and rows that are not in it are removed at its end. Until then the old rows
+stay readable, so a rollback of the servers leaves no moment without rows.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _FORMAT = "ps-torch rows 1"
 
 
 class ReadPart(NamedTuple):
-    """A part of a round of a feed, decoded: ids [n] of removed rows, ids [m] and values [m, dim] of rows.
+    """A message of a round of a feed, decoded: ids [n] of removed rows, ids [m] and values [m, dim] of rows.
 
-    begin:  in the first part; cursor: in the last one
+    begin:  in the round's first message; cursor: in its last one
     """
 
     begin: RoundBegin | None
@@ -48,10 +48,10 @@ class ReadPart(NamedTuple):
 class RowCopy:
     """The rows of one shard. `read` and `len` are for any thread, all else is for one.
 
-    begin:   of the last round
+    begin:   the description in the last round's first message
     memory:  bytes that rows may take
-    version: updates that the table had when the last round that is complete began; -1: none is
-    cursor:  what to go on from; empty: there is nothing
+    version: the table's version when the last complete round began; -1: there is none
+    cursor:  the cursor to continue from; empty: there is none
     """
 
     def __init__(self, begin: RoundBegin, memory: int) -> None:
@@ -59,14 +59,14 @@ class RowCopy:
         self._capacity = max(1, rows_within(memory, 4 * begin.dim))
         self._entries = Entries(self._capacity, secrets.randbits(62))
         self._weights = RowArray(self._capacity, begin.dim)
-        self._copies = 1  # full copies begun: an entry is of the last one that brought it
+        self._copies = 1  # the number of full copies begun: each entry has that of the last copy with this row
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def read(self, ids: Ids) -> torch.Tensor:
-        """Returns rows: [n] ids, which may repeat, to [n, dim] float32; those that are none as they would begin."""
+        """Returns rows: [n] ids, which may repeat, to [n, dim] float32; for ids without a row, their initial value."""
         out = torch.empty(len(ids), self.begin.dim, dtype=torch.float32, device="cpu")
         with self._lock:
             numbers = self._entries.find(ids)
@@ -77,7 +77,7 @@ class RowCopy:
         return out
 
     def take(self, part: ReadPart) -> None:
-        """Takes the next part of a round. Raises LimitExceeded where rows do not fit into memory."""
+        """Adds the next message of a round. Raises LimitExceeded if rows do not fit into memory."""
         if part.begin is not None:
             self.begin = part.begin
             self._copies += part.begin.full
@@ -114,9 +114,9 @@ class RowCopy:
     # -- the file ----------------------------------------------------------------------------------------------------
 
     def save(self, path: Path, about: dict[str, str]) -> None:
-        """Writes rows and cursor, after a round and in place of what is there: all of it or nothing.
+        """Writes rows and cursor to a file atomically, after a round. Replaces an existing file.
 
-        about: what the rows are of
+        about: identifies the table, as text by key
         """
         ids, numbers = self._entries.entries()
         start = self.begin.initializer

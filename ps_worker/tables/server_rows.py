@@ -1,4 +1,4 @@
-"""Tables whose rows are on parameter servers: looked up there, and stepped there with the worker's step."""
+"""Tables whose rows are on parameter servers, which look them up, and step them with the worker's step."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ log = logging.getLogger("ps_worker")
 class TableStep:
     """One table's part of a step.
 
-    table:     its place in the job's list
-    rows:      None: the step has no gradient for it
-    took_part: without rows, whether it is a term of zeros in a mean, or left out of it
+    table:     its index in the job's list
+    rows:      the gradients; None: the step has none for the table
+    took_part: without rows: True: zeros in the mean; False: the mean leaves the step out
     values:    the hyper-parameters of its optimizer
     """
 
@@ -51,8 +51,8 @@ class TableStep:
 class TablePart:
     """The rows of a table on one shard.
 
-    content: a safetensors file, as Table.snapshot has the tensors; empty where only the number of rows was asked for
-    count:   how many they are
+    content: a safetensors file, with the tensors of Table.snapshot; empty if only the number of rows was requested
+    count:   the number of rows
     seed:    of rows that are not trained
     """
 
@@ -63,12 +63,12 @@ class TablePart:
 
 @dataclass(frozen=True)
 class FirstRows:
-    """What a table of this worker has from before `prepare`.
+    """A table's rows from before `prepare`, on this worker.
 
-    name:  of the table
-    rows:  as Table.snapshot has them; nothing where there are none
+    name:  the table's name
+    rows:  in the form of Table.snapshot; empty if there are none
     seed:  of rows that are not trained
-    given: in place of rows, vectors that are to be read
+    given: vectors that are still to be read, instead of rows
     """
 
     name: str
@@ -81,7 +81,7 @@ class FirstRows:
 
 
 class Servers(Protocol):
-    """Who fetches rows from the shards: the training of a job."""
+    """The interface for reading rows from the shards: a job's training."""
 
     def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
         """Reads rows of a table at the worker's clock: [n] distinct ids, into [n, dim] float32, contiguous."""
@@ -91,18 +91,18 @@ class Servers(Protocol):
 
     @property
     def is_past(self) -> bool:
-        """Whether the job was rolled back, and the script is still at what its loaders are about to bring again."""
+        """Whether the job was rolled back, and the script still works on a batch that its loader will yield again."""
 
     def await_rows(self, pulls: Sequence[Future[Any]]) -> bool:
-        """Waits for rows that were asked for with the last step; returns whether they are here."""
+        """Waits for rows that were requested with the last step; returns whether they have come."""
 
 
 class ServerRows:
-    """The rows of one module, on the shards, in place of its LocalRows. A copy has rows of its own, in its process.
+    """The rows of one module, on the shards. They replace its LocalRows. A copy of the module gets LocalRows again.
 
-    before: what the module had
-    number: of the table in the job's list
-    shards: of the job
+    before: the module's LocalRows
+    number: the table's index in the job's list
+    shards: the job's number of shards
     """
 
     exchange: Exchange | None = None  # steps are exchanged by the servers
@@ -112,7 +112,7 @@ class ServerRows:
         self.before, self._number, self._servers = before, number, servers
         self._stepped: TableStep | None = None
         self._announced: Ids | None = None
-        self._ahead: RowsAhead | None = None  # what the last step has asked for
+        self._ahead: RowsAhead | None = None  # the rows that the last step has requested
         self.assigned = Assigned()
 
     def pull(self, ids: Ids, out: torch.Tensor) -> None:
@@ -129,7 +129,7 @@ class ServerRows:
         here, missing = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
         rows = empty_rows(len(missing), out.shape[1])
         self._fetch(ids[missing], rows)
-        if self._ahead is not ahead:  # the place is lost by now, and with it what was asked for there
+        if self._ahead is not ahead:  # the worker's place was lost meanwhile, and its requested rows with it
             self._fetch(ids, out)
             return
         out[torch.from_numpy(here)] = ahead.out[torch.from_numpy(places[here])]
@@ -140,16 +140,17 @@ class ServerRows:
             self._servers.pull_rows(self._number, ids, out)
 
     def looked_ahead(self, flat: Ids) -> tuple[Batch, torch.Tensor] | None:
-        """Returns the ids and rows of a lookup of exactly the ids that were announced; None: they are to be read."""
+        """Returns the ids and rows of a lookup if exactly these ids were announced; None: pull them."""
         ahead = self._rows_ahead()
         if ahead is None or len(self.assigned) or not np.array_equal(ahead.batch.flat, flat):
             return None
         return ahead.batch, ahead.out.detach()
 
     def _rows_ahead(self) -> RowsAhead | None:
-        """Returns what the last step has asked for, once it is here. Without gradients, rows are read as they are now.
+        """Returns the rows that the last step has requested, once they have come. In no_grad mode, lookups read the
+        present rows instead.
 
-        None: nothing was asked for, or the place is lost.
+        None: none were requested, or the worker's place is lost.
         """
         ahead = self._ahead
         if ahead is None or not ahead.pulls or not torch.is_grad_enabled():
@@ -163,7 +164,7 @@ class ServerRows:
         return ahead
 
     def assign(self, given: GivenRows, lazily: bool) -> None:
-        """Sets rows, with the next step. Raises LimitExceeded for more than a step takes along to a shard."""
+        """Sets rows, with the next step. Raises LimitExceeded for more bytes than a step can carry to a shard."""
         ids = np.union1d(self.assigned.ids, given.ids())
         counts = np.bincount(shards_of(ids, self.shards), minlength=self.shards)
         if assigned_bytes(self.before.dim, int(counts.max())) > MAX_PUSHED_BYTES:
@@ -176,11 +177,13 @@ class ServerRows:
             self.assigned.add(RowValues(rows.ids, rows.values.clone()))  # the script may write its own in place
 
     def announce(self, flat: Ids | None) -> None:
-        """Takes the ids that the batch after the next step looks up; None: they are not known."""
+        """Records the ids that the batch after the next step looks up; None: unknown."""
         self._announced = None if flat is None else flat.copy()  # the script may write its batch in place
 
     def ask_ahead(self) -> RowsAhead | None:
-        """Returns what is to be asked for with the step at hand. What the one before has asked for is too old now."""
+        """Returns the rows to request with the current step. Rows that the last step has requested are dropped as too
+        old.
+        """
         announced, before, self._announced, self._ahead = self._announced, self._ahead, None, None
         if announced is not None:
             batch = Batch.of(announced, self.shards)
@@ -195,15 +198,15 @@ class ServerRows:
         return self._ahead
 
     def forget_ahead(self) -> None:
-        """Forgets what was asked for, as the place where it was is lost."""
+        """Forgets the requested rows, because the place that requested them is lost."""
         self._announced = self._ahead = None
 
     def step(self, optimizer: str, values: HyperParameters, own: RowGradients | None) -> None:
-        """Keeps what the optimizer's step does to the table, for the push of that step, which comes next."""
+        """Keeps the table's part of the optimizer's step, for the push that comes next."""
         self._stepped = TableStep(self._number, own, True, values)
 
     def take(self) -> TableStep:
-        """Returns what the step does to the table: it leaves it out, where its optimizer was not stepped."""
+        """Returns the table's part of the step: a skip if the table's optimizer was not stepped."""
         stepped, self._stepped = self._stepped, None
         return stepped or TableStep(self._number)
 
@@ -212,16 +215,16 @@ class ServerRows:
         raise Unsupported(f"table {self.name!r} is on the servers of another session already")
 
     def snapshot(self) -> Mapping[str, torch.Tensor]:
-        """Returns all rows and what belongs to them, fetched from the shards."""
+        """Returns all rows with their state, fetched from the shards."""
         rows, _ = self._fetched()
         return rows
 
     def state(self) -> bytes:
-        """Returns all rows and what belongs to them, fetched from the shards: a safetensors file."""
+        """Returns all rows with their state, fetched from the shards, as the bytes of a safetensors file."""
         return saved_rows(*self._fetched())
 
     def _fetched(self) -> tuple[dict[str, torch.Tensor], int]:
-        """Returns all rows, as Table.snapshot does, and the seed of those that are not trained."""
+        """Returns all rows, in the form of Table.snapshot, and the seed of rows that are not trained."""
         parts = self._servers.pull_table(self._number, count_only=False)
         each = [safetensors.torch.load(part.content) for part in parts]
         rows = {name: torch.cat([tensors[name] for tensors in each]) for name in each[0] if name != "version"}
@@ -245,7 +248,7 @@ class ServerRows:
 class ServerTables:
     """The tables of one job, in the order of its list. For the training thread.
 
-    are_some: the model has any; a step of one that has none asks nothing here
+    are_some: whether there is a table; a step without tables calls no method of this class
     """
 
     def __init__(self, modules: Mapping[str, Embedding], non_finite: NonFinite) -> None:
@@ -255,7 +258,7 @@ class ServerTables:
         self._taken: list[TableStep] = []  # and not sent yet
 
     def first_rows(self) -> list[FirstRows]:
-        """Returns what each table has from before `prepare`; see FirstRows."""
+        """Returns each table's rows from before `prepare`."""
         each = [(name, module.local) for name, module in self._modules.items()]
         return [
             FirstRows(name, {} if local.unread else local.snapshot(), local.seed, local.unread)
@@ -264,7 +267,7 @@ class ServerTables:
         ]
 
     def warn_of_ignored(self, clock: int) -> None:
-        """Warns that rows from before `prepare` are not taken over, if there are any. clock: of the job"""
+        """Warns that rows from before `prepare` are not used, if there are any. clock: the job's"""
         each = self._modules.items()
         names = [repr(name) for name, module in each if isinstance(module.local, LocalRows) and module.local.are_some]
         if names:
@@ -275,7 +278,9 @@ class ServerTables:
             )
 
     def connect(self, servers: Servers, shards: int) -> Callable[[], None]:
-        """Has the modules look up their rows on the job's shards from here on. Returns what gives them theirs back."""
+        """Makes the modules look up their rows on the job's shards from now on. Returns a function that restores their
+        own rows.
+        """
         for number, module in enumerate(self._modules.values()):
             assert isinstance(module.local, LocalRows)
             module.local = rows = ServerRows(module.local, number, servers, shards)
@@ -293,17 +298,18 @@ class ServerTables:
             rows.before.forget()
 
     def take(self) -> list[TableStep]:
-        """Returns what the step at hand does to each table, and begins the next one."""
+        """Returns each table's part of the current step, and begins the next one."""
         self._taken = [rows.take() for rows in self._rows]
         return self._taken
 
     def sent(self) -> None:
-        """Notes that what `take` returned has been sent, or does not count."""
+        """Forgets the result of `take`: it has been sent, or does not count."""
         self._taken = []
 
     def give_back(self) -> None:
-        """Gives the modules back the gradients that were not sent, as the other parameters have theirs: the step was
-        refused, before or after they were taken, and the script may repair it and step again."""
+        """Restores the gradients that were not sent to the modules, as other parameters still have theirs. The step was
+        refused, before or after `take`, and the script may repair it and step again.
+        """
         pushes = self._taken or [rows.take() for rows in self._rows]
         for module, push in zip(self._modules.values(), pushes, strict=True):
             if push.rows is not None:
@@ -316,9 +322,9 @@ class ServerTables:
         return any(module.ids_of.of is not None for module in self._modules.values())
 
     def announce(self, batch: Any) -> None:
-        """Has the tables that find their ids in a batch look ahead to it; None: there is none.
+        """Announces a batch to the tables that can find their ids in it; None: there is no next batch.
 
-        Raises InvalidRequest, which names the table, where one does not find them.
+        Raises InvalidRequest, which names the table, if one does not find them.
         """
         for name, module in self._modules.items():
             if module.ids_of.of is None:
@@ -336,13 +342,15 @@ class ServerTables:
         return {number: rows.assigned.rows for number, rows in enumerate(self._rows) if rows.assigned.rows is not None}
 
     def forget_assigned(self) -> None:
-        """Forgets them: a step has taken them along, or they were refused, or the job was rolled back."""
+        """Forgets the rows of `assigned`: a step has included them, or they were refused, or the job was rolled
+        back.
+        """
         for rows in self._rows:
             if rows.assigned.rows is not None:  # in most steps there are none
                 rows.assigned = Assigned()
 
     def keep_assigned(self, kept: AssignedRows) -> None:
-        """Has rows by table go with the next step, under those that the script has set since."""
+        """Includes rows, by table, in the next step. Rows that the script has set since replace them."""
         for number, rows in kept.items():
             table = self._rows[number]
             later, table.assigned = table.assigned.rows, Assigned()
@@ -351,24 +359,24 @@ class ServerTables:
                     table.assigned.add(each)
 
     def ask_ahead(self) -> list[RowsAhead]:
-        """Returns what is to be asked for with the step at hand; see ServerRows.ask_ahead."""
+        """Returns the rows to request with the current step; see ServerRows.ask_ahead."""
         return [ahead for rows in self._rows if (ahead := rows.ask_ahead()) is not None]
 
     def forget_ahead(self) -> None:
-        """Forgets what was asked for with the last step."""
+        """Forgets the rows that the last step has requested."""
         for rows in self._rows:
             rows.forget_ahead()
 
     def looked_up(self) -> LookedUp:
-        """Returns what the step has looked up in all tables."""
+        """Returns the counts of ids that were looked up in all tables."""
         return looked_up(self._modules.values())
 
     def left_out(self) -> list[TableStep]:
-        """Returns what a step does that leaves all tables out."""
+        """Returns the parts of a step that leaves all tables out."""
         return [TableStep(number) for number in range(len(self._rows))]
 
     def not_finite(self, pushes: Sequence[TableStep]) -> str | None:
-        """Returns the name of a table whose gradient is not finite, where the job does not allow that."""
+        """Returns the name of a table whose gradient is not finite, if the job does not allow that."""
         if self._non_finite is NonFinite.ALLOW:
             return None
         found = (push for push in pushes if push.rows is not None and not are_finite(push.rows.gradients))
@@ -378,7 +386,7 @@ class ServerTables:
 def described_tables(
     modules: Mapping[str, Embedding], optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[JobTable, ...]:
-    """Returns the tables of a job's models, each with what steps it. Raises InvalidRequest or Unsupported for tables
+    """Returns the tables of a job's models, each with its optimizer. Raises InvalidRequest or Unsupported for tables
     that cannot be trained so.
 
     modules: by name; see named_tables

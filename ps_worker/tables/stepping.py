@@ -1,6 +1,6 @@
-"""What steps a table: the step of whichever optimizer has its handle, made before or after `prepare`.
+"""Steps a table with the optimizer that has its handle, made before or after `prepare`.
 
-A hook of all optimizers does it, before an optimizer steps parameters of its own. An optimizer that is known beforehand
+A hook on all optimizers does it, before an optimizer steps its own parameters. An optimizer that is known beforehand
 (from `prepare`, or because it has stepped a table already) has the rows of a step in its groups from backward on.
 """
 
@@ -39,7 +39,7 @@ _stands_for: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDi
 
 
 def register(table: Stepped) -> None:
-    """Has a module's table stepped."""
+    """Registers a module, so that its table is stepped."""
     with _adding:
         _tables.add(table)
 
@@ -50,7 +50,7 @@ def _all_tables() -> list[Any]:
 
 
 def know(optimizer: Optimizer) -> None:
-    """Has rows join this optimizer's groups from backward on. Its state_dict has none of them."""
+    """Makes looked-up rows join this optimizer's groups from backward on. Its state_dict does not contain them."""
     optimizer = _stands_for.get(optimizer, optimizer)  # both have the same groups and hooks
     if optimizer in _known:
         return
@@ -72,15 +72,15 @@ def know(optimizer: Optimizer) -> None:
 
 
 def stand_for(optimizer: Optimizer, wrapped: Optimizer) -> None:
-    """Notes that an optimizer stands for another, whose name and hyper-parameters count."""
+    """Records that an optimizer stands for a wrapped one, whose name and hyper-parameters count."""
     _stands_for[optimizer] = wrapped
 
 
 def joined_group(handle: nn.Parameter) -> list[Any] | None:
-    """Returns the parameters of the group that has a handle, for its rows to join; None where they may not.
+    """Returns the parameters of the group that has a handle, for its rows to join; None if they may not.
 
-    In ddp they may not: they have this rank's gradients alone, and what is made of all parameters of a group, such as
-    their norm, must be the same on all ranks.
+    In ddp they may not: they have only this rank's gradients, and a value over all parameters of a group, such as their
+    norm, must be the same on all ranks.
     """
     if any(table.weight is handle and table.local.exchange is not None for table in _all_tables()):
         return None
@@ -97,9 +97,9 @@ def group_of(optimizer: Optimizer, handle: nn.Parameter) -> dict[str, Any] | Non
 
 
 def optimizer_of(table: Stepped, optimizer: Optimizer) -> tuple[str, HyperParameters]:
-    """Returns the name of what steps a table where this optimizer has its handle, and its hyper-parameters now.
+    """Returns the name of the optimizer of a table whose handle this optimizer has, and its present hyper-parameters.
 
-    Raises Unsupported or InvalidRequest for an optimizer that cannot step rows, or would do something else with them.
+    Raises Unsupported or InvalidRequest for an optimizer that cannot step rows, or would step them differently.
     """
     own, name = table.settings.optimizer, table.local.name or "a table"
     if own is not None:
@@ -120,7 +120,7 @@ def optimizer_of(table: Stepped, optimizer: Optimizer) -> tuple[str, HyperParame
 
 
 def check(tables: Sequence[Stepped], optimizers: Sequence[Optimizer]) -> None:
-    """Raises what `optimizer_of` raises for the tables and optimizers of a script; has these known."""
+    """Raises the errors of `optimizer_of` for a script's tables and optimizers; then calls `know` for these."""
     for optimizer in optimizers:
         for table in _tables_of(optimizer):
             if table in tables:
@@ -140,8 +140,9 @@ def _tables_of(optimizer: Optimizer) -> list[Any]:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Steps the tables of an optimizer. Returns what its `step` is to be called with: a closure, which makes the
-    gradients, is called here, and once."""
+    """Steps the tables of an optimizer. Returns the arguments for its `step`. A closure, which makes the gradients, is
+    called before, and only once.
+    """
     tables = _tables_of(optimizer)
     if not tables:
         return None
@@ -153,7 +154,8 @@ def _before_step(
         with torch.enable_grad():
             loss = closure()
         args, kwargs = (optimizer, lambda: loss), {}
-    # What GradScaler tells a fused optimizer: the step does not count, or gradients are so many times too large.
+    # Attributes that GradScaler sets on a fused optimizer: whether the step must be left out, and the scale of
+    # gradients.
     found_inf, scale = (vars(optimizer).get(name) for name in ("found_inf", "grad_scale"))
     if found_inf is not None and bool(found_inf):
         return args, kwargs

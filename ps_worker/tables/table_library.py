@@ -1,4 +1,4 @@
-"""The library for tables in a worker's process: it is used where a model has tables."""
+"""Loads the compiled library for tables in a worker's process, if a model has tables."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ps_worker.tables.modules import Embedding
 
 
 def loops_for(models: Iterable[nn.Module], how: str) -> Choice | None:
-    """Has this process use the library, if a model has tables, and there is one: see ps_tables.choosing. None: none
-    has."""
+    """Makes this process use the library, if a model has tables and there is one: see ps_tables.choosing. Returns None
+    without tables.
+    """
     if not any(isinstance(module, Embedding) for model in models for module in model.modules()):
         return None
     return choose(how)

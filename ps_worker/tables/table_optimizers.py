@@ -1,4 +1,4 @@
-"""Optimizers for tables alone. A table without one is stepped by the script's optimizer that has its handle."""
+"""Optimizers only for tables. Without one, the script's optimizer that has a table's handle steps the table."""
 
 from __future__ import annotations
 
