@@ -7,32 +7,33 @@ model, optimizer, loader = session.prepare(model, optimizer, loader)
 
 Scripts import the names of __all__ from ps_torch; `import ps_worker` goes on working in them for one version.
 
-values.py       Values that the rooms of a worker hand to each other: how it trains, its place, what it pushes and pulls
+values.py       Values that pass between the packages of a worker: options of training, rosters, assignments, results of
+                calls
 connecting.py   `connect`, and the sessions that this process has open
-session.py      What `connect` returns: one worker's part in one job
-by_mode.py      Which strategy trains in which mode
+session.py      The session that `connect` returns: one worker's part in one job
+by_mode.py      The strategy of each mode
 given.py        The arguments of `prepare`: sorted by what they are, and checked
 group.py        A worker that is a group of processes: how its members agree
-prepared.py     What `prepare` has returned, by what it was given
+prepared.py     Maps the arguments of `prepare` to its results
 row_feed.py     A live copy of a table in a process that does not train
 followed_model.py `subscribe`: a job's weights in a process that does not train
-edition_tensors.py Its weights at one version: as tensors, as files, as a model with other names has them
+edition_tensors.py A job's weights at one version: as tensors, as files, and for models with other names
 config.py       A worker's settings: arguments first, then PS_* variables, then a launcher's, then defaults
 strategies/     How a worker trains: alone, with DDP, or on parameter servers
 model/          A model as flat buffers, its job, and its step
-cluster/        How a worker reaches the servers: the only room of the worker that knows gRPC and messages
+cluster/        Connections to the servers: the only package here that uses gRPC and protobuf messages
 tables/         Tables of rows in a model: modules that look like torch's embeddings
 data/           Each worker's share of the data
-state/          A worker's own part of a checkpoint
-timeline/       When each bucket of each step was ready, sent, staged, applied, admitted and landed
+state/          A worker's own state for checkpoints
+timeline/       Records when each bucket of a step was ready, sent, staged, applied, admitted and landed
 metrics.py      A worker's metrics for Prometheus: above all, where a step's time goes
 launched.py     A worker's output for the person at the launcher: log lines with its rank, and errors in one line
-accelerate.py   Accelerate on parameter servers: a `connect` that has each worker see itself as one process
+accelerate.py   Accelerate on parameter servers: a `connect` that shows Accelerate a single process
 huggingface.py  The Trainer of Hugging Face on parameter servers
 lightning.py    Lightning on parameter servers: a strategy for Trainer, and one for Fabric
 engines/        Engines that generate text with a job's newest weights: vLLM, SGLang, transformers
 ray/            Parameter servers on Ray: for Ray Train, and for plain actors and Tune
-servers_of_launch.py The servers that `ps-worker run` starts itself: their settings, and what `ps-server up` is told
+servers_of_launch.py The servers that `ps-worker run` starts itself: their settings, and the options of `ps-server up`
 cli.py          The command `ps-worker`
 """
 
@@ -101,7 +102,7 @@ __version__ = version()
 
 
 def __getattr__(name: str) -> Any:
-    """Imports torch when what needs it is asked for: the launcher and `ps-worker --help` do without."""
+    """Imports a name that needs torch on its first use: the launcher and `ps-worker --help` run without torch."""
     if name == "connect":
         from ps_worker import connecting
 

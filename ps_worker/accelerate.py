@@ -66,7 +66,7 @@ def hide_launcher(session: Session) -> None:
     for known in (PartialState._shared_state, AcceleratorState._shared_state):
         if known:  # the latter is a copy, if it is there yet
             known["process_index"], known["local_process_index"] = session.rank, session.local_rank
-            known["device"] = session.device  # of several GPUs Accelerate would take the first for all workers
+            known["device"] = session.device  # Accelerate would use the first of several GPUs for all workers
 
 
 class _UndividedLoaders:
@@ -86,7 +86,7 @@ class _UndividedLoaders:
             accelerators.prepare_data_loader = self._prepare
 
     def trust(self) -> None:
-        """Stops watching: whoever calls Accelerate divides the data itself."""
+        """Stops watching: the caller of Accelerate divides the data itself."""
         self._session = None
 
     def _prepare(self, loader: Any, *arguments: Any, **options: Any) -> Any:
@@ -106,5 +106,5 @@ _watched = _UndividedLoaders()
 
 
 def divides_itself() -> None:
-    """Says that whoever calls `accelerator.prepare` divides the data by itself: no warning of loaders."""
+    """Declares that the caller of `accelerator.prepare` divides the data itself: loaders are not warned of."""
     _watched.trust()

@@ -1,4 +1,4 @@
-"""Which strategy trains in which mode."""
+"""The strategy of each mode."""
 
 from __future__ import annotations
 

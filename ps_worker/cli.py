@@ -26,7 +26,7 @@ USAGE = "ps-worker run [options] SCRIPT [ARGUMENTS ...]\n       ps-worker run [o
 
 
 def ranks(text: str) -> str:
-    """Reads ranks with commas between."""
+    """Checks a text of ranks, with commas between them."""
     for word in text.split(","):
         try:
             index(word.strip())
@@ -35,7 +35,7 @@ def ranks(text: str) -> str:
     return text
 
 
-# What the launcher needs to know itself, and its workers do not.
+# Settings for the launcher only, which its workers do not need.
 LAUNCH_SETTINGS = (
     Setting("workers", "how many workers to start here", count, 1, "N"),
     Setting("group", "start each worker as a group of so many processes, as FSDP2 needs", count, metavar="N"),
@@ -89,7 +89,7 @@ def parser() -> CommandLine:
 
 
 def ask(arguments: argparse.Namespace) -> str:
-    """Runs a command that tells or asks the coordinator something; returns what came of it. Raises PSError."""
+    """Runs a command that calls the coordinator; returns the result as text. Raises PSError."""
     from ps_runtime.credentials import access_of
     from ps_worker.cluster.launcher_reports import await_job_end, report_worker_end
 
@@ -105,7 +105,7 @@ def ask(arguments: argparse.Namespace) -> str:
 
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
-    """Returns what the command line asks for. Raises InvalidRequest for what does not fit together."""
+    """Returns the launch of a command line. Raises InvalidRequest for flags that contradict each other."""
     from ps_launch.worker_launch import Launch
     from ps_runtime.credentials import access_of
 
@@ -122,7 +122,7 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
     rule = rule_of(mode, arguments.quorum, arguments.quorum_grace)
     if rule is not None and not arguments.elastic:
         check_quorum(rule, world_size)
-    # Checked here too, where one line says for all workers what is wrong.
+    # Checked before the workers check it, so that one line reports the error for all of them.
     access_of(arguments)
     settings = as_variables(SETTINGS, arguments)
     if mode != "single" or world_size > 1:
@@ -145,7 +145,7 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
 
 
 def _check(arguments: argparse.Namespace, mode: str, with_servers: bool) -> None:
-    """Raises InvalidRequest for a mode that does not fit to the rest, or a script that is not there."""
+    """Raises InvalidRequest for a mode that contradicts other flags, or a script that does not exist."""
     if parse_mode(mode) is not None and not arguments.server and not with_servers:
         raise InvalidRequest(f"mode {mode} needs --server HOST:PORT, or --shards N for servers that are started here")
     if not arguments.module and not Path(arguments.script).is_file():
@@ -165,7 +165,7 @@ def _check(arguments: argparse.Namespace, mode: str, with_servers: bool) -> None
 
 
 def _check_group(arguments: argparse.Namespace, mode: str) -> None:
-    """Raises InvalidRequest where workers of several processes do not fit to the rest."""
+    """Raises InvalidRequest if workers of several processes contradict other flags."""
     if mode == "ddp":
         raise InvalidRequest("mode ddp has workers of one process: leave --group out, and count them by --workers")
     if arguments.elastic:

@@ -50,7 +50,7 @@ def wire_formats(text: str) -> str:
 
 
 def quorum_text(text: str) -> str:
-    """Reads how many workers an update waits for: Q or all-N."""
+    """Checks a quorum: Q or all-N."""
     try:
         parse_quorum(text)
     except InvalidRequest as error:
@@ -59,7 +59,7 @@ def quorum_text(text: str) -> str:
 
 
 def new_file(text: str) -> Path:
-    """Reads the path of a file that is to be written."""
+    """Checks the path of a file to write."""
     path = Path(text).absolute()
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in a directory that is there, got {text!r}")
@@ -111,7 +111,7 @@ SETTINGS = (
     Setting("timeline_steps", "how many steps to record", count, 50, "N"),
     *log_settings(None),
 )
-# Those that differ from worker to worker: no flags.
+# Settings that differ from worker to worker, and therefore have no flags.
 OWN_SETTINGS = (
     Setting("rank", "this worker's rank", index),
     Setting("local_rank", "this worker's number among those of its host", index),
@@ -121,16 +121,17 @@ OWN_SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(JobOptions):
-    """All that a worker was told: its part in a job, and what is its own.
+    """All settings of a worker: for its job, and for its process.
 
     mode:             single, ddp, sync, ssp:K, async or local:H
-    mode_given:       by an argument or PS_MODE; otherwise it follows from the rest
-    wire:             how gradients and how weights travel where the script does not say
+    mode_given:       whether an argument or PS_MODE gives the mode; otherwise it follows from other settings
+    wire:             the wire formats of gradients and weights, if the script names none
     metrics_insecure: metrics may be served beyond this machine without TLS
-    log_level:        the least that is logged; None: as the script, or Python, has it
-    log_format:       of log lines, while the script sets up no logging: text or json
+    log_level:        the least level that is logged; None: the script's, or Python's default
+    log_format:       text or json: the format of log lines, if the script sets up no logging
     native:           auto or off: whether tables use the library
-    timeline:         the file of a timeline; None: there is none. timeline_first, timeline_steps: of which steps
+    timeline:         the file of a timeline; None: there is none. timeline_first, timeline_steps: its first step, and
+                      their number
     """
 
     mode: str
@@ -149,9 +150,9 @@ class WorkerConfig(JobOptions):
 
 
 def resolve(**arguments: object) -> WorkerConfig:
-    """Puts arguments, named as the settings are, and the environment together.
+    """Returns the settings from arguments, which have the settings' names, and from the environment.
 
-    Raises InvalidRequest naming what is wrong and where it came from.
+    Raises InvalidRequest that names an invalid value and its source.
     """
     settings = {setting.name: setting for setting in (*SETTINGS, *OWN_SETTINGS)}
     unknown = sorted(arguments.keys() - settings.keys())
@@ -201,17 +202,19 @@ def wires(text: str) -> tuple[str, str]:
 
 
 def check(name: str, value: object) -> Any:
-    """Returns what a value of a setting means. Raises InvalidRequest if it is none."""
+    """Parses a value of a setting. Raises InvalidRequest for an invalid one."""
     return next(setting for setting in SETTINGS if setting.name == name).find(value)
 
 
 def rule_of(mode: str, quorum: str | None, grace: float | None) -> Consistency | None:
-    """Returns the rule of a mode and its quorum, as settings have them. Raises InvalidRequest where they do not fit."""
+    """Returns the rule of a mode with a quorum. Raises InvalidRequest if the mode has no quorum, or the values are
+    invalid.
+    """
     return with_quorum(mode, parse_mode(mode), None if quorum is None else parse_quorum(quorum), grace or 0.0)
 
 
 def _mode(values: dict[str, Any], place: Placement) -> tuple[str, Consistency | None]:
-    """Returns the mode that was given, or follows from the rest, and its rule."""
+    """Returns the given mode, or the one that follows from other settings, and its rule."""
     several = not values["elastic"] and (place.world_size or 1) > 1
     mode: str = values["mode"] or ("sync" if values["server"] else "ddp" if several else "single")
     consistency = rule_of(mode, values["quorum"], values["quorum_grace"])

@@ -133,7 +133,7 @@ class _Opened:
     pid: int = field(default_factory=os.getpid)
 
     def is_of(self, config: WorkerConfig) -> bool:
-        """Whether it is this process's, and of the same worker of the same job."""
+        """Whether the session is this process's, and of the same worker of the same job."""
         own, other = ((each.server, each.job, each.rank, each.launch.name) for each in (self.config, config))
         return own == other and self.pid == os.getpid()
 
@@ -183,8 +183,8 @@ def _close_at_exit(session: Session) -> None:
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         ending = threading.Event()
-        # What is registered last is called first. A SIGTERM after it ends a script that is ending already: no exception
-        # is to interrupt that.
+        # The function registered last is called first. From then on a SIGTERM comes to a script that is ending already:
+        # no exception may interrupt that.
         atexit.register(ending.set)
 
         def terminate(number: int, frame: FrameType | None) -> None:

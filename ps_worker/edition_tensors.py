@@ -50,7 +50,7 @@ class Edition:
         return whole_of(tensor, element) if element else tensor
 
     def names(self) -> list[str]:
-        """Returns the names of all tensors, also of those that are in no state_dict."""
+        """Returns the names of all tensors, even of those that are in no state_dict."""
         return list(self.arrays.names())
 
     def save(self, path: str | Path, max_shard_bytes: int | None = None) -> None:
@@ -122,7 +122,7 @@ def _write(target: Path, tensors: dict[str, torch.Tensor], about: dict[str, str]
 
 
 def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], about: dict[str, str], most: int) -> None:
-    """Writes files of up to so many bytes, then the index that names them."""
+    """Writes files of up to `most` bytes, then the index that names them."""
     if most < 1:
         raise InvalidRequest(f"max_shard_bytes must be from 1, got {most}")
     if (folder / _WHOLE).exists():

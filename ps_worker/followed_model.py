@@ -28,7 +28,7 @@ Names = Mapping[str, str | MadeOf] | Callable[[str], str | MadeOf]
 
 
 class _Slot(NamedTuple):
-    """A tensor of a model, and what of the job it is made of."""
+    """A tensor of a model, and the job's tensors that it is made of."""
 
     name: str
     target: torch.Tensor
@@ -36,7 +36,7 @@ class _Slot(NamedTuple):
 
 
 class _Loaded:
-    """A model that was loaded: where its tensors are, the version in them, and who reads it now."""
+    """A loaded model: its tensors, their version, and the number of its readers."""
 
     def __init__(self, model: nn.Module, slots: list[_Slot]) -> None:
         self.model, self.slots = weakref.ref(model), slots
@@ -45,11 +45,13 @@ class _Loaded:
         self.changed = threading.Condition()
 
     def made(self, edition: Edition) -> list[torch.Tensor]:
-        """Returns the tensors of an edition as the model has them: views of it where type and device are the same."""
+        """Returns the tensors of an edition in the model's types and devices: views of the edition if these are the
+        same.
+        """
         return [slot.source.tensor(edition).to(slot.target.device, slot.target.dtype) for slot in self.slots]
 
     def put(self, edition: Edition, tensors: list[torch.Tensor]) -> None:
-        """Has the model use them. The caller holds `changed`, and nobody reads."""
+        """Makes the model use these tensors. The caller holds `changed`, and there is no reader."""
         for slot, tensor in zip(self.slots, tensors, strict=True):
             slot.target.data = tensor
         self.edition = edition
@@ -152,7 +154,7 @@ class WeightFeed:
                 return
             else:
                 with suppress(NotFound, Unreachable):
-                    self.wait_for(self.version + 1, timeout=0)  # raises what waiting cannot cure
+                    self.wait_for(self.version + 1, timeout=0)  # raises an error that waiting cannot cure
                 await asyncio.sleep(LOOK_SECONDS)
 
     def load(self, model: M, timeout: float = 60.0) -> M:
@@ -233,7 +235,7 @@ class WeightFeed:
                     edition = await asyncio.shield(entering)
                     break
                 except asyncio.CancelledError:
-                    # The thread goes on, and would count as a reader for ever.
+                    # The thread continues, and its reader would be counted for ever.
                     entering.add_done_callback(lambda done: _leave(loaded, done))
                     raise
                 except Unreachable:  # another has entered first
@@ -271,7 +273,9 @@ class WeightFeed:
         return max_behind is None or self._lag(current) <= max_behind
 
     def _lag(self, current: Edition | None) -> float:
-        """Returns how many updates an edition lacks, None: the newest; inf: it is of weights that the job has left."""
+        """Returns how many updates the edition lacks; inf: the job has left its weights (a rollback, another run).
+
+        current: None: the newest edition"""
         newest = self._subscription.edition
         if newest is None or self._subscription.is_left:
             return math.inf
@@ -314,7 +318,7 @@ class WeightFeed:
                 loaded.changed.wait(min(left, 0.05) if not loaded.readers else left)
 
     def _fit(self, loaded: _Loaded, edition: Edition) -> None:
-        """Looks again whether a model fits, where another run of the job has its name. Raises InvalidRequest."""
+        """Checks again whether the model fits if another run of the job has begun. Raises InvalidRequest."""
         before, model = loaded.edition, loaded.model()
         if before is not None and model is not None and before.arrays.contents is not edition.arrays.contents:
             slots = self._slots(model, edition)
@@ -345,7 +349,7 @@ class WeightFeed:
         return slots
 
     def _source(self, name: str) -> MadeOf:
-        """Returns what a tensor of the model is made of."""
+        """Returns the job's tensors that a tensor of the model is made of."""
         if self._names is None:
             found: str | MadeOf = name
         else:
@@ -354,7 +358,7 @@ class WeightFeed:
 
 
 def _leave(loaded: _Loaded, entering: asyncio.Future[Edition]) -> None:
-    """Leaves a block of which the coroutine is gone that entered it."""
+    """Leaves the `reading` block of a coroutine that was cancelled while it entered."""
     if not entering.cancelled() and entering.exception() is None:
         loaded.leave()
 
@@ -365,7 +369,7 @@ def _first_three(names: Sequence[str]) -> str:
 
 
 def _differs(slot: _Slot, edition: Edition) -> str:
-    """Returns why a tensor of the job, or what is made of several, is not one for the model; empty: it is one."""
+    """Returns why the job's tensor, or the one made of several, does not fit the model; empty: it fits."""
     try:
         shape = slot.source.tensor(edition).shape
     except Exception as error:  # the function is a user's

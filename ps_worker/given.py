@@ -46,7 +46,9 @@ def sort_given(things: Sequence[Any]) -> SortedThings:
 
 
 def check_pairs(given: SortedThings) -> None:
-    """Raises InvalidRequest for models without optimizers, and the other way round, where none are prepared yet."""
+    """Raises InvalidRequest for models without optimizers, or optimizers without models, if none were prepared
+    before.
+    """
     if bool(given.models) != bool(given.optimizers):
         raise InvalidRequest(
             "prepare takes models together with their optimizers, all in one call, got "
@@ -55,7 +57,7 @@ def check_pairs(given: SortedThings) -> None:
 
 
 def _advice(thing: Any) -> str:
-    """Returns what to do with a loader that is none of torch's."""
+    """Returns the advice, in an error, for a loader that is not torch's."""
     if not callable(getattr(thing, "__iter__", None)):
         return ""
     where = ": use it as it is, without prepare, and have it read this worker's part of the data: "
@@ -65,7 +67,7 @@ def _advice(thing: Any) -> str:
 
 
 def check_own(own: Sequence[Any], others: Sequence[Any]) -> None:
-    """Raises InvalidRequest where `own` names what is not among the things with a state that prepare was given."""
+    """Raises InvalidRequest if an object in `own` is not among the objects with a state that prepare was given."""
     for thing in own:
         if not any(thing is each for each in others):
             raise InvalidRequest(
@@ -91,7 +93,7 @@ def _has_state(thing: Any) -> bool:
 
 
 def non_finite_named(name: str) -> NonFinite:
-    """Returns what to do with gradients that are not finite. Raises InvalidRequest for an unknown name."""
+    """Returns the handling of gradients that are not finite, by its name. Raises InvalidRequest for an unknown one."""
     try:
         return NonFinite(name)
     except ValueError:

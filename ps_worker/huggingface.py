@@ -135,7 +135,7 @@ class OnServers:
         return output._replace(metrics=metrics)
 
     def _part(self, loader: Any) -> Any:
-        """Returns a loader of every world_size-th sample; None where a worker would have none."""
+        """Returns a loader of every world_size-th sample; None if a worker would have no sample."""
         count = self.session.world_size
         if isinstance(loader.dataset, IterableDataset) or len(loader.dataset) < count:
             return None
@@ -158,7 +158,7 @@ class OnServers:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Writes the random states of all workers, on rank 0, so that each goes on with its own."""
+        """Writes the random states of all workers, on rank 0, so that each continues with its own."""
         if self._stepper is None:
             super()._save_rng_state(output_dir)  # type: ignore[misc]
             return
@@ -191,16 +191,14 @@ class _Progress(TrainerCallback):
         self._session = session
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """The Trainer knows by now how many steps it makes, and how many a checkpoint of its own has made already."""
+        """Reports the Trainer's number of steps, and how many its own checkpoint has made already."""
         steps = state.max_steps - state.global_step
         if steps > 0:
             self._session.progress(total=self._session.clock + steps)
 
 
 def _tied(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """Returns weights in which those that are one tensor in the model are one tensor, too: save_pretrained leaves them
-    out, as it does of the model itself.
-    """
+    """Returns the weights with tied tensors tied again, as in the model: save_pretrained then writes them once."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         source = first.setdefault(id(parameter), name)

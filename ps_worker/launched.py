@@ -36,7 +36,7 @@ class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
         self.kind = TEXT
 
     def speak_as(self, speaker: Speaker, kind: str) -> None:
-        """Says of each line from now on that it is this worker's. kind: of ps_runtime.logs.FORMATS"""
+        """Adds this worker's name to each line from now on. kind: a key of ps_runtime.logs.FORMATS"""
         self.speaker, self.kind = speaker, kind
         self.setFormatter(formatter(speaker, kind))
 
@@ -62,7 +62,9 @@ def _is_heard(name: str) -> bool:
 
 
 def speak_as(job: str, rank: int | None, level: str | None, kind: str) -> None:
-    """Gives this package's log lines what the worker is. rank: None: not known yet. level: None: Python's own"""
+    """Adds the worker's job and rank to this package's log lines. rank: None: not known yet. level: None: Python's
+    default
+    """
     _lines.speak_as(Speaker("worker", job=job, rank=rank, member=launched_member()), kind)
     for name in ("ps_worker", "ps_runtime"):
         logger = logging.getLogger(name)
@@ -73,7 +75,9 @@ def speak_as(job: str, rank: int | None, level: str | None, kind: str) -> None:
 
 
 def warn_of_unknown_variables() -> None:
-    """Warns once of PS_* variables that have no effect; under the launcher, which has done so, it does not."""
+    """Warns once of PS_* variables that have no effect; under the launcher it does not, as the launcher has warned
+    already.
+    """
     global _warned
     unknown = unknown_variables()
     if unknown and not _warned and not is_launched():
@@ -85,7 +89,8 @@ def warn_of_unknown_variables() -> None:
 
 
 def report_errors_in_one_line() -> None:
-    """Has this project's errors and Ctrl-C end a script, under the launcher, with its own line and one message.
+    """Makes this project's errors and Ctrl-C end a script, under the launcher, with the script's own line and one
+    message.
 
     A process that comes late, and finds its job finished in `prepare`, has nothing to do: it ends with code 0. One that
     has trained, in this job or in another one of its launch, ends with a code of its own.
@@ -110,7 +115,7 @@ def report_errors_in_one_line() -> None:
 
 
 def _say_last(error: PSError, place: str, level: int = logging.CRITICAL) -> None:
-    """Writes the error that ends the script, as one message, or as a line of JSON where log lines are."""
+    """Writes the error that ends the script as one message; as a line of JSON if log lines are JSON."""
     rank = _lines.speaker.rank if _lines.speaker.rank is not None else launched_rank()
     if _lines.kind == JSON:
         record = logging.LogRecord("ps_worker", level, "", 0, str(error), None, None)

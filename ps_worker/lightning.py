@@ -34,7 +34,7 @@ NAME = "ps"
 
 
 class _OnSession:
-    """The part of both strategies that a session does. Before `prepare` collectives return the worker's own value."""
+    """The methods of both strategies that use a session. Before `prepare` collectives return the worker's own value."""
 
     def __init__(self, session: Session | None, options: Mapping[str, Any]) -> None:
         self.session = connect() if session is None else session
@@ -62,7 +62,7 @@ class _OnSession:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether data is divided and metrics are taken over several workers: not where nothing is trained."""
+        """Whether data is divided, and metrics are computed over several workers: not if nothing is trained."""
         return self._joined and self.session.world_size > 1
 
     @property
@@ -91,13 +91,14 @@ class _OnSession:
         return self.session.world_size
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns a loader of batches on the session's device; the loader itself where nothing is trained."""
+        """Returns a loader of batches on the session's device; the loader itself if nothing is trained."""
         if not self._joined or not isinstance(dataloader, DataLoader):
             return dataloader
         return self.session.prepare(dataloader)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Returns the mean over workers, or the sum, the largest, the smallest; a value that is no tensor as it is.
+        """Returns the mean over workers, or the sum, the largest, the smallest; other values than tensors are returned
+        unchanged.
 
         Raises Unsupported for other operations.
         """
@@ -189,7 +190,7 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
                 callback.dirpath = self.session.broadcast(os.fspath(callback.dirpath))
 
     def on_train_start(self) -> None:
-        """Says how many steps there will be, for those who watch, where one optimizer makes a known number of them."""
+        """Announces the number of steps, for status, if one optimizer makes a known number of them."""
         super().on_train_start()
         trainer = self.lightning_module.trainer
         steps = trainer.estimated_stepping_batches - trainer.global_step
@@ -247,7 +248,9 @@ class FabricParameterServerStrategy(_OnSession, FabricStrategy):
         module.to(self.root_device)
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
-        """Joins the job with a model and its optimizers; those that a session has prepared stay as they are."""
+        """Joins the job with a model and its optimizers; optimizers that a session has prepared already stay
+        unchanged.
+        """
         if all(isinstance(optimizer, ServerOptimizer) for optimizer in optimizers):
             self._joined = True
             self._trained.append(self.session.unwrap(module))
@@ -258,7 +261,7 @@ class FabricParameterServerStrategy(_OnSession, FabricStrategy):
         return prepared[0], list(prepared[1 : 1 + len(optimizers)]), scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Takes only what `session.prepare` has prepared; otherwise raises InvalidRequest."""
+        """Accepts only an optimizer that `session.prepare` has prepared; otherwise raises InvalidRequest."""
         if not isinstance(optimizer, ServerOptimizer):
             raise InvalidRequest("set up the model together with its optimizers: fabric.setup(model, optimizer)")
         return optimizer

@@ -53,9 +53,8 @@ class StepTimer:
     stepping  `optimizer.step()` begins
     stepped   it is over: forward begins, for a script that asks no loader
 
-    It keeps nothing in the user's modules, which would copy, save and compile it. Forward counts
-    only if a gradient or a step comes of it: what a script does between a step and its next batch is in no phase, nor
-    is an evaluation.
+    It keeps nothing in the user's modules, which would copy, save and compile it. Forward counts only if a gradient or
+    a step follows: a script's time between a step and its next batch is in no phase, nor is an evaluation.
 
     has_gradients: backward has ever finished one
     has_asked:     the script has ever asked a loader for a batch
@@ -80,16 +79,16 @@ class StepTimer:
         self._phase, self._mark = phase, moment
 
     def begin(self, phase: str) -> None:
-        """Begins a phase; the time since the last switch is in none."""
+        """Begins a phase. The time since the last switch belongs to none."""
         self._phase, self._mark = phase, time.perf_counter()
 
     def asked(self) -> None:
-        """Notes that the script asks a loader for a batch."""
+        """Records that the script asks a loader for a batch."""
         self.has_asked = True
         (self.begin if self._phase == "forward" else self.switch)("data")
 
     def yielded(self) -> None:
-        """Notes that the script gets the batch."""
+        """Records that the script gets the batch."""
         self.switch("forward")
 
     def ended(self) -> None:
@@ -99,7 +98,7 @@ class StepTimer:
             self.seconds["data"] = 0.0
 
     def gradient(self, _parameter: object = None) -> None:
-        """Notes that backward has finished a gradient. Also a hook of a parameter."""
+        """Records that backward has finished a gradient. Also used as a hook of a parameter."""
         if self._phase != "backward":
             self.switch("backward")
             self._trained = self.has_gradients = True
@@ -109,7 +108,7 @@ class StepTimer:
         return moment - self._mark
 
     def stepping(self) -> None:
-        """Notes that `optimizer.step()` begins: backward is over."""
+        """Records that `optimizer.step()` begins: backward is over."""
         self._asking = self._phase == "data"
         self.switch("forward")  # a closure's
 
@@ -125,7 +124,9 @@ class StepTimer:
 
 
 class LoggedValues:
-    """What a script logs: of each name, the last value and the exponential mean of the finite ones, as gauges, too."""
+    """The values that a script logs: for each name, the last value and the exponential mean of the finite ones. Also
+    gauges.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         text = "What the script logs with session.log: the last value."
@@ -136,7 +137,7 @@ class LoggedValues:
         self._counts: dict[str, int] = {}  # of finite values
 
     def log(self, given: Mapping[str, Any]) -> tuple[LoggedValue, ...]:
-        """Takes values by name; returns all that there are. Raises InvalidRequest, and takes none, if one is wrong."""
+        """Adds values by name; returns all present ones. Raises InvalidRequest, and adds none, if one is invalid."""
         numbers_given = {_checked_name(name): _number(name, value) for name, value in given.items()}
         names = list(dict.fromkeys([*self._values, *numbers_given]))
         if len(names) > MAX_VALUES:
@@ -183,10 +184,10 @@ def _no_residual() -> None:
 
 @dataclass(frozen=True)
 class ModelNumbers:
-    """Numbers that the model which trains keeps itself. They are read when somebody asks, in any thread.
+    """Numbers that the trained model keeps itself. They are read at each scrape or heartbeat, in any thread.
 
-    looked_up:      returns ids that were looked up in tables so far, and those of each lookup once
-    residual_ratio: returns what the wire format has left out; see Residuals.ratio
+    looked_up:      returns the counts of ids looked up in tables so far, and of the distinct ones in each lookup
+    residual_ratio: returns the relative residual; see Residuals.ratio
     """
 
     looked_up: Callable[[], tuple[int, int]] = field(default_factory=lambda: _no_lookups)
@@ -194,7 +195,7 @@ class ModelNumbers:
 
 
 def _model_gauges(now: Callable[[], ModelNumbers]) -> Gauges[ModelNumbers]:
-    """Returns the metrics that are read of the model."""
+    """Returns the gauges of the model's numbers."""
 
     def ratio(model: ModelNumbers) -> Iterable[Sample]:
         found = model.residual_ratio()
@@ -223,8 +224,9 @@ def added(sizes: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 class RoundTimer:
-    """Splits the time of a round of local steps: in `exchange` the worker waits for what it pushes and pulls, all other
-    time is `steps`."""
+    """Splits the time of a round of local steps: in `exchange` the worker waits for its pushes and pulls; all other
+    time is `steps`.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         text = "Time of one round of local steps by phase."
@@ -244,7 +246,9 @@ class RoundTimer:
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """What runs inside is the round's exchange, or a part of it. The round may end inside. Not to be nested."""
+        """A `with` block that counts as the round's exchange, or a part of it. The round may end inside. Do not nest
+        it.
+        """
         self._exchanging_since = time.perf_counter()
         try:
             yield
@@ -328,13 +332,13 @@ class WorkerMetrics:
         self.watch_gradients(optimizer)
 
     def watch_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Times backward, whose gradients an optimizer takes."""
+        """Times backward, by hooks on the parameters of an optimizer."""
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self.timer.gradient))
 
     def watch_model(self, model: ModelNumbers) -> None:
-        """Has the metrics read these numbers of the model that trains."""
+        """Sets the trained model's numbers, which the gauges read."""
         self._model = model
 
     def fetched(self, received: Mapping[str, int]) -> None:
@@ -369,18 +373,18 @@ class WorkerMetrics:
                     self._wire.labels(direction, wire).inc(size)
 
     def figures(self) -> WorkerFigures:
-        """Returns what was measured so far. May be called from any thread."""
+        """Returns the measurements so far. May be called from any thread."""
         looked_up, distinct = self._model.looked_up()
         measured = self.timer.now() - self.timer.began
         ratio = self._model.residual_ratio()
         return replace(self._figures, measured=measured, looked_up=looked_up, distinct=distinct, residual_ratio=ratio)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Takes values that the script logs. Raises InvalidRequest, and takes none, if one of them is wrong."""
+        """Adds values that the script logs. Raises InvalidRequest, and adds none, if one is invalid."""
         self._figures = replace(self._figures, values=self._logged.log(values))
 
     def progress(self, total: Any) -> None:
-        """Takes how many steps the worker makes in all. Raises InvalidRequest for what is no number of steps."""
+        """Records how many steps the worker makes in all. Raises InvalidRequest for an invalid number."""
         steps = int(total) if isinstance(total, numbers.Integral) and not isinstance(total, bool) else 0
         if not 0 < steps <= MAX_TOTAL:
             raise InvalidRequest(f"session.progress takes a total of 1 to 2^53 steps, got {total!r}")
@@ -397,7 +401,7 @@ class WorkerMetrics:
         self._counters["ps_worker_empty_steps_total"].inc()
 
     def rejoined(self, lost: bool, clock: int) -> None:
-        """Counts a place taken anew, at a clock; `lost`: the gradient of a step is in no weights."""
+        """Counts a rejoin, at a clock; `lost`: the gradient of a step is in no weights."""
         self.timer.stepped()
         self._counters["ps_worker_rejoins_total"].inc()
         self._counters["ps_worker_lost_steps_total"].inc(lost)
@@ -432,7 +436,7 @@ class WorkerMetrics:
 
 PUSH = "ps_worker.push"  # buckets are handed over to the threads that send them
 WAIT = "ps_worker.wait"  # until all are staged, and all weights have landed
-PULL = "ps_worker.pull"  # what has landed is taken over
+PULL = "ps_worker.pull"  # pulled weights are copied into the model
 
 
 def named(name: str) -> AbstractContextManager[object]:

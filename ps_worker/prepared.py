@@ -1,4 +1,4 @@
-"""What `prepare` has returned, by what it was given: a script may hand over either again."""
+"""Maps the arguments of `prepare` to its results: a script may pass either to `prepare` again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Prepared:
         self._pairs: list[tuple[Any, Any]] = []
 
     def add(self, things: Iterable[Any], prepared: Iterable[Any]) -> None:
-        """Notes what `prepare` has returned for these arguments."""
+        """Records the results of `prepare` for these arguments."""
         self._pairs += zip(things, prepared, strict=True)
 
     def knows(self, thing: Any) -> bool:
@@ -21,6 +21,6 @@ class Prepared:
         return any(thing is own or thing is made for own, made in self._pairs)
 
     def of(self, things: Iterable[Any]) -> Mapping[int, Any]:
-        """Returns what became of things that are known, by their id."""
+        """Returns the results for known objects, by their id."""
         wanted = list(things)
         return {id(thing): made for thing in wanted for own, made in self._pairs if thing is own or thing is made}

@@ -41,7 +41,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 REFUSED_PAUSE_SECONDS = 15.0  # after an error that does not pass: each attempt may transfer a whole table first
 SILENT_SECONDS = 30.0  # a shard sends a message at least every ten seconds
 EXIT_SECONDS = 2.0  # for the threads of open feeds when the interpreter exits
-_UNKNOWN_BYTES = 2**34  # the free memory to assume where the system does not tell it
+_UNKNOWN_BYTES = 2**34  # assumed free memory, if the system does not report it
 _FINAL = (Forbidden, InvalidRequest, LimitExceeded, Unauthenticated, Unsupported)  # errors that waiting does not cure
 _RANDOM = random.Random()
 
@@ -65,7 +65,7 @@ class _Source:
 
     @property
     def about(self) -> dict[str, str]:
-        """The job and the table, as the files of rows name them."""
+        """The job and the table, in the form in which the files of rows name them."""
         return {"job": self.job, "table": self.table}
 
     def saved_shards(self) -> int:

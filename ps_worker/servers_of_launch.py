@@ -27,8 +27,8 @@ SERVER_SETTINGS = (
 )
 _NODES = ("shards", "shards_with_workers", "nnodes", "node_rank")
 WITHOUT_SERVERS = ("single", "ddp")
-# Settings of a worker that say of this machine what its servers need to know too. Certificates, metrics' ports and the
-# rest of them are each process' own.
+# Settings of a worker about this machine, which its servers need too. Others, such as certificates and ports of
+# metrics, differ between processes.
 _OF_BOTH = frozenset({"insecure", "metrics_insecure", "shared_directory", "native", "log_format"})
 
 
@@ -61,7 +61,7 @@ def starts_servers(arguments: argparse.Namespace) -> bool:
 
 
 def servers_plan(arguments: argparse.Namespace) -> ServersPlan:
-    """Returns what to start the servers of a launch with. Raises InvalidRequest for options that are no words."""
+    """Returns the plan for starting a launch's servers. Raises InvalidRequest for options that are no list of words."""
     from ps_launch.own_servers import ServersPlan, server_options
 
     if arguments.shards_with_workers:

@@ -1,4 +1,4 @@
-"""What `ps_torch.connect` returns: a session, one worker's part in one job.
+"""The session that `ps_torch.connect` returns: one worker's part in one job.
 
 prepare    Models, optimizers, loaders and schedulers are sorted and handed to the strategy of the mode. This file knows
            nothing else about how a worker trains.

@@ -1,4 +1,4 @@
-"""Values that the rooms of a worker hand to each other: how it trains, its place in a job, what it pushes and pulls."""
+"""Values that pass between the packages of a worker: options of training, rosters, assignments, results of calls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from ps_protocol.stages import StageSpec
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How models are trained: what `prepare` was told.
+    """The options of `prepare`.
 
-    bucket_bytes: of a full bucket; None: what the job has, or the server chooses
-    overlap:      whether full buckets leave while backward runs; None: once the script was seen to allow it
+    bucket_bytes: bytes of a full bucket; None: the running job's, or else the server chooses
+    overlap:      whether full buckets are sent while backward runs; None: after some steps that show that the script
+                  allows it
     ddp:          arguments for DistributedDataParallel
-    local:        how workers step by themselves; None in all modes but local:H
-    group:        the processes that together are this worker: a DeviceMesh or a process group; None: this one alone is
-    has_scaler:   whether the same call got a GradScaler, which leaves steps out
+    local:        the settings of local steps; None in all modes but local:H
+    group:        the processes that together are this worker: a DeviceMesh or a process group; None: only this one
+    has_scaler:   whether the same call got a GradScaler, which skips steps
     """
 
     bucket_bytes: int | None = None
@@ -38,9 +39,9 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Registration:
-    """A job that is registered: where its buckets are, the bytes of a full one, and its run.
+    """The result of registering a job: the shards of its buckets, the bytes of a full bucket, and its run.
 
-    stage_limit: how many stages it may come to; 0: the servers know none
+    stage_limit: the most stages that it may have; 0: the servers do not support stages
     """
 
     shard_map: ShardMap
@@ -53,7 +54,7 @@ class Registration:
 class Roster:
     """The workers that take part.
 
-    asked: the rank of the one that is to tell what its script has set, and the number of that request
+    asked: the rank that must report its script's settings, and the number of that request
     """
 
     ranks: tuple[int, ...]
@@ -66,11 +67,11 @@ class Roster:
 class BucketAssignment:
     """Weights, or one kind of optimizer state, that a script has set in a bucket before its next step.
 
-    absent:  positions of the slices that stay as they are
+    absent:  positions of the slices that stay unchanged
     state:   None: the payload is weights; "": the other slices lose all their state, and there is no payload
     payload: in the bucket's own type, or one float32 for each slice where the state is a number
-    stage:   of the script: that of the state
-    next:    what trains the bucket from the next step on, in place of all this
+    stage:   the script's stage, to which the state belongs
+    next:    the stage that the bucket enters with the next step, instead of an assignment
     """
 
     bucket: BucketSpec
@@ -83,7 +84,7 @@ class BucketAssignment:
 
 @dataclass(frozen=True)
 class PushResult:
-    """A push that is staged: its bytes, when it was, on the clock of time.perf_counter, and what they travelled as."""
+    """A staged push: its bytes, the time of staging on the clock of time.perf_counter, and its wire format."""
 
     size: int
     staged: float
@@ -94,8 +95,8 @@ class PushResult:
 class PullResult:
     """A pull that has landed.
 
-    sizes:      its bytes, by what they travelled as
-    waited:     seconds for which a bucket was held back at most
+    sizes:      its bytes, by wire format
+    waited:     the longest time in seconds for which a bucket was held back
     checkpoint: this worker's own state at this clock belongs to a checkpoint
     """
 

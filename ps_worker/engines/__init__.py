@@ -1,8 +1,8 @@
 """Engines that generate text with a job's newest weights while it trains. Each file needs its engine alone.
 
 vllm.py         vLLM: an engine for its weight transfer
-sglang.py       SGLang: a process beside it, which has it load each version from disk
-folders.py      Directories by which an engine is given versions
+sglang.py       SGLang: a separate process that makes it load each version from disk
+folders.py      Directories from which an engine loads versions
 huggingface.py  Hugging Face transformers in a small HTTP server
-answers.py      ASGI middleware: every answer says its version, and there is none before the first
+answers.py      ASGI middleware: every answer names its version, and there is no answer before the first one
 """

@@ -58,7 +58,7 @@ class TellsVersion:
             await self._app(scope, receive, _telling(send, self.version))
 
     async def _watch(self, scope: MutableMapping[str, Any], receive: Receive, send: Send, path: str) -> None:
-        """Lets a request that gives the engine weights through, and notes what became of it."""
+        """Passes on a request that gives the engine weights, and records its result."""
         body, status, given, is_over = bytearray(), 500, self._given, False
 
         async def seen() -> Message:
@@ -90,10 +90,10 @@ class TellsVersion:
             over()
 
     def _note(self, path: str, version: int | None, status: int, given: int) -> None:
-        """Notes what became of a request. given: how many had come to something when it began"""
+        """Records the result of a request. given: the number of such requests that had succeeded when it began"""
         if status in _NOT_DONE:
             return
-        # Of two updates at once, no answer says which the engine loaded last.
+        # After two updates at once, it is unknown which one the engine has loaded last.
         is_sure = status < 400 and given == self._given
         self._given += 1
         self._named = version if is_sure and path == _UPDATE else None

@@ -1,4 +1,4 @@
-"""Directories by which an engine is given weights: JOB/WIRE/VERSION, one for each version, each whole or not there."""
+"""Directories from which an engine loads weights: JOB/WIRE/VERSION, one for each version, each complete or absent."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _WEIGHTS = (".safetensors", ".bin", ".pt")
 
 
 def label(edition: Edition) -> str:
-    """Returns what tells an edition's weights from those of any other, also when this process is started again: another
-    run of the job, and a rollback, have others at the same version."""
+    """Returns a label that no edition with other weights has, even after a restart of this process. The version is not
+    enough: another run, or a rollback, has other weights at the same version.
+    """
     arrays = edition.arrays
     text = f"{edition.version}-{edition.run}-{arrays.timeline}"
     if arrays.buffers_version or not arrays.contents.spec.consistency.has_one_version:  # each bucket has its own
@@ -27,9 +28,9 @@ def label(edition: Edition) -> str:
 
 
 def saved(edition: Edition, folder: Path, base: Path | None, max_shard_bytes: int) -> Path:
-    """Returns the directory of an edition, which is written where it is not there.
+    """Returns the directory of an edition, and writes it if it is missing.
 
-    base: a checkpoint, whose files that are no weights are put beside the weights
+    base: a checkpoint, whose other files (configuration, tokenizer) are copied beside the weights
     """
     contents, version = edition.arrays.contents, label(edition)
     place = folder / contents.spec.name / contents.wire / version
@@ -49,7 +50,7 @@ def saved(edition: Edition, folder: Path, base: Path | None, max_shard_bytes: in
 
 
 def _move(beside: Path, place: Path) -> None:
-    """Moves a directory to its place, unless another follower has put the same there meanwhile."""
+    """Moves a directory to its final path, unless another follower has written the same one meanwhile."""
     try:
         beside.rename(place)
     except OSError:
@@ -58,7 +59,7 @@ def _move(beside: Path, place: Path) -> None:
 
 
 def tidy(place: Path) -> None:
-    """Removes all versions beside this but the newest other one, and what processes that died have left unfinished."""
+    """Removes all other versions except the newest, and unfinished directories of processes that died."""
     whole: list[tuple[float, Path]] = []
     for each in place.parent.iterdir():
         try:

@@ -50,7 +50,7 @@ class FollowingModels:
 
     @contextmanager
     def reading(self) -> Iterator[tuple[Any, int]]:
-        """Gives a model that does not change in the block, and its version."""
+        """A `with` block with a model that does not change in it, and the model's version."""
         model = self._free.get()
         try:
             with self.feed.reading(model) as version:

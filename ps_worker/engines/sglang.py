@@ -1,10 +1,10 @@
-"""SGLang follows a job: this process has it load each version from a directory. Needs nothing but a running SGLang.
+"""SGLang follows a job: this process makes it load each version from a directory. Needs only a running SGLang.
 
     python -m ps_torch.engines.sglang --server trainer:50051 --engine http://127.0.0.1:30000 \\
         --folder /dev/shm/weights --base /models/llama
 
-SGLang says the version of its weights in each answer, as `meta_info["weight_version"]`. One that was started again says
-"default" there, or what --weight-version says, until this process has given it the newest weights, which it does within
+SGLang names the version of its weights in each answer, as `meta_info["weight_version"]`. After a restart of SGLang that
+is "default", or the value of --weight-version, until this process has given it the newest weights, which happens within
 --look seconds. So old weights never pass for new ones.
 
 The interface is that of SGLang 0.5.23: POST /update_weights_from_disk and GET /model_info in
@@ -68,11 +68,11 @@ class DiskFollower:
         try:
             self._ask("/update_weights_from_disk", {"model_path": str(place), "weight_version": version})
         finally:
-            tidy(place)  # also where an engine takes none: the folder may lie in memory
+            tidy(place)  # even if the engine refuses the version: the folder may lie in memory
         return True
 
     def follow(self, ended: threading.Event, look: float = 1.0) -> None:
-        """Updates the engine until the event is set or the job has ended, also one that was started again.
+        """Updates the engine until the event is set or the job has ended. An engine that was restarted is updated too.
 
         look: seconds between two looks
         """

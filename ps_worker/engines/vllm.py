@@ -95,7 +95,7 @@ class FeedTransferEngine(WeightTransferEngine[FollowInfo, WantedVersion]):
             raise
 
     def finish_weight_update(self) -> None:
-        """Has the model use what was loaded. Raises RuntimeError if nothing was."""
+        """Makes the model use the loaded weights. Raises RuntimeError if none were loaded."""
         received = self._received
         self._end_update()
         if received < 0:
@@ -110,7 +110,9 @@ class FeedTransferEngine(WeightTransferEngine[FollowInfo, WantedVersion]):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """Raises NotImplementedError. vLLM has this for trainers that send weights; here the servers send them."""
+        """Raises NotImplementedError. vLLM has this method for trainers that send weights; in this project the servers
+        send them.
+        """
         raise NotImplementedError("parameter servers send the weights: the trainer has nothing to do")
 
     def _end_update(self) -> None:
@@ -133,7 +135,7 @@ class FeedTransferEngine(WeightTransferEngine[FollowInfo, WantedVersion]):
         return int(version)
 
     def _newest(self, wanted: WantedVersion) -> tuple[dict[str, torch.Tensor], Any]:
-        """Returns an edition's tensors, and what the other workers are told: version and layout, or an error."""
+        """Returns an edition's tensors, and the message for the other workers: version and layout, or an error."""
         if self._feed is None:
             return {}, "init_weight_transfer_engine comes first: this engine follows no job"
         try:

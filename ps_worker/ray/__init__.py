@@ -24,7 +24,7 @@ __all__ = ["ParameterServer", "PsConfig", "WorkerProcess", "WorkerSettings"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports Ray Train, and pandas with it, when its backend is asked for: plain actors do without."""
+    """Imports Ray Train, and pandas with it, when its backend is first used: plain actors run without them."""
     if name == "PsConfig":
         from ps_worker.ray.train import PsConfig
 

@@ -38,10 +38,10 @@ _HIDDEN = ("PS_", "RAY_TRAIN_")  # variables of the actor's process that are not
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """What the process of one actor is started with.
+    """The command line of the process of one actor.
 
     arguments: the command of `ps-server` and its options; the same each time
-    again:     more of them for a process that takes the place of another one
+    again:     further options for a process that replaces an earlier one
     """
 
     arguments: tuple[str, ...]
@@ -50,12 +50,12 @@ class ServerPlan:
 
 
 class _ServerActor:
-    """An actor with one server process. `place`: where that is."""
+    """An actor with one server process. `place`: the process's address."""
 
     def __init__(self, plan: ServerPlan, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Returns when the server is ready.
 
-        meanwhile: called now and then until it is
+        meanwhile: called now and then until the server is ready
         Raises PSError with the server's own words if the first process of this actor does not start.
         """
         self._files = plan.certificates.unpack() if plan.certificates is not None else {}
@@ -69,7 +69,7 @@ class _ServerActor:
                 break
             if is_first:
                 raise PSError(f"ps-server {plan.arguments[0]} does not start: {self._server.last_words()}")
-            # What it needs may be on its way out: its port, for one.
+            # A resource that it needs, such as its port, may still be in use by the old process.
             threading.Event().wait(restarts.after(0.0))
         self.place = place
         try:
@@ -94,20 +94,22 @@ class _ServerActor:
         code = self._server.await_end()
         if self._is_wanted:
             print(f"ps-server (process {self._server.pid}) ended with code {code}", file=sys.stderr, flush=True)
-            os._exit(1)  # which Ray takes for a crash: it starts this actor again
+            os._exit(1)  # to Ray this is a crash, so it restarts this actor
 
     def stop(self, seconds: float) -> None:
-        """Ends the server in order, and leaves the actor without it. It is to be killed then."""
+        """Ends the server in order. The actor has no server afterwards, and must be killed."""
         self._is_wanted = False
         self._server.stop(seconds)
 
 
 class CoordinatorActor(_ServerActor):
-    """The coordinator's actor, and the launcher that reports what Ray sees. It knows the process of each shard."""
+    """The coordinator's actor. It also reports ended processes to the coordinator, as Ray notices them, and knows the
+    process of each shard.
+    """
 
     def __init__(self, plan: ServerPlan, address: str, insecure: bool) -> None:
         self._address = address
-        self._processes: dict[int, int] = {}  # of each shard, the one that was ready last
+        self._processes: dict[int, int] = {}  # by shard, the process that was last ready
         self._insecure = insecure
         super().__init__(plan)
         files = (self._files.get(name) for name in ("PS_TLS_CERT", "PS_TLS_KEY", "PS_TLS_CA"))
@@ -119,16 +121,16 @@ class CoordinatorActor(_ServerActor):
         return True
 
     def shard_is_ready(self, index: int, process: int) -> None:
-        """Takes down which process a shard has."""
+        """Records a shard's process."""
         self._processes[index] = process
 
     def shard_has_ended(self, index: int) -> bool:
-        """Reports that the process that a shard had is gone; returns whether it was the shard until now."""
+        """Reports that a shard's process has ended; returns whether it was the shard until now."""
         process = self._processes.get(index)
         return process is not None and report_shard_end(self._address, index, process, self._access)
 
     def worker_has_ended(self, worker: WorkerProcess) -> tuple[int, ...]:
-        """Reports that a worker's process is gone; returns the ranks that were taken off, none where the job has ended.
+        """Reports that a worker's process has ended; returns the removed ranks, none if the job has ended.
 
         Raises PSError.
         """
@@ -138,7 +140,9 @@ class CoordinatorActor(_ServerActor):
         return ()
 
     def status(self) -> dict[str, Any]:
-        """Returns what is running, as `ps-server status --json` has it. Raises PSError with the command's error."""
+        """Returns the cluster's status, as `ps-server status --json` prints it. Raises PSError with the command's
+        error.
+        """
         command = [sys.executable, *own_program("ps_server", "status", "--json", "--server", self._address)]
         variables = {name: text for name, text in self._environment().items() if name != "PS_TOKENS"}
         done = subprocess.run(
@@ -161,7 +165,7 @@ class ShardActor(_ServerActor):
     def __init__(self, plan: ServerPlan, index: int, coordinator: str) -> None:
         """Returns when the coordinator knows the shard.
 
-        plan:        without the address to listen at, which is this node's
+        plan:        without the address to listen at: it is this node's
         coordinator: the name of its actor. A handle would be an object of the driver's that Ray might lose
         """
         self._index, self._coordinator = index, ray.get_actor(coordinator)
@@ -172,7 +176,7 @@ class ShardActor(_ServerActor):
         self._tell(self._coordinator.shard_is_ready, index, int(self.place["process"]))
 
     def address(self) -> str:
-        """Returns where the shard is."""
+        """Returns the shard's address."""
         return self.place["address"]
 
     def _report_predecessor(self) -> None:

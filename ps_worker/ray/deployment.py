@@ -1,4 +1,4 @@
-"""What travels between the processes of a Ray cluster: which servers to start, and what a worker is told."""
+"""Values that travel between the processes of a Ray cluster: the servers to start, and the settings of workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVER, WORKER = "server", "worker"
 class Certificates:
     """The contents of TLS files, which go to other nodes as arguments of actors.
 
-    roles: what the holders of certificates may do, as `ps-server --tokens` reads it; empty: servers do not ask
+    roles: the permissions by certificate, for `ps-server --tokens`; empty: servers require no certificate
     """
 
     ca: bytes
@@ -33,7 +33,7 @@ class Certificates:
 
     @classmethod
     def read(cls, directory: Path, holder: str) -> Certificates:
-        """Reads ca.pem, HOLDER.pem, HOLDER.key and, where it is, roles. Raises InvalidRequest."""
+        """Reads ca.pem, HOLDER.pem, HOLDER.key and, if it exists, roles. Raises InvalidRequest."""
         roles = directory / "roles"
         try:
             ca, cert, key = ((directory / name).read_bytes() for name in ("ca.pem", f"{holder}.pem", f"{holder}.key"))
@@ -45,8 +45,9 @@ class Certificates:
             ) from None
 
     def unpack(self) -> dict[str, str]:
-        """Returns the variables that name the files, which are in this process' memory: it may be killed at any time,
-        and leaves no key on a disk. Children of this process can read them while it is there."""
+        """Writes the files to this process's memory; returns the environment variables with their paths. A process that
+        is killed so leaves no key on a disk. Its children can read the files while it lives.
+        """
         contents = {"PS_TLS_CA": self.ca, "PS_TLS_CERT": self.cert, "PS_TLS_KEY": self.key, "PS_TOKENS": self.roles}
         return {variable: _in_memory(variable, content) for variable, content in contents.items() if content}
 
@@ -62,7 +63,7 @@ def _in_memory(name: str, content: bytes) -> str:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Which servers to start, and with what; see `ParameterServer`. Raises InvalidRequest for what cannot be."""
+    """The servers to start, with their settings; see `ParameterServer`. Raises InvalidRequest for impossible ones."""
 
     shards: int = 2
     checkpoint_dir: str | None = None
@@ -81,11 +82,13 @@ class Deployment:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What Ray reserves for each shard."""
+        """The resources that Ray reserves for each shard."""
         return dict(self.resources_per_shard or {"CPU": 1})
 
     def options(self) -> tuple[str, ...]:
-        """Returns the options that coordinator and shards have alike. Raises InvalidRequest for what is no words."""
+        """Returns the options that coordinator and shards share. Raises InvalidRequest for a text that is no list of
+        words.
+        """
         checkpoints = self.checkpoint_dir, self.checkpoint_every, self.restore
         options = server_options(*checkpoints, self.server_options, "server_options")
         return *["--insecure"] * self.insecure, *options
@@ -97,7 +100,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """A worker's process, as the coordinator knows it: by it a launcher reports its end."""
+    """The identity of a worker's process. A launcher reports the process's end to the coordinator with it."""
 
     job: str
     launch: str
@@ -107,7 +110,7 @@ class WorkerProcess:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What the workers of one job are told. It may be handed to any actor or task.
+    """The settings of a job's workers. They may be passed to any actor or task.
 
     more: other settings of a worker, by name: start_timeout=60
     """

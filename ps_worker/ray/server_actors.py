@@ -1,4 +1,4 @@
-"""`ParameterServer`: a coordinator and shards as actors of Ray, where they run, and how they end."""
+"""`ParameterServer`: a coordinator and shards as actors of Ray, their nodes, and their end."""
 
 from __future__ import annotations
 
@@ -216,13 +216,13 @@ class ParameterServer:
 
 
 def _free_address() -> str:
-    """Returns an address of this node that nothing listens at: the coordinator has it for good."""
+    """Returns an unused address of this node, which the coordinator keeps."""
     host = ray.util.get_node_ip_address()
     return f"[{host}]:{free_port(host)}" if ":" in host else f"{host}:{free_port(host)}"
 
 
 def _no_room(deployment: Deployment) -> str:
-    """Says what was asked for, how much of that the cluster has, and what to change."""
+    """Returns a text: the requested resources, how much of them the cluster has, and what to change."""
     asked, there, free = deployment.resources, ray.cluster_resources(), ray.available_resources()
 
     def text(kind: str, amount: float) -> str:
@@ -237,7 +237,7 @@ def _no_room(deployment: Deployment) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Returns what an actor said of itself, out of the trace in which Ray wraps it."""
+    """Returns an actor's own error message, out of the trace in which Ray wraps it."""
     cause = getattr(error, "cause", None)
     text = str(cause if cause is not None else error).strip()
     _, mark, own = text.rpartition("PSError: ")

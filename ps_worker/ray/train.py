@@ -24,7 +24,9 @@ log = logging.getLogger("ps_worker")
 
 @contextlib.contextmanager
 def _leaving() -> Iterator[None]:
-    """Has a worker whose function returns leave its job: Ray kills the process later. One that fails is reported."""
+    """A context around a worker's function: when the function returns, the worker leaves its job, as Ray kills the
+    process later. A worker that fails is reported.
+    """
     from ps_worker.connecting import close_open_sessions
 
     yield
@@ -64,12 +66,12 @@ class PsConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What Ray Train runs beside its controller."""
+        """Returns the class that Ray Train runs beside its controller."""
         return _PsBackend
 
     @property
     def train_func_context(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """What is around the training function in each worker."""
+        """Returns the context around the training function in each worker."""
         return _leaving
 
 
@@ -81,10 +83,12 @@ class _PsBackend(Backend):
     def __init__(self) -> None:
         self._servers: ParameterServer | None = None
         self._settings: WorkerSettings | None = None
-        self._ended: list[WorkerProcess] = []  # those that Ray was about to kill
+        self._ended: list[WorkerProcess] = []  # workers that Ray was about to kill
 
     def on_start(self, worker_group: Any, backend_config: PsConfig) -> None:
-        """Tells workers that begin what `ps_torch.connect()` reads: all of a run, or one that replaces another."""
+        """Sets the variables for `ps_torch.connect()` in starting workers: all of a run, or one that replaces
+        another.
+        """
         if self._servers is None:
             self._servers = backend_config.servers or ParameterServer.of(backend_config.deployment)
         if self._settings is None:
@@ -100,7 +104,9 @@ class _PsBackend(Backend):
         ray.get(answers)
 
     def on_shutdown(self, worker_group: Any, backend_config: PsConfig) -> None:
-        """Has the coordinator told of workers that failed, or are about to be killed. Those that left do not count."""
+        """Reports workers that failed, or are about to be killed, to the coordinator. Workers that have left are not
+        reported.
+        """
         settings = self._settings
         if settings is None:
             return

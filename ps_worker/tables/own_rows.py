@@ -100,7 +100,7 @@ class Rows(Protocol):
         """Returns all rows with their state, as the bytes of a safetensors file."""
 
     def load(self, state: bytes) -> None:
-        """Replaces all rows by those that another one's `state` has returned. Raises InvalidRequest for other bytes."""
+        """Replaces all rows by those that another `state` has returned. Raises InvalidRequest for other bytes."""
 
     def share(self, exchange: Exchange | None, rank: int) -> None:
         """Begins to step together with other ranks, all with the rows of rank 0; None: this process steps alone."""
@@ -262,7 +262,7 @@ class LocalRows:
         return saved_rows(self.snapshot(), self.seed)
 
     def load(self, state: bytes) -> None:
-        """Replaces all rows by those that another one's `state` has returned. Raises InvalidRequest for other bytes."""
+        """Replaces all rows by those that another `state` has returned. Raises InvalidRequest for other bytes."""
         try:
             rows = safetensors.torch.load(state)
             seed = int(rows.pop("seed")) % 2**64

@@ -53,7 +53,7 @@ class TablePart:
 
     content: a safetensors file, with the tensors of Table.snapshot; empty if only the number of rows was requested
     count:   the number of rows
-    seed:    of rows that are not trained
+    seed:    the seed of rows that are not trained
     """
 
     content: bytes
@@ -67,7 +67,7 @@ class FirstRows:
 
     name:  the table's name
     rows:  in the form of Table.snapshot; empty if there are none
-    seed:  of rows that are not trained
+    seed:  the seed of rows that are not trained
     given: vectors that are still to be read, instead of rows
     """
 

@@ -25,7 +25,7 @@ MOST_RANKS = 10_000  # tracks of one bucket of a shard
 class BucketMoments(NamedTuple):
     """One bucket of one step, in seconds on the clock of time.perf_counter.
 
-    on_shard: staged, applied and admitted; empty: the shard has not told them
+    on_shard: staged, applied and admitted; empty: unknown
     error:    seconds by which these three may be off
     """
 
@@ -54,7 +54,7 @@ class StepMoments(NamedTuple):
 
 
 def write(path: Path, rank: int, steps: Sequence[StepMoments], member: int | None = None) -> None:
-    """Writes the trace of one worker, or of a member of its group, in place of a file that is there. Raises OSError."""
+    """Writes the trace of one worker, or of a member of its group. Replaces an existing file. Raises OSError."""
     since_1970 = time.time() - time.perf_counter()
     trace = {"displayTimeUnit": "ms", "traceEvents": list(events(rank, steps, since_1970, member))}
     half = path.with_name(f"{path.name}.{os.getpid()}")
@@ -69,7 +69,7 @@ def events(rank: int, steps: Sequence[StepMoments], since_1970: float, member: i
     """Yields the events of one worker's trace.
 
     since_1970: seconds from then to zero on the clock of the moments
-    member: whose they are, where the worker is a group; None: it is one process
+    member: the member's number, if the worker is a group; None: it is one process
     """
     worker = FIRST_WORKER + rank + MOST_RANKS * (member or 0)
     name = f"worker {rank}" if member is None else f"member {member} of group {rank}"

@@ -1,7 +1,8 @@
-"""The clocks of shards, on this worker's own.
+"""Converts the clocks of shards to this worker's clock.
 
-A worker asks a shard for its clock, and takes the answer for the time in the middle of the round trip. It is off by
-half the round trip at most, however the two ways share it. Of several round trips the smallest counts.
+A worker asks a shard for its clock, and assumes that the answer is the time in the middle of the round trip. The error
+is at most half the round trip, however unequal the two ways are. Of several round trips the shortest counts (Cristian's
+algorithm).
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# After which clocks are read anew: those of two hosts drift apart by up to some 50 microseconds a second.
+# Clocks are read again after this time: two hosts drift apart by up to some 50 microseconds a second.
 READ_AGAIN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class ClockReading:
-    """A shard's clock, as it was read: in seconds. asked, answered: on this worker's clock"""
+    """A reading of a shard's clock, in seconds. asked, answered: on this worker's clock"""
 
     asked: float
     answered: float
@@ -28,7 +29,7 @@ class ClockReading:
         return (self.answered - self.asked) / 2
 
     def own(self, moment: float) -> float:
-        """Returns a moment of the shard's clock on this worker's."""
+        """Converts a moment of the shard's clock to this worker's clock."""
         return moment - self.clock + (self.asked + self.answered) / 2
 
 
@@ -45,13 +46,13 @@ class ShardClocks:
         return self._read_at is None or time.perf_counter() - self._read_at >= READ_AGAIN_SECONDS
 
     def read(self, readings: Iterable[tuple[int, ClockReading]]) -> None:
-        """Takes readings, each with its shard: the best of them stands in place of all before."""
+        """Adds readings, each with its shard. The best of them replaces all earlier ones."""
         for shard, reading in sorted(readings, key=lambda each: -each[1].error):
             self._best[shard] = reading
         self._read_at = time.perf_counter()
 
     def of(self, shard: int) -> ClockReading | None:
-        """Returns the best reading; None: the shard has not told its clock."""
+        """Returns the best reading; None: there is none."""
         return self._best.get(shard)
 
     def forget(self) -> None:

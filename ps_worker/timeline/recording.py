@@ -1,9 +1,9 @@
-"""What is noted of the steps that are recorded; of all others, nothing.
+"""Records the moments of the wanted steps. Other steps cost nothing.
 
 ready    backward has made the bucket's last gradient. On a GPU its kernel is queued by then
 sent     the bucket leaves: its message, its draft, or the notice that it lies in shared memory
 staged, applied, admitted: the shard's, as the pull brings them
-landed   the new weights are here. On a GPU their copy is queued by then
+landed   the new weights are in the model. On a GPU their copy is queued by then
 
 A step begins where the one before ends. One that does not count, because its worker lost its place, is left out.
 """
@@ -45,7 +45,7 @@ class RecordedStep:
     """The moments of a step that is recorded, on the clock of time.perf_counter. Methods are for any thread."""
 
     def __init__(self, clock: int, clocks: ShardClocks) -> None:
-        """clock: that of the worker once the step has ended"""
+        """clock: the worker's clock after the step"""
         self._clock, self._clocks = clock, clocks
         self._began = self._pushing = time.perf_counter()
         self._gradients: dict[int, float] = {}  # by parameter; a later backward counts
@@ -54,15 +54,15 @@ class RecordedStep:
         self._landed: dict[int, tuple[float, int, PulledBucket]] = {}
 
     def gradient(self, parameter: int) -> None:
-        """Notes that backward has finished a gradient."""
+        """Records that backward has finished a gradient."""
         self._gradients[parameter] = time.perf_counter()
 
     def pushing(self) -> None:
-        """Notes that `optimizer.step()` pushes."""
+        """Records that `optimizer.step()` begins to push."""
         self._pushing = time.perf_counter()
 
     def sent(self, buckets: Iterable[int], draft: bool = False) -> None:
-        """Notes that buckets leave. draft: it may be that another push takes their place"""
+        """Records that buckets are sent. draft: another push may replace them"""
         now = time.perf_counter()
         for bucket in buckets:
             if draft:
@@ -71,7 +71,7 @@ class RecordedStep:
                 self._sent.setdefault(bucket, now)
 
     def landed(self, shard: int, pulled: PulledBucket) -> None:
-        """Notes that a bucket has come back from a shard."""
+        """Records that a bucket has come back from a shard."""
         # Without its payload, which would stay in memory.
         self._landed[pulled.bucket] = time.perf_counter(), shard, pulled._replace(payload=NO_PAYLOAD)
 
@@ -99,7 +99,7 @@ class Timeline:
 
     step:   the step that is being made; None: it is not recorded
     clocks: of the shards
-    wanted: the steps to record. None: no step need be begun or ended here
+    wanted: the steps to record. None: none; `begin_step` and `end_step` need not be called
     """
 
     def __init__(self) -> None:
@@ -115,12 +115,12 @@ class Timeline:
         self._kept = 0  # buckets in these
 
     def record(self, wanted: RecordingRequest) -> None:
-        """Asks for a recording from the next step that begins; what was recorded before is written first."""
+        """Begins a recording with the next step. An earlier recording is written first."""
         self.close()
         self.wanted, self._made = wanted, -1 if self._is_connected else 0
 
     def describe(self, layout: Layout, member: int | None = None) -> None:
-        """Tells what the buckets of the job hold. member: which one of its group this process is, where it is in one"""
+        """Sets the layout of the job's buckets. member: this process's number in its group, if it is in one"""
         self._layout, self._member = layout, member
 
     def connect(self) -> None:
@@ -129,14 +129,16 @@ class Timeline:
         self.clocks.forget()
 
     def begin_step(self, clock: int, rank: int) -> bool:
-        """Begins the step that leads to a clock, in place of one that has not ended. Returns whether it is recorded."""
+        """Begins the step that leads to a clock. A step that has not ended is dropped. Returns whether it is
+        recorded.
+        """
         wanted, self._rank = self.wanted, rank
         recorded = wanted is not None and self._made + 1 >= wanted.first
         self.step = RecordedStep(clock, self.clocks) if recorded else None
         return recorded
 
     def end_step(self) -> None:
-        """Ends the current step. After the last step that was asked for, writes the timeline's file."""
+        """Ends the current step. After the last wanted step, writes the timeline's file."""
         wanted, step, self.step = self.wanted, self.step, None
         if wanted is None:
             return
@@ -151,7 +153,7 @@ class Timeline:
                 self.close()
 
     def close(self) -> None:
-        """Writes what was recorded, and ends the recording."""
+        """Writes the recorded steps, and ends the recording."""
         wanted, steps = self.wanted, self._steps
         if wanted is None:
             return
