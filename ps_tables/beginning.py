@@ -25,14 +25,14 @@ def row_columns(optimizer: str, values: HyperParameters, dim: int, with_state: b
 
 
 def row_size(columns: Mapping[str, int]) -> int:
-    """Returns the bytes of a row in a message. columns: see row_columns; empty: those of an id that waits
-    for admission
+    """Returns the bytes of a row in a message. columns: see row_columns; empty: the bytes of an id that waits for
+    admission
     """
     return 16 + 4 * sum(columns.values()) if columns else 8 * len(_WAITING)
 
 
 def encoded(tensors: Mapping[str, torch.Tensor], columns: Mapping[str, int]) -> bytes:
-    """Encodes rows, or ids that wait for admission. columns: those of the rows; empty: the tensors are of such ids"""
+    """Encodes rows, or ids that wait for admission. columns: of the rows; empty: the tensors are of waiting ids"""
     named = ("ids", "last", *columns) if columns else _WAITING
     types = {torch.int64: "<i8", torch.float32: "<f4"}
     return b"".join(tensors[name].numpy().astype(types[tensors[name].dtype], copy=False).tobytes() for name in named)

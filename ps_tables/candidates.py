@@ -31,7 +31,8 @@ class Candidates:
         self._capacity = capacity
         self._counts: npt.NDArray[np.uint32] = reserved(capacity, np.uint32)
         self.entries = Entries(capacity, salt)
-        self.removed = RemovedIds(capacity)  # ids that waited and do not any more, but for those that expired
+        # Ids that no longer wait: admitted or pushed out, but not those that expired
+        self.removed = RemovedIds(capacity)
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +51,7 @@ class Candidates:
         return EntriesCopy(self.entries, version, since, {"counts": CopiedColumn(None, torch.int64)}, self._read)
 
     def restore(self, ids: Ids, counts: Counts, last: npt.NDArray[np.int64], version: int) -> None:
-        """Adds ids, as `snapshot` returns them, as far as there is room: those that occurred last are kept.
+        """Adds ids, as `snapshot` returns them. If there is no room for all, those that occurred last are kept.
 
         version: that of the table
         """

@@ -20,23 +20,25 @@ from ps_tables.places import Column
 
 
 class Changes:
-    """A walk. The caller must not train the table during the constructor and during each `take`.
+    """One walk. The caller must not train the table during the constructor and during each `take`.
 
-    version: of the table at its beginning; the next walk starts after it
-    full: whether it returns all rows; further rows of a copy were removed
+    version: of the table at the beginning of the walk; the next walk starts after it
+    full: whether the walk returns all rows; a reader's copy then drops its other rows
     """
 
     def __init__(self, rows: Entries, weights: Column, since: int, version: int, removed: Iterable[Ids] | None) -> None:
-        """since: the version before; removed: None: it is not known what was removed since then"""
+        """since: the version after which rows count as changed
+        removed: the ids removed since then; None: unknown
+        """
         self.version, self.full = version, removed is None
-        self._removed = deque(removed or ())  # the arrays of the table: no walk has a copy
+        self._removed = deque(removed or ())  # the table's own arrays, which no walk copies
         self._rows, self._weights, self._since = rows, weights, since
         # Rows with later numbers are newer than the walk: the next one brings them.
         self._next, self._end = 0, rows.end if since < version else 0
 
     def take_removed(self, most: int) -> Ids:
-        """Returns the next ids of rows that were removed after the version before, at most `most`. Some may be rows
-        again; then `take` returns them, too.
+        """Returns the next ids of removed rows, at most `most`. Some of these ids may have a new row; then `take`
+        returns it, too.
 
         The table may be trained meanwhile.
         """

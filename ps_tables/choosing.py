@@ -44,7 +44,7 @@ def library_in_use() -> str:
 def choose(how: str, folder: Path = FOLDER) -> Choice:
     """Selects the loops of this process, and returns the selection. A failure is no error: numpy gives the same bits.
 
-    how: "auto": those of the best library that this processor can run; "off": none
+    how: "auto": the best library that this processor can run; "off": numpy and torch
     """
     in_use.use(None)
     if how == OFF:

@@ -48,7 +48,7 @@ class ColdFile(Protocol):
         """Bytes on disk."""
 
     def read(self, places: RowNumbers) -> Records:
-        """Returns records that were written."""
+        """Returns records that were written, by their numbers."""
 
     def write(self, places: RowNumbers, records: Records) -> bool:
         """Writes records in ascending order of their numbers. Returns False if the disk refuses; their content is then
@@ -56,7 +56,7 @@ class ColdFile(Protocol):
 
 
 class _Column:
-    """One array of rows, which are read by their numbers wherever they lie."""
+    """One array of rows, which are read by their numbers, from memory or from the file."""
 
     def __init__(self, places: WithFile, name: str, dim: int) -> None:
         self._places, self._name, self.dim = places, name, dim
@@ -67,7 +67,7 @@ class _Column:
 
 
 class WithFile(Places):
-    """The places of rows, most of which may be in a file.
+    """Maps the number of each row to its position, in memory or in a file. Most rows may be in the file.
 
     arrays:    by name, memory for the rows
     capacity:  the most rows, in memory and in the file together
@@ -77,10 +77,11 @@ class WithFile(Places):
     def __init__(self, arrays: Mapping[str, RowArray], capacity: int, in_memory: int, file: ColdFile) -> None:
         self._arrays, self._capacity, self._in_memory, self._file = arrays, capacity, in_memory, file
         self.columns = {name: _Column(self, name, array.dim) for name, array in arrays.items()}
-        # By number: 0: nowhere; above: the place in memory and 1; below: the place in the file, as -1 - place.
+        # By number, where a row is. 0: nowhere; above 0: its position in memory, plus 1; below 0: -1 minus its position
+        # in the file.
         self._places: npt.NDArray[np.int32] = reserved(capacity, np.int32)
         self._memory, self._cold = Numbers(), Numbers()
-        self._end = 0  # no number from here on ever had a place
+        self._end = 0  # numbers from this one on never had a position
         self._moves = False  # rows move until memory has room again
         self._next = 0  # number that the walk comes to
         self._before = 0  # it moves rows that were trained last before this version
@@ -90,7 +91,7 @@ class WithFile(Places):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def of(self, numbers: RowNumbers) -> RowNumbers:
-        """Returns the places of rows in memory; reads rows that are in the file into memory first."""
+        """Returns the positions of rows in memory. Rows that are in the file are first read into memory."""
         places = self._places.take(numbers).astype(np.int64)
         cold = np.flatnonzero(places < 0)
         for first in range(0, len(cold), _COPIED):
@@ -105,7 +106,7 @@ class WithFile(Places):
         return places - 1
 
     def of_new(self, numbers: RowNumbers) -> RowNumbers:
-        """Returns places in memory for new rows. A number that still has the place of an expired row keeps it."""
+        """Returns positions in memory for new rows. A number that still has the position of an expired row keeps it."""
         places = self._places.take(numbers).astype(np.int64)
         self._cold.give_back(-1 - places[places < 0])
         missing = np.flatnonzero(places <= 0)
@@ -113,9 +114,10 @@ class WithFile(Places):
         return places - 1
 
     def fill(self, numbers: RowNumbers, last: Versions, write: Fill, more: int = 0) -> None:
-        """Writes rows by `write`, some at a time, those trained longest ago first, which then move to the file.
+        """Writes rows by calls of `write`, some at a time. The rows trained longest ago come first, and move to the
+        file.
 
-        last: the version that trained each
+        last: the version that trained each row
         more: how many rows later calls will write
         """
         order = np.argsort(last, kind="stable")
@@ -145,7 +147,9 @@ class WithFile(Places):
             left -= self._walk(rows, version, left)
 
     def _walk(self, rows: Entries, version: int, most: int) -> int:
-        """Looks at some numbers: takes the places of what are no rows any more, and moves rows; returns how many."""
+        """Visits the next block of numbers: releases the positions of rows that were removed, and moves rows to the
+        file. Returns how many rows it moved.
+        """
         if self._next >= self._end:
             self._next, self._before = 0, min(version, self._age(rows))
         block = slice(self._next, min(self._end, self._next + BLOCK))
@@ -180,7 +184,7 @@ class WithFile(Places):
             first += array.dim
         to = self._cold.take(len(numbers))
         if not self._file.write(to, records):
-            # Places that the file has no room for any more would be taken before those that it has.
+            # Only positions that still fit in the file are given back: others would be allocated first.
             self._cold.give_back(to[to < self._file.room])
             self._cold.drop(to[to >= self._file.room])
             return self._move(numbers)  # as many as fit now
@@ -189,7 +193,7 @@ class WithFile(Places):
         return len(numbers)
 
     def _taken(self, numbers: RowNumbers) -> RowNumbers:
-        """Gives rows places in memory."""
+        """Allocates a position in memory for each of these rows. Returns the positions."""
         taken = self._memory.take(len(numbers))
         self._places[numbers] = taken + 1
         self._end = max(self._end, int(np.max(numbers, initial=-1)) + 1)
@@ -204,12 +208,10 @@ class WithFile(Places):
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def read(self, numbers: RowNumbers, out: Mapping[str, torch.Tensor]) -> None:
-        """Copies rows out of several columns: first those in memory, then those in the file, in the order
-        of the file.
-        """
+        """Copies rows out of several columns: first those in memory, then those in the file, in its order."""
         places = self._places.take(numbers, mode="clip").astype(np.int64)
         for name, tensor in out.items():
-            self._arrays[name].read(places - 1, tensor)  # what is in the file gets any row
+            self._arrays[name].read(places - 1, tensor)  # rows in the file get any value until they are read below
         cold = np.flatnonzero((places < 0) & (numbers >= 0))
         cold = cold[np.argsort(-places[cold])]
         for first in range(0, len(cold), _COPIED):
@@ -242,7 +244,7 @@ class WithFile(Places):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of the places."""
+        """Bytes of memory that the map from numbers to positions takes."""
         return self._end * self._places.itemsize
 
     @property

@@ -110,7 +110,9 @@ class TableCopy:
     def __init__(
         self, rows: EntriesCopy, waiting: EntriesCopy | None, since: int | None, others: Mapping[str, torch.Tensor]
     ) -> None:
-        """waiting: ids that are not admitted yet; others: what is complete already"""
+        """waiting: the copy of ids that are not admitted yet
+        others:  tensors that are complete already
+        """
         self._rows, self._waiting, self._others = rows, waiting, others
         self.since, self.changed = since, rows.count
         self.is_ended = False

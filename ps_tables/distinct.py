@@ -15,7 +15,7 @@ class Distinct(NamedTuple):
     """The ids of a batch, once each.
 
     ids:    [m], by shard, and then in the order of the batch
-    places: [n], the index of each id of the batch among those
+    places: [n], the index in `ids` of each id of the batch
     counts: [m], how often each occurs in the batch
     ends:   [shards], where the ids of each shard end
     """
@@ -37,8 +37,8 @@ def distinct(ids: Ids, salt: int = 0, shards: int = 1) -> Distinct:
     slots_count = 1 << (2 * len(ids) + 2).bit_length()
     mask = np.int64(slots_count - 1)
     slots = mix(ids ^ np.int64(salt)).view(np.int64) & mask
-    owner = np.full(slots_count, -1, np.int32)  # by slot, the place in the batch of the id that has it
-    first = np.empty(len(ids), np.int64)  # by place, the place of the id's owner
+    owner = np.full(slots_count, -1, np.int32)  # by slot, the position in the batch of the id that has it
+    first = np.empty(len(ids), np.int64)  # by position in the batch, the position of the id's first occurrence
     waiting = np.arange(len(ids))
     while len(waiting):
         at = slots[waiting]

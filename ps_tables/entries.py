@@ -73,7 +73,7 @@ class Entries:
     def find(self, ids: Ids) -> RowNumbers:
         """Returns the number of each id's entry, -1 where it has none: [n] to [n]. Ids may repeat."""
         numbers = self._index.find(ids)
-        if self._live < len(self._index):  # some have expired and are in the index still
+        if self._live < len(self._index):  # some entries have expired, and are still in the index
             numbers[self._used.take(numbers, mode="clip") < self._threshold] = -1
         return numbers
 
@@ -184,7 +184,7 @@ class Entries:
         return self._threshold + self._base
 
     def within(self, numbers: RowNumbers, first: int, last: int) -> RowNumbers:
-        """Returns those of these numbers that were last used by a version from `first` to `last`, also expired ones."""
+        """Returns the numbers whose entry was last used by a version from `first` to `last`, also if expired."""
         return numbers[_between(self._used.take(numbers), first - self._base, last - self._base)]
 
     def count_within(self, first: int, last: int) -> int:
@@ -229,7 +229,9 @@ class Entries:
             self._free = np.concatenate([self._free, numbers])
 
     def _rebase(self, shift: int) -> None:
-        """Counts versions from a later one on, so that 32 bits hold them: those before it become that one."""
+        """Moves the base of the stored versions forward by `shift`, so that they fit into 32 bits. Versions before the
+        new base become the base.
+        """
         if self._told is not None:
             self._told(np.arange(self._end))
         self.exact_since = self._base + shift + _HIGHEST // 2
@@ -243,6 +245,8 @@ class Entries:
 
 
 def _between(used: npt.NDArray[np.uint32], first: int, last: int) -> npt.NDArray[np.bool_]:
-    """Returns the numbers whose last use is by a version of a range, minus the base: no free number."""
+    """Returns the numbers whose last use is by a version from `first` to `last`, both relative to the base. A free
+    number is never among them.
+    """
     between: npt.NDArray[np.bool_] = (used >= max(1, first)) & (used <= max(0, last))
     return between

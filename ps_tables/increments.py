@@ -4,10 +4,11 @@ increments.
 An increment has, by the names of Table.snapshot, the rows that were trained after a version, and the ids that have
 occurred after it and wait for admission. In addition it has
 
-    since            the version after which these changed oldest           rows whose last training is before this
-    version have been removed removed          ids of rows that were removed, apart from those that `oldest` describes
-    waiting.oldest   the same for ids that wait for admission waiting.removed  the same for ids that waited, and were
-    admitted or removed
+    since            this version
+    oldest           rows whose last training is before this version have been removed
+    removed          ids of rows that were removed, apart from those that `oldest` describes
+    waiting.oldest   the same for ids that wait for admission
+    waiting.removed  the same for ids that waited, and were admitted or removed
 
 Rows are mostly removed in the order of their last training, so one number describes most removals.
 """
@@ -50,7 +51,7 @@ def newest(tensors: Mapping[str, torch.Tensor], most: int) -> Mapping[str, torch
     count = len(tensors.get("ids", ()))
     names = _of(tensors, "")
     if count <= most or "last" not in names or any(len(tensors[name]) != count for name in names):
-        return tensors  # what does not fit together is for `Table.restore` to refuse
+        return tensors  # `Table.restore` refuses tensors that do not fit together
     order = np.lexsort((chance_order(tensors["ids"].numpy()), tensors["last"].numpy()))
     kept = torch.from_numpy(np.sort(order[count - most :]))
     return {name: tensor[kept] if name in names else tensor for name, tensor in tensors.items()}
@@ -84,12 +85,14 @@ def merged(chain: Sequence[Tensors]) -> Tensors:
 
 
 def _of(tensors: Mapping[str, torch.Tensor], prefix: str) -> list[str]:
-    """Returns the tensors of rows, or of what waits."""
+    """Returns the names of the tensors of rows, or with the prefix `waiting.` those of ids that wait for admission."""
     return [name for name in tensors if name not in _OWN and name.startswith("waiting.") == bool(prefix)]
 
 
 def _kept(chain: Sequence[Tensors], prefix: str) -> list[torch.Tensor]:
-    """Returns, for each part, which of its rows are rows in the end, by their places in it."""
+    """Returns, for each copy of a chain, the indices of its rows that are in the result: rows that no later copy has
+    replaced or removed.
+    """
     kept: list[torch.Tensor] = []
     later: np.ndarray = np.empty(0, np.int64)  # ids that a later part has, or has removed
     oldest = 0

@@ -17,7 +17,7 @@ from ps_protocol.row_ids import Ids, Mixed, mix
 from ps_tables.native import in_use
 from ps_tables.row_arrays import RowNumbers
 
-_FULL = 0.75  # of the slots are used: beyond, searches take long
+_FULL = 0.75  # the most slots in use, as a share: beyond it, searches take long
 _NEARLY_FULL = 0.7  # have a row: the memory of the next slots is prepared
 _MOVED = 2**16  # slots of the old index that one insertion moves at least: some milliseconds
 _SMALLEST = 2**10
@@ -46,7 +46,7 @@ class _Slots:
     """
 
     def __init__(self, count: int, salt: int, ids: Ids) -> None:
-        self.values: Mixed = np.zeros(count, np.uint64)  # untouched memory: it is there when it is written
+        self.values: Mixed = np.zeros(count, np.uint64)  # the kernel allocates the memory when it is first written
         self.used = 0
         self._mask = count - 1
         self._salt = np.int64(salt)
@@ -56,7 +56,7 @@ class _Slots:
         return len(self.values)
 
     def touch(self, start: int, stop: int) -> None:
-        """Writes to empty slots. The kernel clears memory when it is first written, which so happens now."""
+        """Writes to empty slots. The kernel clears a page when it is first written: this makes it do so now."""
         self.values[start:stop] = 0
 
     def find(self, ids: Ids) -> RowNumbers:
@@ -113,14 +113,17 @@ class _Slots:
         return hashes.view(np.int64) & self._mask, (hashes | _MARKED) & _MARK
 
     def _begin_with(self, ids: Ids, rows: RowNumbers) -> tuple[RowNumbers, Mixed]:
-        """Returns the slot in which the search for each id begins, and what its slot has with this row."""
+        """Returns the slot in which the search for each id begins, and the value of a slot that has this id's mark and
+        row.
+        """
         slots, values = self._begin(ids)
         values |= rows.astype(np.uint64) + np.uint64(1)
         return slots, values
 
     def _probe(self, slots: RowNumbers, wanted: Mixed, part: np.uint64) -> Mixed:
-        """Moves each slot on, to the first one in which this part is as wanted, or to an empty one; returns what these
-        slots have."""
+        """Moves each slot on, to the first one whose value has the wanted bits in `part`, or to an empty one. Returns
+        the values of these slots.
+        """
         found: Mixed = self.values.take(slots)
         differs = (found & part) != wanted
         differs &= found != _EMPTY
@@ -149,10 +152,10 @@ class Index:
         self._ids = ids
         self._salt = salt
         self._slots = self._empty(_SMALLEST)
-        self._old: _Slots | None = None  # what is being moved
+        self._old: _Slots | None = None  # the slots from which entries are being moved
         self._moved = 0  # slots of the old ones that are done
-        self._next: _Slots | None = None  # what the index will probably be made anew in
-        self._touched = 0  # slots of the next ones whose memory is there
+        self._next: _Slots | None = None  # slots for the next rebuild, which is probably near
+        self._touched = 0  # how many slots of `_next` have memory
         self._count = 0
 
     def __len__(self) -> int:
@@ -190,7 +193,9 @@ class Index:
         return _Slots(count, self._salt, self._ids)
 
     def _make_room(self, more: int) -> None:
-        """Sees to it that so many ids more fit, which are counted, and moves some of what is still in the old slots."""
+        """Makes room for `more` ids, which `_count` includes already. Moves some of the entries that are still in the
+        old slots.
+        """
         self._move(max(_MOVED, 8 * more))
         if self._slots.used + more <= _FULL * len(self._slots):
             self._prepare(max(_MOVED, 48 * more))
@@ -206,7 +211,9 @@ class Index:
         self._move(max(_MOVED, 8 * more))
 
     def _prepare(self, count: int) -> None:
-        """Touches so many of the next slots, where these are soon full: all at once would take long."""
+        """Touches the next `count` slots of the coming index if the present one is nearly full. To touch them all at
+        once would take long.
+        """
         if self._next is None:
             if self._old is not None or self._count <= _NEARLY_FULL * len(self._slots):
                 return
@@ -215,7 +222,7 @@ class Index:
         self._touched += count
 
     def _move(self, count: int) -> None:
-        """Moves the entries of so many old slots."""
+        """Moves the entries of the next `count` old slots."""
         if self._old is None:
             return
         stop = min(len(self._old), self._moved + count)

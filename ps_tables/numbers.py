@@ -1,4 +1,4 @@
-"""Numbers that are taken and given back: those that were given back last are taken first."""
+"""An allocator of numbers. The numbers that were given back last are allocated first."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ps_tables.row_arrays import RowNumbers
 
 
 class Numbers:
-    """A pool of numbers from 0. The caller makes sure that it takes no more than there may be.
+    """A pool of numbers from 0. The caller does not take more numbers than its arrays have.
 
-    end:  all numbers from here on were never taken
-    used: how many are taken now
+    end:  numbers from this one on were never taken
+    used: how many numbers are taken now
     """
 
     def __init__(self) -> None:
         self.end = self.used = 0
-        self._free: list[RowNumbers] = []  # the last one is taken from first
+        self._free: list[RowNumbers] = []  # numbers are taken from the last array first
 
     def take(self, count: int) -> RowNumbers:
         """Takes `count` free numbers; returns them in ascending order."""
@@ -34,7 +34,7 @@ class Numbers:
         return np.sort(np.concatenate(taken))
 
     def give_back(self, numbers: RowNumbers) -> None:
-        """Gives some back that are taken."""
+        """Returns taken numbers to the pool."""
         if len(numbers):
             self.used -= len(numbers)
             self._free.append(numbers)

@@ -7,7 +7,8 @@ a View from the Trenches", KDD 2013).
 
 A row's bits depend on its own gradients alone, not on which rows are stepped beside it. torch's fused kernels do not
 give that by themselves: they round the last elements of a tensor, which fill no vector register, in another way. So
-gathered rows are padded to whole registers. Plain SGD and row-wise Adagrad do without torch: see steps.py.
+                         gathered rows are padded to full registers. Plain SGD and row-wise Adagrad do without torch:
+                         see steps.py.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class RowOptimizer(ABC):
             )
 
     def _first(self, name: str, values: HyperParameters) -> float:
-        """Returns what a state begins with."""
+        """Returns the initial value of a state."""
         # torch's Adagrad has the same default.
         return _number(values, "RowWiseAdagrad", "initial_accumulator_value") if name == "sum" else 0.0
 
@@ -104,7 +105,7 @@ class _Gathering(RowOptimizer):
     ) -> None:
         """Steps one block in place.
 
-        tensors: the weights by the empty name, states by theirs; padded, as the gradient is
+        tensors: the weights under the empty name, and each state under its own; padded, as the gradient is
         """
 
     def _mean(self, sums: torch.Tensor, count: int) -> torch.Tensor:
@@ -118,7 +119,7 @@ class _Gathering(RowOptimizer):
         return gathered
 
     def _padded(self, name: str, rows: int, dim: int) -> torch.Tensor:
-        """Returns memory for so many rows, padded with numbers that no step makes infinite."""
+        """Returns memory for `rows` rows, padded to full registers with numbers that no step makes infinite."""
         numel = rows * dim
         length = -(-numel // PADDING) * PADDING
         memory = self._gathered.get(name)
@@ -224,7 +225,7 @@ def row_optimizer(name: str, values: HyperParameters, capacity: int, dim: int) -
 
 
 def _number(values: HyperParameters, name: str, key: str) -> float:
-    """Returns a hyper-parameter; its default, where the optimizer of this name was given none."""
+    """Returns a hyper-parameter; the default of the optimizer with this name if it was not given."""
     value = values.get(key, TABLE_OPTIMIZERS[name][key])
     assert isinstance(value, float | int)
     return float(value)

@@ -1,4 +1,6 @@
-"""Where the rows of a table lie: in memory, at the index that is their number; or partly in a file, see cold.py."""
+"""Maps the numbers of a table's rows to their positions: in memory, where the position is the number; or partly in a
+file, see cold.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from ps_tables.entries import Entries
 from ps_tables.row_arrays import RowArray, RowNumbers
 
 Versions = npt.NDArray[np.int64]
-# Writes some of the rows that are restored: which of them, to these places in memory.
+# Writes some of the rows that are restored, given their indices, to these positions in memory.
 Fill = Callable[[slice | npt.NDArray[np.int64], RowNumbers], None]
 
 
@@ -30,7 +32,8 @@ class Column(Protocol):
 
 
 class Places(ABC):
-    """Maps the numbers of rows, which Entries assigns, to places in memory. Optimizers work on rows at their places.
+    """Maps the numbers of rows, which Entries assigns, to positions in memory. Optimizers work on rows by their
+    positions.
 
     columns: by name, objects that read rows by their numbers
     """
@@ -44,11 +47,11 @@ class Places(ABC):
 
     @abstractmethod
     def of(self, numbers: RowNumbers) -> RowNumbers:
-        """Returns the places of distinct rows in memory. Rows in a file are first read into memory."""
+        """Returns the positions of distinct rows in memory. Rows in a file are first read into memory."""
 
     @abstractmethod
     def of_new(self, numbers: RowNumbers) -> RowNumbers:
-        """Returns places in memory for distinct new rows. Their content is undefined."""
+        """Returns positions in memory for distinct new rows. Their content is undefined."""
 
     @abstractmethod
     def settle(self, rows: Entries, version: int) -> None:
@@ -93,12 +96,12 @@ class Places(ABC):
 
 
 class InMemory(Places):
-    """All rows are in memory, and the number of a row is its place."""
+    """All rows are in memory, and the position of a row is its number."""
 
     def __init__(self, arrays: Mapping[str, RowArray], capacity: int) -> None:
         self.columns = self._arrays = arrays
         self._capacity = capacity
-        self._end = 0  # no place from here on was ever written
+        self._end = 0  # positions from this one on were never written
 
     @property
     def limit(self) -> int:

@@ -1,4 +1,4 @@
-"""The ids of rows that were removed lately: readers that follow a table must be told of them.
+"""The ids of rows that were removed lately, for readers that follow a table.
 
 Rows that changed are found by their versions; a removed row has no version to be found by.
 """
@@ -48,8 +48,8 @@ class RemovedIds:
             self._count -= len(gone)
 
     def after(self, version: int) -> list[Ids] | None:
-        """Returns the ids that were removed after a version, in the order of versions; None if they are not kept any
-        more.
+        """Returns the ids that were removed after a version, in the order of versions; None if not all of them are kept
+        any more.
         """
         if version < self.since:
             return None

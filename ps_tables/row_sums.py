@@ -28,7 +28,7 @@ def are_finite(rows: torch.Tensor) -> bool:
 
 
 def add_rows(sums: torch.Tensor, places: Longs, values: torch.Tensor) -> None:
-    """Adds rows to sums in order: sums [m, dim], places [n], values [n, dim]."""
+    """Adds values to the rows of `sums` at `places`, in order: sums [m, dim], places [n], values [n, dim]."""
     loops = _loops_for(values)
     if loops is not None:
         loops.add(sums.numpy(), places, values.detach().contiguous().numpy())
@@ -37,7 +37,7 @@ def add_rows(sums: torch.Tensor, places: Longs, values: torch.Tensor) -> None:
 
 
 def added_up(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the sums of rows with the same place: values [n, dim], places [n] to [count, dim]."""
+    """Returns the sum of the values of each place: values [n, dim], places [n] to [count, dim]."""
     loops = _loops_for(values)
     if loops is not None:
         sums = torch.empty(count, values.shape[1], dtype=torch.float32, device="cpu")

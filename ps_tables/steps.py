@@ -14,7 +14,7 @@ from ps_tables.native import in_use
 from ps_tables.row_arrays import RowArray, RowNumbers
 
 Floats = npt.NDArray[np.float32]
-BLOCK_ELEMENTS = 2**18  # stepped at a time: what is gathered stays in a cache
+BLOCK_ELEMENTS = 2**18  # stepped at a time, so that gathered rows stay in the processor's cache
 _LANES = 8
 
 
@@ -24,7 +24,7 @@ def sgd(weights: RowArray, rows: RowNumbers, sums: Floats, count: int, lr: float
     if loops is not None:
         loops.sgd(weights.elements, rows, sums, float(count), lr)
         return
-    with np.errstate(all="ignore"):  # what overflows is infinite, as in C
+    with np.errstate(all="ignore"):  # an overflow gives infinity, as in C
         for block in _blocks(len(rows), weights.dim):
             here = _read(weights, rows[block])
             moved = sums[block] / np.float32(count)

@@ -1,9 +1,9 @@
 """A table: its rows are created, trained, read, and removed when they expire.
 
     pull     reads rows; an id without a row has its initial value. It changes nothing
-    apply    makes one update: admits ids, creates rows for them, and steps the rows of the update changes  returns what
-    changed after a version, for readers. It changes nothing copy     copies the table, or what changed after a version,
-    for a checkpoint, while the table is trained
+    apply    makes one update: admits ids, creates rows for them, and steps the rows of the update
+    changes  returns what changed after a version, for readers. It changes nothing
+    copy     copies the table, or what changed after a version, for a checkpoint, while the table is trained
 
 A row expires when `expire_after` updates have passed since the last one that trained it: from then on its id has no
 row. Expiry is decided at versions that are a multiple of a period. It depends neither on reads nor on the other rows of
@@ -40,7 +40,7 @@ PERIODS = 16  # of the time after which a row expires: it may stay so much longe
 
 @dataclass(frozen=True)
 class Beyond:
-    """Where a table's rows lie that do not fit into memory: the file, and the most rows in memory."""
+    """The file for the rows of a table that do not fit into memory, and the most rows in memory."""
 
     file: ColdFile
     in_memory: int
@@ -68,9 +68,9 @@ class Applied:
 
 @dataclass(frozen=True)
 class InFile:
-    """The part of a table that is in a file.
+    """The rows of a table that are in its file.
 
-    rows:   the number of rows in it
+    rows:   their number
     nbytes: bytes of the file
     read:   how many rows were read from it since the table was made
     """
@@ -193,10 +193,11 @@ class Table:
         return Applied(0, len(made), 0, len(new) - len(made), 0, evicted)
 
     def _make(self, ids: Ids, numbers: RowNumbers, new: np.ndarray, version: int) -> tuple[np.ndarray, int]:
-        """Has ids become rows, as many as there is room for; returns which, and how many rows made room.
+        """Creates rows for ids, as many as there is room for. Returns the positions of these ids, and how many other
+        rows were removed to make room.
 
-        numbers: takes the new rows'
-        new:     the places of the ids that are to become rows
+        numbers: gets the numbers of the new rows
+        new:     the positions in `ids` of those that are to become rows
         """
         evicted = self._forget(np.concatenate(self._rows.make_room(len(new), version)), version)
         room = max(0, self._rows.limit - len(self._rows))
@@ -280,7 +281,7 @@ class Table:
         """Adds the rows of a snapshot to an empty table. Raises InvalidRequest if they do not fit this table.
 
         A snapshot may come in several calls: first the rows that were trained longest ago, and of waiting ids those
-        that occurred last. If the optimizer is another one than the snapshot's, all rows begin without state.
+        that occurred last. If the snapshot is of another optimizer, all rows begin without state.
 
         values: hyper-parameters to continue with; None: unchanged
         more:   how many rows later calls will add
@@ -311,12 +312,17 @@ class Table:
         self._removed = RemovedIds(self._capacity, self.version)
 
     def _in_memory(self) -> dict[str, RowArray]:
-        """Returns the arrays of rows, by place in memory. `_places.columns` reads by number, also what is in a file."""
+        """Returns the arrays of rows, which are indexed by a row's position in memory. `_places.columns` is indexed by
+        its number, and reads the file, too.
+        """
         kept = self._optimizer.state.items()
         return {"weights": self._weights, **{f"state.{self._name}.{name}": each for name, each in kept}}
 
     def _admitted(self, update: RowGradients, unknown: np.ndarray, version: int) -> np.ndarray:
-        """Returns which of the update's ids become rows. unknown: those that are none, by place in the update"""
+        """Counts the update's ids without a row. Returns those that become rows now, as positions in the update.
+
+        unknown: the positions in the update of ids without a row
+        """
         if self._candidates is None or not len(unknown):
             return unknown
         return unknown[self._candidates.admit(update.ids[unknown], update.counts[unknown], version)]
@@ -327,7 +333,7 @@ class Table:
         return len(ids)
 
     def _expire(self, version: int) -> int:
-        """Has rows expire if it is time; returns how many. Gives back some of what expired before."""
+        """Expires rows if it is time. Returns their number. Releases some memory of rows that expired earlier."""
         expired = 0
         if self.spec.expire_after and version % max(1, self.spec.expire_after // PERIODS) == 0:
             expired = self._forget(self._rows.expire(version - self.spec.expire_after), version)
@@ -353,7 +359,7 @@ def _in_order(ids: Ids, numbers: RowNumbers) -> tuple[Ids, RowNumbers]:
 
 
 def _checked(tensors: Mapping[str, torch.Tensor], spec: TableSpec, capacity: int, arrays: Mapping[str, int]) -> Ids:
-    """Returns the ids of a snapshot. Raises InvalidRequest where it is none of a table, or does not fit.
+    """Returns the ids of a snapshot. Raises InvalidRequest if it is no snapshot of a table, or does not fit this one.
 
     arrays: by name, the elements of a row that are expected
     """

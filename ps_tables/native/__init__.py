@@ -2,8 +2,8 @@
 
 Nothing else of ps_tables touches a file.
 
-in_use.py    The loops that this process uses; none: numpy and torch do the work
-libraries.py Which libraries this installation has, and which of them this processor can run
+in_use.py    The loops that this process uses; without any, numpy and torch do the work
+libraries.py The libraries of this installation, and the processors that can run them
 loading.py   Loads a library by cffi
 loops.py     The loops, as functions of arrays
 

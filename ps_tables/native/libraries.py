@@ -1,4 +1,4 @@
-"""Which compiled libraries this installation has, and which of them this processor can run.
+"""The compiled libraries of this installation, and the processors that can run them.
 
 One source is compiled for several processor levels: a library for the lowest would run everywhere, but would take up to
 half as long again. setup.py imports this file without the rest of the package, so it imports nothing of the package.
@@ -13,7 +13,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 SOURCE, DECLARATIONS = FOLDER / "loops.c", FOLDER / "loops.h"
 
-# By machine, the best level first: its name for compilers, and what /proc/cpuinfo says of a processor that has it. The
+# By machine, the best level first: its name for compilers, and the flags of /proc/cpuinfo that it needs. The
 # levels of x86-64 are those of its psABI (https://gitlab.com/x86-psABIs/x86-64-ABI); numpy's wheels begin with v2, too.
 LEVELS: Mapping[str, Mapping[str, frozenset[str]]] = {
     "x86_64": {
@@ -30,8 +30,8 @@ def file_name(level: str) -> str:
 
 
 def sources() -> int:
-    """Returns the checksum of the sources here, which a library that is compiled from them contains; 0 if they are
-    missing.
+    """Returns the checksum of the C sources beside this file, 0 if they are missing. A library contains the checksum of
+    the sources that it was compiled from.
     """
     try:
         text = SOURCE.read_bytes() + DECLARATIONS.read_bytes()

@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float32]
 Records = npt.NDArray[np.void]
 T = TypeVar("T", bound=np.generic)
 
-MOST_IDS, MOST_SHARDS = 2**29, 2**16  # that `distinct` takes: it counts with 32 bits
+MOST_IDS, MOST_SHARDS = 2**29, 2**16  # the most that `distinct` accepts: it counts with 32 bits
 _KEPT_SLOTS = 2**20  # of the memory of `distinct`, at most: 4 MiB for each thread that was there at once
 
 
@@ -45,7 +45,7 @@ class Loops:
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def gather(self, records: Records, places: Longs, out: Records) -> None:
-        """Copies the records at `places`, as np.take with mode="clip". Raises IndexError if there are no records."""
+        """Copies the records at `places`, like np.take with mode="clip". Raises IndexError if there are no records."""
         _check_length(out, len(places))
         _check_record(out, records.itemsize)
         self._done(len(records) > 0 or len(places) == 0)
@@ -169,7 +169,9 @@ class Loops:
         return found[:many].copy(), places, counts[:many].copy(), ends
 
     def _free_slots(self, count: int) -> npt.NDArray[np.int32]:
-        """Returns slots that are all free: those of an earlier call, where they are enough."""
+        """Returns an array of slots that are all free. The array of an earlier call is used again if it is large
+        enough.
+        """
         while self._spare:
             try:
                 slots = self._spare.pop()
@@ -227,7 +229,7 @@ def check_complete(library: Any) -> None:
 
 
 def _as_c_has_it(array: npt.NDArray[T]) -> npt.NDArray[T]:
-    """Returns an array that is only read, in one piece and aligned: what came in a message may lie anywhere."""
+    """Returns an array as C can read it: contiguous and aligned. An array from a message may be neither."""
     return array if array.flags.c_contiguous and array.flags.aligned else array.copy()
 
 
