@@ -22,7 +22,7 @@ from ps_launch.output import Output, Stream
 from ps_runtime.signals import on_signals
 
 _PR_SET_PDEATHSIG = 1
-_KILL_SECONDS = 5.0  # for which a killed child is waited for: the kernel may be busy with what it held
+_KILL_SECONDS = 5.0  # the wait for a killed child: the kernel may take time to release its resources
 CANNOT_START = 126  # the exit code of a child that the system could not start again: no memory, no process left
 
 
@@ -48,7 +48,7 @@ class Program:
     """What a child process runs.
 
     arguments: the arguments of the Python interpreter
-    out, err:  take the child's output; None: the child inherits those of this process
+    out, err:  receive the child's output; None: the child writes to this process's own
     is_told:   the child gets a pipe as standard input, for `tell`; it closes when this process ends
     """
 
@@ -72,7 +72,7 @@ class Children:
         self._streams: dict[int, list[Stream]] = {}
         self._pids: dict[int, int] = {}  # of each, of its last process
         self._begun: dict[int, float] = {}  # when each was started last
-        self._due: dict[int, float] = {}  # when one that ended is started again
+        self._due: dict[int, float] = {}  # by number, when a child that ended is started again
         self._selector = stack.enter_context(selectors.DefaultSelector())
         self._selector.register(stack.enter_context(_child_signal()), selectors.EVENT_READ)
 
@@ -91,7 +91,7 @@ class Children:
             stdout=subprocess.PIPE if program.out is not None else None,
             stderr=subprocess.PIPE if program.err is not None else None,
             start_new_session=True,
-            # A child that is told something learns from its standard input that this process is gone.
+            # A child with a pipe as standard input learns from its end that this process is gone.
             preexec_fn=None if program.is_told else self._guard,
         )
         self._running[number], self._pids[number] = process, process.pid
@@ -124,7 +124,8 @@ class Children:
         process = self._running.get(number)
         if process is not None and process.stdin is not None:
             with contextlib.suppress(BrokenPipeError, BlockingIOError):
-                os.write(process.stdin.fileno(), line.encode() + b"\n")  # a pipe takes so little as a whole or not
+                # A write of up to PIPE_BUF bytes to a pipe is atomic
+                os.write(process.stdin.fileno(), line.encode() + b"\n")
 
     def wait(self, until: float | None = None) -> list[tuple[int, int]]:
         """Waits for a moment, but not beyond `until`. Returns the numbers and exit codes of the children that have
@@ -155,7 +156,8 @@ class Children:
         """Asks children to end, passes on their output meanwhile, and kills those that take longer than `seconds`.
 
         numbers: the children; None: all
-        No child is started again from now on.
+
+        From now on no child is started again.
         """
         self._due.clear()
         wanted = set(self._running if numbers is None else numbers)
@@ -167,7 +169,7 @@ class Children:
             self._await_end(wanted, _KILL_SECONDS)
 
     def terminate(self, *numbers: int) -> None:
-        """Asks children to end, without waiting for it. Those that were to be started again are not."""
+        """Asks children to end, without waiting for that. Children that wait for a restart are not started again."""
         for number in numbers:
             self._due.pop(number, None)
             if number in self._running:
@@ -185,7 +187,9 @@ class Children:
             self.wait(deadline)
 
     def _take_ended(self) -> list[tuple[int, int]]:
-        """Takes those that have ended off the running ones; all that they wrote is passed on first."""
+        """Removes the children that have ended from the running ones, after all their output is passed on. Returns
+        their numbers and exit codes.
+        """
         ended = []
         for number, process in list(self._running.items()):
             code = process.poll()
@@ -220,7 +224,9 @@ def _child_signal() -> Iterator[int]:
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """Returns what a child does before it runs: it has the kernel end it if this process is killed. Linux only."""
+    """Returns a function that a child calls before its program starts: then the kernel ends the child if this process
+    is killed. Linux only; None elsewhere.
+    """
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

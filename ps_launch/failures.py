@@ -17,10 +17,10 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # Python 3.13 and later paint a traceb
 
 
 class Cause:
-    """Reads what a worker writes to its stderr, and keeps the last error in it.
+    """Reads what a worker writes to its stderr, and keeps the last error in it as `text`; empty if there was none.
 
-    Three forms count: Python's traceback, whose last line names the exception; an error of this package, which stands
-    behind the line of the script that met it; and a critical log line in JSON. `text` is empty if there was none.
+    It knows three forms: Python's traceback, whose last line names the exception; an error of this package, whose text
+    follows the line of the script that raised it; and a critical log line in JSON.
     """
 
     def __init__(self) -> None:
@@ -59,9 +59,9 @@ class Cause:
 class Failure:
     """The end of a worker that failed.
 
-    code:   of its process; negative: the signal that ended it
-    cause:  the last error that it wrote; empty: not known
-    member: of the group that the worker is, whose end it was; None: the worker is one process
+    code:   the exit code of its process; negative: the signal that ended it
+    cause:  the last error that it wrote; empty: unknown
+    member: the number of the failed process in its group; None: the worker is one process
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Failure:
         return 128 - self.code if self.code < 0 else self.code
 
     def __str__(self) -> str:
-        """Returns it as in "worker 1 failed with code 1 (RuntimeError: no)"."""
+        """Returns the failure as in "worker 1 failed with code 1 (RuntimeError: no)"."""
         how = f"failed with code {self.code}" if self.code >= 0 else f"was ended by {_signal_name(-self.code)}"
         who = f"worker {self.rank}" if self.member is None else f"member {self.member} of group {self.rank}"
         return f"{who} {how}" + (f" ({self.cause})" if self.cause else "")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from ps_launch.children import Children
 from ps_runtime.free_ports import free_port
 
-# For members whose neighbour has failed. The servers have what they trained, so there is nothing to save. One that is
-# in a collective does not hear SIGTERM before that returns.
+# For members of a group in which one has failed. The servers have all that they trained, so nothing is saved. A member
+# in a collective of torch does not handle SIGTERM before the collective returns.
 GROUP_STOP_SECONDS = 5.0
 
 
@@ -21,8 +21,8 @@ GROUP_STOP_SECONDS = 5.0
 class _Ending:
     """The end of a group of which a member has failed.
 
-    kill_at: when those that still run are killed; None: they have been
-    again:   the pause after which the group is started again; None: it is not
+    kill_at: when members that still run are killed; None: they have been killed
+    again:   the pause before the group is started again; None: it is not
     """
 
     kill_at: float | None
@@ -34,7 +34,7 @@ class WorkerProcesses:
     """The processes of workers, by number: those of worker W, from 0, have the numbers from W times `size` on.
 
     size:     how many processes a worker has
-    children: that run them
+    children: runs the processes
     """
 
     size: int
@@ -48,7 +48,9 @@ class WorkerProcesses:
         self._begin(worker, None)
 
     def meeting(self, worker: int) -> dict[str, str]:
-        """Returns where the members of a group meet, as torch's variables say it: another port each time."""
+        """Returns the address at which the members of a group meet, as torch's variables. Each start of the group has
+        another port.
+        """
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._ports[worker])}
 
     def left(self) -> int:
@@ -61,7 +63,7 @@ class WorkerProcesses:
         return not self._left and not self._ending
 
     def ended(self, number: int) -> bool:
-        """Notes the end of a process. Returns whether it was expected, because its group is ending."""
+        """Records the end of a process. Returns whether it was expected, because its group is ending."""
         self._left.discard(number)
         return number // self.size in self._ending
 
@@ -72,8 +74,9 @@ class WorkerProcesses:
         self._ending[worker] = _Ending(time.monotonic() + GROUP_STOP_SECONDS, again)
 
     def turn(self) -> float | None:
-        """Kills members that are late, and starts groups again of which all have ended. Returns when to call it next,
-        where that does not depend on the end of a process."""
+        """Kills members that are late to end, and restarts groups of which all members have ended. Returns the time of
+        the next call, as far as that does not depend on the end of a process.
+        """
         for worker, ending in list(self._ending.items()):
             running = [number for number in self._numbers(worker) if self.children.is_running(number)]
             if not running:
@@ -96,6 +99,7 @@ class WorkerProcesses:
 
 
 def by_cause(ended: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns numbers and codes of processes that were seen to have ended at one time, causes first: where a signal has
-    ended a member of a group, the calls of its neighbours fail, and end them with a code."""
+    """Sorts numbers and codes of processes that were seen to have ended at one time: causes come first. If a signal has
+    ended a member of a group, the calls of its neighbours fail, and these end with a code.
+    """
     return sorted(ended, key=lambda each: each[1] >= 0)

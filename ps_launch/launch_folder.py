@@ -26,8 +26,9 @@ LEFT_SECONDS = 60.0  # a launcher locks its file microseconds after it has made 
 
 @contextlib.contextmanager
 def launch_folder() -> Iterator[Path]:
-    """A `with` block with a new folder, which is removed at its end. Removes those of this user's launchers that were
-    killed. Raises InvalidRequest if none can be made."""
+    """A `with` block with a new folder, which is removed at its end. First removes the folders of this user's launchers
+    that were killed. Raises InvalidRequest if no folder can be made.
+    """
     with contextlib.ExitStack() as stack:
         try:
             remove_leftovers(Path(tempfile.gettempdir()))
@@ -36,7 +37,7 @@ def launch_folder() -> Iterator[Path]:
             stack.callback(os.close, lock)
         except OSError as error:
             raise InvalidRequest(f"there is no directory for temporary files ({error.strerror}); set TMPDIR") from None
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it but this launcher
+        with contextlib.suppress(OSError):  # a file system without locks: then only this launcher removes the folder
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield folder
 

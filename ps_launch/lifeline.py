@@ -15,22 +15,22 @@ _READ_BYTES = 4096
 class Lifeline:
     """Reads the standard input of this process to its end, in a thread of its own.
 
-    descriptor: that of the standard input. It is read without Python's buffer: a waiting thread would hold the buffer's
-                lock when the process ends
-    when_cut:   is called when it closes, because the parent is gone
+    descriptor: of the standard input. It is read without Python's buffer: a waiting thread would hold the buffer's lock
+                when the process ends
+    when_cut:   is called when the input closes, because the parent is gone
 
-    Raises TryLater if the thread cannot be started. The parent restarts such a process.
+    Raises TryLater if the thread cannot be started. The parent then restarts this process.
     """
 
     def __init__(self, descriptor: int, when_cut: Callable[[], object]) -> None:
         self._descriptor = descriptor
         self._when_cut = when_cut
         self._line: str | None = None
-        self._answered = threading.Event()  # the line is there, or will never be
+        self._answered = threading.Event()  # set once the line has come, or the input is closed
         start(threading.Thread(target=self._read, name="lifeline", daemon=True))
 
     def line(self) -> str | None:
-        """Waits for the line, and returns it; None if the input was closed before. Signals are handled meanwhile."""
+        """Waits for the line, and returns it; None if the input was closed first. Signals are handled meanwhile."""
         await_event(self._answered)
         return self._line
 

@@ -1,10 +1,10 @@
 """`ps-server up`: a cluster on this machine, with one process for each shard.
 
-A shard that is ready prints one line of JSON on its standard output. Its standard input tells it where the coordinator
-is, and is its lifeline: when it closes, the parent is gone, and the shard stops. So no process is left behind even if
-the parent is killed.
+A shard that is ready prints one line of JSON on its standard output. Its standard input brings it the coordinator's
+address, and is its lifeline: when it closes, the parent is gone, and the shard stops. So no process is left behind even
+if the parent is killed.
 
-The parent waits for ready lines and ends of all shards together. A shard that ends, or is not ready in time, is started
+One parent waits for the ready lines and the ends of all shards. A shard that ends, or is not ready in time, is started
 again; the others go on meanwhile. The parent reports each end to the coordinator (`ps-server report`), so that it does
 not wait for a process that is gone.
 """
@@ -30,8 +30,8 @@ from ps_runtime.own_program import own_program
 from ps_runtime.quantities import counted
 from ps_runtime.signals import on_signals
 
-# Of a stop, beside the time that workers have to come to the last checkpoints: for writing these, and for the shards.
-# What the coordinator leaves of its time is theirs too.
+# The time limits of a stop, in addition to the workers' time to reach the last checkpoints: to write these, and for the
+# shards to end. The shards also have what the coordinator leaves of its own time.
 WRITE_SECONDS, SHARDS_STOP_SECONDS = 5.0, 8.0
 STOP_UNREADY_SECONDS = 2.0  # of a cluster that was never ready: it has nothing to finish
 MOST_DOUBLINGS = 4  # of the time for a start
@@ -139,7 +139,7 @@ class _Shards:
         self._supervision = supervision
         here = range(supervision.shards) if supervision.only is None else [supervision.only]
         self._shards = {index: _Shard(ShardRestarts(supervision.most_restarts)) for index in here}
-        self._reports: dict[int, list[str]] = {}  # those under way, by the number of the child that reports: its words
+        self._reports: dict[int, list[str]] = {}  # reports under way: by the child's number, the words of its command
         self._reported = 0
         self._was_ready = False  # all of them, at one time
 
@@ -198,7 +198,7 @@ class _Shards:
         own = self._shards[only].place["address"]
         return f"shard {only} of {count} ready at {own}; the coordinator is at {coordinator}"
 
-    # -- what happens to a shard ------------------------------------------------------------------------------------
+    # -- events of a shard ---------------------------------------------------------------------------------------------
 
     def _is_ready(self, index: int, place: Mapping[str, str]) -> None:
         shard = self._shards[index]
@@ -208,7 +208,7 @@ class _Shards:
         if shard.place:
             return
         shard.place = place
-        if index == COORDINATOR:  # those that are started from now on have it in their environment
+        if index == COORDINATOR:  # shards that are started from now on get the address by their environment
             for other in self._shards.keys() - {COORDINATOR}:
                 self.children.tell(other, place["address"])
 
@@ -217,7 +217,7 @@ class _Shards:
         return self._supervision.coordinator or self._shards[COORDINATOR].place.get("address", "")
 
     def _has_ended(self, index: int, code: int) -> None:
-        """Has a shard that ended start again, after a pause. Raises PSError if it may not."""
+        """Schedules the restart of a shard that ended, after a pause. Raises PSError if it may not be restarted."""
         shard = self._shards[index]
         if not shard.place and code not in FROM_OUTSIDE:
             raise PSError(f"shard {index} did not start (exit code {code})")
@@ -233,7 +233,9 @@ class _Shards:
         self.children.start(index, after=pause)
 
     def _report(self, index: int) -> None:
-        """Has the coordinator told that a shard's process has ended, unless it was the coordinator's own."""
+        """Starts a child that reports to the coordinator that a shard's process has ended. Does nothing if it was the
+        coordinator's own process.
+        """
         shard, coordinator = self._shards[index], self._coordinator()
         process, shard.process = shard.process, ""
         if index == COORDINATOR or not process or not coordinator:
@@ -246,9 +248,9 @@ class _Shards:
             del self._reports[-self._reported]
 
     def _late_at(self, index: int) -> float:
-        """Returns when a shard that starts has taken too long; NEVER for one that does not.
+        """Returns the time at which a starting shard counts as too late; NEVER if it is not starting.
 
-        A shard is ready when the coordinator knows it: its time begins anew when the coordinator is back.
+        A shard is ready once the coordinator knows it, so its time begins again when the coordinator is back.
         """
         shard, coordinator = self._shards[index], self._shards.get(COORDINATOR)
         if shard.ready < NEVER or coordinator is None:  # one elsewhere may not be there yet
@@ -267,10 +269,10 @@ class _Shards:
                 shard.started = NEVER
                 shard.late += 1
 
-    # -- what a shard runs ------------------------------------------------------------------------------------------
+    # -- programs of shards --------------------------------------------------------------------------------------------
 
     def _program(self, index: int) -> Program:
-        """Returns what a shard runs, or a report. A shard that comes back has the ports that it had."""
+        """Returns what a child runs: a shard, or the command of a report. A restarted shard keeps its ports."""
         if index in self._reports:
             words = own_program("ps_server", "report", *self._reports[index])
             return Program(words, self._environment, out=Dropped(), err=Dropped())
@@ -281,7 +283,7 @@ class _Shards:
         arguments += ["--restart-count", str(shard.restarts.count)]
         arguments += ["--with-coordinator"] * (index == COORDINATOR)
         if self._supervision.only is not None:
-            # The coordinator ends last; a shard without one here has its own last checkpoints made.
+            # The coordinator ends last. A shard without a coordinator on this host requests its own last checkpoints.
             arguments += ["--ends-last" if index == COORDINATOR else "--drains"]
         out = _Ready(lambda place: self._is_ready(index, place), self._console)
         return Program(arguments, self._shard_environment(index), out=out, is_told=True)
@@ -298,7 +300,7 @@ class _Shards:
         if index != COORDINATOR:
             environment["PS_COORDINATOR"] = self._coordinator()
         if shard.place:
-            # A coordinator that comes back resumes what ran, if there are checkpoints: in the place of one that died.
+            # A restarted coordinator resumes the jobs that ran, if there are checkpoints.
             environment["PS_RESUME"] = "1" if environment.get("PS_CHECKPOINT_DIR") else environment["PS_RESUME"]
         if shard.restarts.count:
             environment["PS_FAILPOINTS"] = _delays(environment.get("PS_FAILPOINTS", ""))
@@ -306,6 +308,7 @@ class _Shards:
 
 
 def _delays(failpoints: str) -> str:
-    """Returns the failpoints that only take time: a shard that comes back does not die again, but its disk is as slow
-    as before."""
+    """Returns the failpoints that only delay. A restarted shard does not crash again, but its disk is as slow as
+    before.
+    """
     return ",".join(entry for entry in failpoints.split(",") if "=delay:" in entry)

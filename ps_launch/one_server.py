@@ -24,7 +24,7 @@ from ps_runtime.background import start
 from ps_runtime.own_program import own_program
 
 KILL_SECONDS = 5.0  # for which a killed server is waited for
-LAST_LINES = 20  # of its log, for the error of one that cannot start
+LAST_LINES = 20  # of the server's log, for the error if it cannot start
 
 
 class OneServer:
@@ -56,7 +56,7 @@ class OneServer:
         try:
             for reader in self._readers:
                 start(reader)
-        except TryLater:  # it would wait for ever for who reads what it says
+        except TryLater:  # without a reader of its output the server would block for ever
             with self._process:
                 self._process.kill()
             raise
@@ -67,8 +67,8 @@ class OneServer:
         return self._process.pid
 
     def await_ready(self, seconds: float) -> dict[str, str] | None:
-        """Waits up to `seconds` for the server to be ready. Returns its `address`, `metrics` and `process`; None: it is
-        not ready.
+        """Waits up to `seconds` for the server to be ready. Returns its `address`, `metrics` and `process`; None if it
+        is not ready.
         """
         self._told.wait(seconds)
         return self._place

@@ -22,11 +22,13 @@ LONGEST_LINE_BYTES = 65_536  # of a line that does not end: it is written in par
 PROGRESS_SECONDS = 1.0
 LINES_OF_AN_ERROR = 50  # of a worker that is not shown, and fails
 MOST_READS_AT_END = 64  # more than a pipe holds: a process that the worker left behind may write on without end
-_WRITE_BYTES = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512  # what a pipe that is ready takes at once
+# A pipe that is ready accepts this many bytes without blocking
+_WRITE_BYTES = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512
 
 _END = re.compile(rb"\r\n|\n|\r(?=.)", re.DOTALL)  # a return at the very end may have its new line to come
-_MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfsu]")  # the cursor, or what it has passed; colours stay
-_RANK_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # all that are readable on black and on white; none is red
+_MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfsu]")  # sequences that move the cursor or clear text; colours are kept
+# Readable on black and on white; without red, the colour of errors
+_RANK_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 class OutputLines:
@@ -136,10 +138,10 @@ class Dropped:
 
 
 def rank_prefix(rank: int, target: int, member: int | None = None) -> bytes:
-    """Returns what stands before a worker's lines: in a colour of its own if a terminal shows them.
+    """Returns the text before a worker's lines: in a colour of the worker's own if a terminal shows them.
 
-    target: the descriptor that they are written to
-    member: whose lines they are, where the worker is a group: [1.0] is the first member of group 1
+    target: the descriptor that the lines are written to
+    member: the process of a group that writes: [1.0] is the first member of group 1; None: the worker is one process
 
     NO_COLOR (https://no-color.org) and TERM=dumb turn colours off.
     """
@@ -152,11 +154,11 @@ def rank_prefix(rank: int, target: int, member: int | None = None) -> bytes:
 class WorkerOutput:
     """Passes one output of a worker on to the console, and its lines to the worker's log file.
 
-    prefix: is put in front of each line on the console; not of log lines in JSON, which have the rank as a field. None:
-            the console gets the bytes as they come
+    prefix: is put before each line on the console, but not before log lines in JSON, which have the rank as a field.
+            None: the console gets the bytes unchanged
     log:    the worker's log file; None: there is none
     shown:  the console shows the output; False: only `reveal` shows its last lines
-    read:   is called with each line; None: nothing is
+    read:   is called with each line; None: no function is
     """
 
     def __init__(
@@ -177,7 +179,7 @@ class WorkerOutput:
         self._last: deque[bytes] = deque(maxlen=LINES_OF_AN_ERROR)
 
     def take(self, data: bytes, lines: list[bytes]) -> None:
-        """Takes bytes as they come, and the lines that are whole now."""
+        """Processes output. data: the bytes as they came; lines: the lines that are complete with them"""
         if not self._shown:
             self._last.extend(lines)
         elif self._prefix is None:
@@ -216,7 +218,7 @@ class Stream:
         os.set_blocking(source.fileno(), False)
 
     def pump(self) -> bool:
-        """Reads once what is there, and passes it on. Returns False at the end of the stream."""
+        """Reads the available bytes once, and passes them on. Returns False at the end of the stream."""
         data = self._read()
         if data:
             self._output.take(data, self._lines.feed(data))
@@ -233,7 +235,7 @@ class Stream:
         self.source.close()
 
     def _read(self) -> bytes | None:
-        """Returns what there is now; None if there is nothing, and no bytes at the end."""
+        """Returns the available bytes; None if there are none now, and no bytes at the end of the stream."""
         try:
             return os.read(self.source.fileno(), READ_BYTES)
         except BlockingIOError:

@@ -17,10 +17,10 @@ from ps_launch.output import Console
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.own_program import own_program
 
-# For which servers that were told to stop may take. They end their own processes long before: this is for one that is
+# The time limit for servers to stop. They end their own processes long before: the limit is for a process that is
 # stopped (SIGSTOP), and for a --drain-seconds of minutes.
 STOP_SECONDS = 900.0
-# What `ps-server up` prints: where its own coordinator is, or, after its shard, that of another node.
+# The line in which `ps-server up` prints the address of its own coordinator, or of another node's.
 _READY = re.compile(rb"ps-server: (?:ready at (\S+) \(|shard .* ready at .*; the coordinator is at (\S+)$)")
 
 
@@ -65,7 +65,7 @@ def server_options(
     """Returns the options that all servers of a launch get. Raises InvalidRequest if `more` cannot be split into words.
 
     more: further options as one text
-    name: the name of the setting that `more` is from, for the error
+    name: the name of the setting that has `more`, for the error
     """
     try:
         words = shlex.split(more)

@@ -10,8 +10,8 @@ _BEGIN = '{"address": '
 def ready_line(address: str, metrics: str, page: str, process: int) -> str:
     """Returns the ready line.
 
-    metrics: where metrics are served
-    page:    where the page for people is served; empty: it is not
+    metrics: the address of the metrics
+    page:    the address of the page for people; empty: there is none
     process: the number of the process
     """
     return json.dumps({"address": address, "metrics": metrics, "page": page, "process": str(process)})

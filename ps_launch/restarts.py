@@ -25,7 +25,9 @@ class Restarts:
     _in_a_row: int = 0
 
     def after(self, seconds: float) -> float | None:
-        """Returns the pause in seconds before a worker is restarted; None if it is not. seconds: how long it ran"""
+        """Returns the pause in seconds before a worker is restarted; None if it is not restarted. seconds: how long it
+        ran
+        """
         if self.count >= self.most:
             return None
         self.count += 1
@@ -47,8 +49,8 @@ class ShardRestarts:
     in_a_row: int = 0
 
     def after(self, seconds: float) -> float | None:
-        """Returns the pause in seconds before a shard is restarted; None if it is not. seconds: how long
-        it was ready
+        """Returns the pause in seconds before a shard is restarted; None if it is not restarted. seconds: how long it
+        was ready
         """
         if seconds >= SHARD_WELL_SECONDS:
             self.in_a_row = 0

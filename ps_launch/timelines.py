@@ -1,8 +1,7 @@
 """Combines the timelines of the workers of one launch into one file.
 
 Each worker writes its own Chrome trace. All times are on this host's clock, so the events of all traces together are
-one
-trace: each worker is a process in it, and so is each shard, with what the workers know of it.
+one trace: each worker is a process in it, and so is each shard, with what the workers record about it.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ VARIABLE = "PS_TIMELINE"
 
 
 class Timelines:
-    """The parts of a timeline that workers write, and the file that they become.
+    """The traces that workers write, and the file that combines them.
 
     settings: those of the launch, as PS_* variables
-    folder:   where the parts are written
+    folder:   where the workers write their traces
     """
 
     def __init__(self, settings: Mapping[str, str], folder: Path) -> None:
@@ -27,15 +26,15 @@ class Timelines:
         self._folder = folder
 
     def variables(self, local: int, restart: int) -> dict[str, str]:
-        """Returns the variables that make a worker write its part; empty: no timeline is wanted.
+        """Returns the variables that make a worker write its trace; empty if no timeline is wanted.
 
         local:   the worker's number on this host
-        restart: how often it was restarted: each process has its own part
+        restart: how often it was restarted: each process writes a trace of its own
         """
         return {} if self._path is None else {VARIABLE: str(self._folder / f"timeline-{local}-{restart}.json")}
 
     def join(self) -> str:
-        """Writes the file. Returns a message about it for the user; empty: no timeline is wanted."""
+        """Writes the file. Returns a message about it for the user; empty if no timeline is wanted."""
         if self._path is None:
             return ""
         parts = sorted(self._folder.glob("timeline-*.json"))

@@ -1,17 +1,17 @@
-"""`ps-worker run`: starts workers on this machine and stays until all have ended.
+"""`ps-worker run`: starts workers on this machine and runs until all have ended.
 
-In the parameter-server modes a worker that dies takes no other with it once all declared workers have joined: it is
-started again alone, up to --max-restarts times, and the others continue, unless --stop-on-failure was given. Before
-that the others only wait for it, so the launcher stops them. In ddp it always does: the others cannot continue. Each
-failure is said at once, and the first one again at the end, where it has not scrolled away.
+In the parameter-server modes, once all declared workers have joined, a worker that dies does not stop the others: it is
+restarted alone, up to --max-restarts times, and the others continue, unless --stop-on-failure was given. Before that
+the others only wait for it, so the launcher stops them. In ddp the launcher always stops them, because they cannot
+continue. Each failure is reported at once. The first one is reported again at the end, where it has not scrolled away.
 
 A worker may be a group of processes (groups.py): the end of one of them is the end of its group, and of no other.
 
 A launch may have servers of its own (own_servers.py): they are ready before the first worker starts, and end after the
 last one.
 
-When a worker fails, the launcher has the coordinator told (`ps-worker report`), so that the others do not wait for it
-until its lease is over.
+When a worker fails, the launcher tells the coordinator (`ps-worker report`), so that the others do not wait until the
+worker's lease expires.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from ps_runtime.rank import TORCHRUN
 from ps_runtime.signals import on_signals
 
 STOP_SECONDS = 15.0
-LOOK_SECONDS = 0.5  # between two looks for the file that says that all workers have joined
-SERVERS = -1  # the child that runs the servers; workers are numbered from 0, errands from here down
-# What torchrun tells its workers. Libraries take any of it for "torch.distributed was launched", so it is there as a
-# whole, in ddp, or not at all.
+LOOK_SECONDS = 0.5  # the pause between two checks for the file that appears once all workers have joined
+SERVERS = -1  # the child that runs the servers; workers have the numbers from 0, requests those below this one
+# The variables of torchrun's workers. Libraries take any of them for "torch.distributed was launched", so all are set,
+# in ddp, or none.
 TORCHRUN_VARIABLES = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     | {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"}
@@ -69,13 +69,15 @@ _OF_ONE_WORKER = frozenset({"PS_RANK", "PS_WORLD_SIZE", "PS_LOCAL_RANK", GROUP_S
 class Launch:
     """What to start; see `ps-worker run --help`.
 
-    command:  what follows the interpreter: a script, or -m and a module, and its arguments
+    command:  the arguments of the interpreter: a script, or -m and a module, and its arguments
     settings: as PS_* variables, empty where they are not given
-    log_dir:  gets a file for each worker with what it writes
-    show_ranks: of the workers whose output the console shows, of a group that of its first member; None: of all
+    log_dir:  the directory for a file with each worker's output
+    show_ranks: the workers whose output the console shows, of a group only its first member's; None: all processes
     stop_on_failure: whether a worker that fails for good ends the launch
-    servers:  that are started before the workers, and ended after them; None: they are elsewhere, or there are none
-    group:    how many processes each worker is, which are a group of torch.distributed; 0: one, which is in none
+    servers:  the servers to start before the workers, and to end after them; None: they are elsewhere, or there are
+              none
+    group:    the number of processes in each worker's torch.distributed group; 0: a worker is one process without a
+              group
     """
 
     command: tuple[str, ...]
@@ -99,25 +101,28 @@ class Launch:
 
     @property
     def processes(self) -> range:
-        """The numbers of the workers' processes: those of a group stand together."""
+        """The numbers of the workers' processes. The processes of a group have consecutive numbers."""
         return range(self.workers * self.size)
 
     @property
     def noun(self) -> str:
-        """What a worker is called where the launcher says something."""
+        """The launcher's word for a worker in its messages."""
         return "group" if self.size > 1 else "worker"
 
     def place(self, number: int) -> tuple[int, int | None]:
-        """Returns the rank of a process' worker, and which member of its group it is; None: the worker is it."""
+        """Returns the rank of a process's worker, and the number of the process in its group; None if the worker is one
+        process.
+        """
         local, member = divmod(number, self.size)
         return self.first_rank + local, member if self.size > 1 else None
 
 
 def launch(plan: Launch) -> int:
-    """Runs the workers to their end. Returns 0, or the first code other than 0, or 128 + the signal that stopped us.
+    """Runs the workers to their end. Returns 0, or the first code other than 0, or 128 + the signal that stopped the
+    launch.
 
-    A second signal while the launch has servers of its own, which may have checkpoints to write, ends all at once.
-    Raises InvalidRequest if the log directory cannot be written, or ddp's processes could not meet.
+    If the launch has servers of its own, they may have checkpoints to write after a signal; a second signal ends all at
+    once. Raises InvalidRequest if the log directory cannot be written, or ddp's processes could not meet.
     """
     with contextlib.ExitStack() as stack:
         workers = _Workers(plan, stack)
@@ -140,7 +145,7 @@ def launch(plan: Launch) -> int:
 
 
 class _Workers:
-    """The workers of one launch, by their number here. `code`: the exit code of the launch."""
+    """The workers of one launch, by their number on this host. `code`: the exit code of the launch."""
 
     def __init__(self, plan: Launch, stack: contextlib.ExitStack) -> None:
         self.code = 0
@@ -158,14 +163,16 @@ class _Workers:
         self._processes = WorkerProcesses(plan.size, self._children)
         self._servers = OwnServers(plan.servers, self._console) if plan.servers is not None else None
         self._failures: list[Failure] = []  # for good, in the order in which they were seen
-        self._causes: dict[int, Cause] = {}  # by process, of the last one, as far as its stderr passes through here
+        # By process, the cause of its last failure, if its stderr passes through the launcher
+        self._causes: dict[int, Cause] = {}
         self._hidden: dict[int, WorkerOutput] = {}  # the stderr of each that the console does not show
         self._awaits_joins = plan.mode not in ("single", "ddp")
-        self._errands: dict[int, tuple[str, ...]] = {}  # those under way: the words of their commands
+        # Requests under way: by the child's number, the words of its command
+        self._errands: dict[int, tuple[str, ...]] = {}
         self._sent = 0
 
     def run(self) -> None:
-        """Starts all, and stays until all workers have ended, or one has whose end is that of all."""
+        """Starts all workers, and runs until all have ended, or one has failed whose end is that of the launch."""
         if self._servers is not None and not self._start_servers(self._servers):
             return
         if self._awaits_joins:
@@ -178,7 +185,7 @@ class _Workers:
             self._attend()
 
     def _attend(self) -> bool:
-        """Stays until all workers have ended, and all errands. Returns False if the launch is over before that."""
+        """Runs until all workers, reports and requests have ended. Returns False if the launch ends before that."""
         while not self._processes.is_over() or self._errands:
             self._look_for_joins()
             look = time.monotonic() + LOOK_SECONDS if self._awaits_joins else None
@@ -196,7 +203,7 @@ class _Workers:
         return True
 
     def _look_for_joins(self) -> None:
-        """Says once that all workers have joined: until then there is nothing to see but imports."""
+        """Reports once that all workers have joined: until then the user sees only their imports."""
         if self._awaits_joins and self._started.exists():
             self._awaits_joins = False
             plan = self._plan
@@ -204,7 +211,7 @@ class _Workers:
             self._console.say(f"{joined if plan.world_size > 1 else f'the {plan.noun} has'} joined, training begins")
 
     def stop(self) -> None:
-        """Ends all that still run, servers last: asks first, and passes on what they write meanwhile."""
+        """Ends all children that still run, servers last: asks them first, and passes on their output meanwhile."""
         self._console.until = time.monotonic() + STOP_SECONDS
         self._children.stop(STOP_SECONDS, self._plan.processes)
         self._children.stop(0.0, self._errands)
@@ -216,7 +223,7 @@ class _Workers:
             self._children.stop(SERVERS_STOP_SECONDS, [SERVERS])
 
     def sum_up(self) -> None:
-        """Says again which worker failed first, where several workers have written since."""
+        """Reports again which worker failed first, if several processes have written since."""
         if not self._failures or len(self._plan.processes) == 1:
             return
         first = self._failures[0]
@@ -230,7 +237,9 @@ class _Workers:
         self._children.kill()
 
     def _start_servers(self, servers: OwnServers) -> bool:
-        """Returns whether the servers are ready; the workers are told where. If not, they have said why."""
+        """Starts the servers, and gives their address to the workers. Returns False if they did not start; they have
+        reported why.
+        """
         self._children.start(SERVERS)
         while not servers.address:
             if self._children.wait():
@@ -247,14 +256,15 @@ class _Workers:
         return self._errand_program(number) if number in self._errands else self._worker_program(number)
 
     def _report(self, local: int) -> None:
-        """Has the coordinator told that a worker has ended. A group joins as its first member: that one's end is the
-        group's, and if it runs still, it will not for long."""
+        """Tells the coordinator that a worker has ended. A group joins with the process id of its first member, so the
+        report names that one: it has ended, or will soon.
+        """
         if self._plan.mode not in ("single", "ddp") and self._plan.settings.get("PS_SERVER"):
             first = self._children.pid(local * self._plan.size)
             self._send("report", "--launch", self._launch_id, "--pid", str(first))
 
     def _send(self, *words: str) -> None:
-        """Has a command of ps-worker run beside the workers, which asks the coordinator for something."""
+        """Starts a command of `ps-worker` beside the workers, which sends a request to the coordinator."""
         self._sent += 1
         number = SERVERS - self._sent
         self._errands[number] = words
@@ -272,7 +282,7 @@ class _Workers:
         environment = worker_environment(plan, number, self._processes.meeting(local) if plan.group else self._meeting)
         environment |= {"PS_RESTART_COUNT": str(self._restarts[local].count), STARTED_FILE: str(self._started)}
         environment |= self._timelines.variables(number, self._restarts[local].count)
-        # One that is started again asks for its own place alone: the others are under way.
+        # A restarted worker claims only its own rank: the others are running.
         ranks = f"{plan.first_rank}-{plan.first_rank + plan.workers - 1}" if not self._restarts[local].count else ""
         environment |= {LAUNCH_ID: self._launch_id, LAUNCH_RANKS: ranks}
         rank, member = plan.place(number)
@@ -304,7 +314,8 @@ class _Workers:
         rank, member = plan.place(number)
         failure = Failure(rank, code, self._causes[number].text if number in self._causes else "", member)
         self._report(local)
-        if code == FINISHED_WITHOUT_CODE:  # another process would be told that the job is done, and end with 0
+        # A restarted process would only learn that the job is done, and end with code 0
+        if code == FINISHED_WITHOUT_CODE:
             self._processes.end(local, None)
             self._failures.append(failure)
             self.code = self.code or code
@@ -327,7 +338,7 @@ class _Workers:
         return bool(ending)
 
     def _why_all_end(self) -> str:
-        """Returns why a failure ends the whole launch; empty where the others go on."""
+        """Returns the reason why a worker's failure ends the whole launch; empty if the others continue."""
         plan = self._plan
         if plan.mode == "ddp":
             return "in ddp the others cannot go on, so they are stopped"
@@ -339,7 +350,9 @@ class _Workers:
 
 
 def worker_environment(plan: Launch, number: int, meeting: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a worker's process; `meeting` is where the processes of ddp, or of a group, meet."""
+    """Returns the environment of a worker's process. meeting: the address at which the processes of ddp, or of a group,
+    meet
+    """
     rank, world_size = str(plan.first_rank + number // plan.size), str(plan.world_size)
     hidden = TORCHRUN_VARIABLES | _OF_ONE_WORKER
     environment = {name: os.environ[name] for name in os.environ if name not in hidden and "TORCHELASTIC" not in name}
@@ -354,14 +367,14 @@ def worker_environment(plan: Launch, number: int, meeting: Mapping[str, str]) ->
     if plan.mode == "ddp" or plan.group:
         assert TORCHRUN.world_size is not None
         assert TORCHRUN.local_rank is not None
-        # The number among all processes of the launch: scripts, and torch itself, take the GPU of that number.
+        # The number among all processes of the launch: scripts, and torch itself, use the GPU of that number.
         environment |= {TORCHRUN.rank: rank, TORCHRUN.world_size: world_size, TORCHRUN.local_rank: str(number)}
         environment |= {"LOCAL_WORLD_SIZE": str(len(plan.processes)), **meeting}
     return environment
 
 
 def rendezvous(plan: Launch) -> dict[str, str]:
-    """Returns where DDP's processes meet: what the environment says, or a free port of this machine.
+    """Returns the address at which DDP's processes meet: from the environment, or with a free port of this machine.
 
     Raises InvalidRequest if there are processes on other machines, which cannot know that port.
     """
