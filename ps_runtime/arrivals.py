@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 AT_ONCE_SECONDS = 10.0
-_MANY_HOSTS = 1024  # from which on those are forgotten that have opened nothing for a while
+_MANY_HOSTS = 1024  # with more hosts than this, those that opened no connection for a while are forgotten
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Arrivals:
         return True
 
     def goes(self, host: str) -> None:
-        """Notes that a counted connection has ended."""
+        """Records that a counted connection has ended."""
         if not host:
             return
         name = _network(host)
@@ -82,7 +82,9 @@ class Arrivals:
 
 
 def _network(host: str) -> str:
-    """Returns what counts as a host: an address, of IPv6 its network of 64 bits, all of which one machine may have."""
+    """Returns the network that counts as one host: an IPv4 address, or for IPv6 its network of 64 bits, because one
+    machine may have all addresses of it.
+    """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

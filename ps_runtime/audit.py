@@ -9,8 +9,8 @@ are in the ordinary log as well. A line has
     principal   as docs/security.md names it; "the servers" for what they do by themselves
     host, job   empty: unknown, or it concerns no job
     detail      in words; no secret is ever in it
-    count       of how many equal ones the line tells, where it is more than one
-    role, index of the server that writes it
+    count       how many equal events the line stands for, if there is more than one
+    role, index those of the server that writes the line
 
 Lines that differ in nothing but their detail are equal. The first is written at once. Those that follow are counted,
 and written as one after a second, then after two, and so on up to a minute: a stranger in a loop fills no disk.
@@ -39,7 +39,7 @@ audit_log = logging.getLogger("ps_server.audit")
 REFUSED = "refused"
 SERVERS = "the servers"
 FIRST_SECONDS, LONGEST_SECONDS = 1.0, 60.0  # for which equal lines are counted
-MOST_KINDS = 500  # of lines that differ, in the time of one; of more, a line tells how many there were
+MOST_KINDS = 500  # the most different lines before they are written; further ones are counted in one line
 MOST_CHARACTERS = 500  # of a detail
 
 
@@ -53,7 +53,7 @@ class AuditEntry(NamedTuple):
     about: str = ""
 
 
-_OTHERS = AuditEntry("others", "", "", "")  # what there is too much of
+_OTHERS = AuditEntry("others", "", "", "")  # stands for all lines past MOST_KINDS
 
 
 @dataclass
@@ -135,7 +135,7 @@ _fields: dict[str, Any] = {}
 
 
 def start(speaker: Speaker, place: str | None) -> None:
-    """Begins to write lines. place: a file; `-`: stderr; None or empty: nowhere
+    """Begins to write lines. place: a file; `-`: stderr; None or empty: lines are dropped
 
     Raises InvalidRequest if the file cannot be written.
     """

@@ -82,8 +82,8 @@ class Background:
         self._started = False
         self._stopping = threading.Event()
         self._repeating: list[threading.Thread] = []
-        self._apart: set[str] = set()  # what is running apart
-        self._delayed: list[tuple[str, Callable[[], object]]] = []  # what `run` had no thread for
+        self._apart: set[str] = set()  # the name and key of each work in a thread of its own
+        self._delayed: list[tuple[str, Callable[[], object]]] = []  # the work for which `run` could start no thread
         self._lock = threading.Lock()
 
     @property

@@ -25,7 +25,7 @@ _LEAST_PING_INTERVAL_MS = 10_000
 
 ChannelOptions = list[tuple[str, int]]
 
-# No end of this project compresses. Older versions of gRPC unpack a message first and look at its size then.
+# Neither servers nor workers compress. Older versions of gRPC unpack a message before they check its size.
 NO_DECOMPRESSION = ("grpc.per_message_decompression", 0)
 
 
@@ -79,16 +79,17 @@ _CLIENT_OPTIONS: ChannelOptions = [
     NO_DECOMPRESSION,
 ]
 
-# Longer than any call of this project with a deadline: what is under way on a channel that was replaced may end on it.
+# Longer than the deadline of any call of this project: calls under way on a replaced channel may end on it.
 RETIRED_SECONDS = 120.0
 
 
 class ChannelClosed(grpc.RpcError):  # type: ignore[misc]  # grpcio ships no types
-    """A call on a channel that is closed. gRPC itself raises a bare ValueError, which no caller takes for a call that
-    failed. It reads as gRPC's error of a call that was under way when the channel was closed."""
+    """A call on a closed channel. gRPC itself raises a bare ValueError, which no caller treats as a failed call. This
+    error has the code and text of gRPC's error for a call that was under way when the channel was closed.
+    """
 
     def code(self) -> grpc.StatusCode:
-        """Returns what gRPC ends calls with that are under way on a channel that is closed."""
+        """Returns the code with which gRPC ends the calls that are under way when a channel is closed."""
         return grpc.StatusCode.CANCELLED
 
     def details(self) -> str:

@@ -1,4 +1,4 @@
-"""The parser of a command: its errors are short, and say where to read on.
+"""The parser of a command. Its errors are short, and name the help to read.
 
 A setting whose flag is not given gets its value from its variable, from the file that --config names, or its default.
 """
@@ -37,7 +37,9 @@ class _HelpOn(argparse.Action):
 
 
 class _HelpColumns(argparse.HelpFormatter):
-    """Gives the names of commands a column: argparse forgets that they are indented, and breaks the line after some."""
+    """Makes the column of command names wide enough. argparse ignores that these names are indented, and would break
+    the line after a long name.
+    """
 
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(action)
@@ -99,7 +101,7 @@ class CommandLine(argparse.ArgumentParser):
         return known, unknown
 
     def _complete(self, known: argparse.Namespace) -> None:
-        """Gives each setting whose flag is not there its value."""
+        """Sets the value of each setting whose flag is not given."""
         known.origins = {}
         file = self._read_file(known.config)
         missing = []
@@ -149,7 +151,7 @@ class CommandLine(argparse.ArgumentParser):
         code 2.
         """
         words = list(sys.argv[1:] if arguments is None else arguments)
-        if not words and self._commands is not None:  # somebody looks around; a script has made a mistake
+        if not words and self._commands is not None:  # help for a person who explores; an error code for a script
             self.print_help(sys.stderr)
             self.exit(2)
         known, unknown = self.parse_known_args(words)
@@ -161,7 +163,9 @@ class CommandLine(argparse.ArgumentParser):
         return known
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Is called by argparse. Of a command that is not there only the nearest is named: --help lists all."""
+        """Checks a value; argparse calls it. For an unknown command the error names only the nearest command: --help
+        lists all.
+        """
         if action is self._commands and value not in self._commands.choices:
             self.error(f"unknown command {value}{_guess(value, self._commands.choices)}")
         super()._check_value(action, value)
@@ -172,7 +176,7 @@ class CommandLine(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{self._advice(message)} (see {self.prog} --help)\n")
 
     def _advice(self, message: str) -> str:
-        """Returns how to give a text that begins with a dash, which argparse takes for the next flag."""
+        """Returns how to pass a value that begins with a dash, which argparse takes for the next flag."""
         for flag, word in zip(self._words, self._words[1:], strict=False):
             if word.startswith("-") and message == f"argument {flag}: expected one argument":
                 return f"; if {word} is meant as its value, write {flag}={shlex.quote(word)}"

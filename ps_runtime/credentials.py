@@ -151,7 +151,9 @@ def access_of(arguments: argparse.Namespace) -> Access:
 
 
 def tls(cert: str | Path | None, key: str | Path | None, ca: str | Path | None) -> Tls | None:
-    """Returns the files as one value, checked now; None without any. Raises InvalidRequest naming what is wrong."""
+    """Returns the files as one value, after a check; None if no file is given. Raises InvalidRequest that names the
+    error.
+    """
     given = [Path(path) if path else None for path in (cert, key, ca)]
     if not any(given):
         return None

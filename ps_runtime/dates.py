@@ -1,4 +1,4 @@
-"""Dates in words, for people to read in logs, and as JSON has them."""
+"""Dates in words, for people who read logs, and in the form that JSON has."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def seconds_of(text: str) -> float:
 
 
 def described(began: float, trained: float | None) -> str:
-    """Says when a job was begun, and trained last if that is known."""
+    """Returns when a job was begun, and when it was trained last if that is known."""
     begun = f"begun {date_text(began)}"
     return begun if trained is None else f"{begun}, last trained {date_text(trained)}"

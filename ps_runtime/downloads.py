@@ -26,10 +26,10 @@ MAX_HEADERS = 64
 MAX_FIELDS = 8
 REQUEST_SECONDS = 10.0  # in which a request has to arrive, from the first byte
 IDLE_SECONDS = 15.0  # for which a connection may lie without a request
-CHUNK_BYTES = 256 * 2**10  # of what is sent at a time, in `stall_seconds`
+CHUNK_BYTES = 256 * 2**10  # the bytes of a chunk, which a client must read within `stall_seconds`
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")  # all but a tab
-# Who is answered so opens another connection, of which a host may open so many in a second: tokens are not to be tried.
+# After these statuses the connection is closed. New connections are limited by host, so nobody can try many tokens.
 _LAST = ("400", "401", "403")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
@@ -74,7 +74,7 @@ class LaterPart:
         return LaterPart(max(0, end - start), self.make, self.start + start)
 
     def bytes(self) -> memoryview:
-        """Makes them."""
+        """Makes all of the bytes."""
         return self.make()[self.start : self.start + self.nbytes]
 
 
@@ -152,7 +152,9 @@ class _WebConnection(socketserver.BaseRequestHandler):
                 return
 
     def _head(self, left: bytes) -> tuple[bytes, bytes]:
-        """Returns the head of the next request, and what came behind it; no head: the client has closed."""
+        """Returns the head of the next request, and the bytes that followed it. An empty head: the client has closed
+        the connection.
+        """
         data = left
         while b"\r\n\r\n" not in data:
             if len(data) > MAX_HEAD_BYTES:
@@ -284,7 +286,7 @@ def _bytes_of(part: Part) -> memoryview:
 
 
 def _piece(parts: Sequence[Part], start: int, end: int) -> list[Part]:
-    """Returns the views of bytes start to end."""
+    """Returns the views of bytes start to end of a body that consists of parts."""
     found, at = list[Part](), 0
     for part in parts:
         low, high = max(start - at, 0), min(end - at, part.nbytes)

@@ -45,7 +45,7 @@ def _outside_of(first: int, last: int) -> Sequence[int]:
 
 
 def _bound(host: str, port: int) -> int:
-    """Returns the port at which a socket could be bound, 0 if there is none. port: 0 for any"""
+    """Returns the port to which a socket could be bound, 0 if that failed. port: 0: any"""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         try:
             probe.bind((host, port))

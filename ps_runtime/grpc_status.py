@@ -67,7 +67,7 @@ _TRANSIENT = {
     code_pb2.ABORTED,
     code_pb2.CANCELLED,
 }
-FAILURES = (grpc.RpcError, CallFailed)  # what the two kinds of connections raise for a call that failed
+FAILURES = (grpc.RpcError, CallFailed)  # the errors of a failed call, one for each kind of connection
 
 
 def error_from(call: grpc.RpcError | CallFailed, peer: str) -> PSError:

@@ -20,13 +20,13 @@ from pathlib import Path
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import is_loopback
 
-# What `ps-worker run` tells its workers, besides settings.
+# The variables that `ps-worker run` sets for its workers, in addition to settings.
 LAUNCHED = "PS_LAUNCHED"
 LAUNCH_ID = "PS_LAUNCH_ID"
 LAUNCH_RANKS = "PS_LAUNCH_RANKS"
 GROUP_SIZE = "PS_GROUP_SIZE"
 STARTED_FILE = "PS_STARTED_FILE"
-# The exit code of a worker whose job has finished without it, in the middle of its script: what it had to do is not
+# The exit code of a worker whose job has finished without it, in the middle of its script: the rest of its work is not
 # done, and to start it again would do nothing. The codes up to 78 have meanings elsewhere (sysexits.h).
 FINISHED_WITHOUT_CODE = 79
 
@@ -81,8 +81,9 @@ def launched_rank() -> str | None:
 
 
 def launched_member() -> int | None:
-    """Returns which member of its group `ps-worker run --group` has started as this process; None where there is no
-    group of several."""
+    """Returns the number of this process in its group, from `ps-worker run --group`; None if it is in no group of
+    several.
+    """
     rank = os.environ.get("RANK", "")
     return int(rank) if is_launched() and os.environ.get(GROUP_SIZE, "1") != "1" and rank.isdigit() else None
 
@@ -107,7 +108,7 @@ def _own() -> str:
 
 
 def _torchrun(environment: Mapping[str, str]) -> tuple[str, str | None, bool] | None:
-    """Returns the launch of a torchrun, how many workers it has, and whether they were started again."""
+    """Returns the launch of a torchrun, its number of workers, and whether the workers were started again."""
     run = environment.get("TORCHELASTIC_RUN_ID")
     if not run:
         return None
@@ -128,7 +129,7 @@ def _slurm(environment: Mapping[str, str]) -> tuple[str, str | None, bool] | Non
 
 
 def _slurm_array(environment: Mapping[str, str]) -> tuple[str, str | None, bool] | None:
-    """Returns the launch that the tasks of a job array are together: each of them is an elastic worker."""
+    """Returns the launch that consists of the tasks of a job array: each task is an elastic worker."""
     array, step = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_STEP_ID")
     return (f"slurm-{array}.{step}", None, False) if array and step else None
 

@@ -89,9 +89,10 @@ def connect(descriptor: int, seconds: float) -> socket.socket:
 
 
 def reach(directory: Path, name: str, inode: int, seconds: float) -> socket.socket:
-    """Connects to a socket of this user, of whose name and inode number another process has told. seconds: as `connect`
+    """Connects to a socket of this user, given the name and inode number that another process has sent. seconds: as
+    `connect`
 
-    Raises NotShared where there is another file, or another user's, and OSError as `opened` and `connect` do.
+    Raises NotShared if the name has another file, or another user's, and OSError as `opened` and `connect` do.
     """
     where = f"the socket {name} in {directory}"
     with opened(directory, name) as file:
@@ -115,8 +116,9 @@ def peer_of(connection: socket.socket) -> Credentials:
 
 
 def remove_leftovers(directory: Path, prefix: str) -> None:
-    """Removes sockets of this user's processes that were killed before they could: no process listens there. prefix:
-    that of their names"""
+    """Removes sockets at which no process listens any more: those of this user's processes that were killed. prefix:
+    the beginning of their names
+    """
     for path in directory.glob(prefix + "*"):
         with contextlib.suppress(OSError), opened(directory, path.name) as file:
             status = os.fstat(file)

@@ -1,7 +1,7 @@
-"""Log lines: text for a person, or a JSON object a line for a program, with what the process is as fields.
+"""Log lines: text for a person, or a JSON object a line for a program, with the identity of the process as fields.
 
-A JSON line has the time (UTC), the level, what the process is (role, and index or job and rank), the message, and the
-traceback of an exception. What a message names in its own words is a field too: its job, its worker's rank, its shard.
+A JSON line has the time (UTC), the level, the identity of the process (role, and index or job and rank), the message,
+and the traceback of an exception. The job, the worker's rank and the shard that a message names are fields, too.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Speaker:
     """The identity of a process in its log lines.
 
     role: coordinator, shard, worker, or the command that started these
-    index: of a shard
+    index: the number of a shard
     job, rank: of a worker; None before they are known
-    member: of the group that the worker is; None: it is one process
+    member: the number of the process in its worker's group; None: the worker is one process
     """
 
     role: str

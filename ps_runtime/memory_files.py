@@ -1,8 +1,8 @@
 """Memory files (memfd_create), which processes of one host can map: made, filled, sealed, and checked. Linux only.
 
-A sealed file cannot be written, shrunk or grown any more, by any process. So a process that maps one never reads beyond
-its end, which would kill it, and what it reads does not change. The memory stays as long as any process has it mapped,
-however the one ends that made it.
+No process can write, shrink or grow a sealed file any more. So a process that maps one never reads beyond its end,
+which would kill it, and the content does not change. The memory stays as long as any process maps it, even after the
+process that made it has ended.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _POPULATED_BYTES = 2**22  # at a time: meanwhile no other thread of this process
 
 
 class MemoryFile:
-    """A new memory file of `size` bytes, from 1. Its memory is taken as it is filled.
+    """A new memory file of `size` bytes, from 1. The kernel allocates its memory as it is filled.
 
-    number: which one of this process; a descriptor may be used again
-    Raises NotShared where there are no memory files.
+    number: counts the memory files of this process; descriptors are reused, this number is not Raises NotShared where
+            there are no memory files.
     """
 
     def __init__(self, size: int) -> None:
@@ -47,14 +47,14 @@ class MemoryFile:
             raise NotShared(f"no memory file of {size} bytes can be made ({error.strerror})") from None
 
     def fill(self) -> Bytes:
-        """Returns its bytes, to be written. No reference to them may be left when `seal` is called."""
+        """Returns the file's bytes, to be written. No reference to them may be left when `seal` is called."""
         return np.frombuffer(self._memory, np.uint8)
 
     def seal(self) -> Bytes:
-        """Seals it against all changes, and returns its bytes.
+        """Seals the file against all changes, and returns its bytes.
 
-        Raises NotShared, and leaves it as it is, if a reference to what `fill` returned is left, or if the kernel does
-        not seal it. Raises OSError if it cannot be mapped again: its bytes are of no use to this process then.
+        Raises NotShared, and leaves the file unsealed, if a reference to the result of `fill` is left, or if the kernel
+        does not seal it. Raises OSError if it cannot be mapped again: then its bytes are of no use to this process.
         """
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         try:
@@ -73,7 +73,7 @@ def mapped(descriptor: int, size: int, lease: int | None = None, populate: bool 
     """Returns the bytes of a sealed memory file, without a copy. The descriptor may be closed afterwards.
 
     lease:    another descriptor, which is closed when nothing refers to these bytes any more
-    populate: whether whoever reads it first need not wait for each page
+    populate: map all pages now, so that the first reader does not wait for each page
 
     Raises OSError.
     """
@@ -92,12 +92,13 @@ def mapped(descriptor: int, size: int, lease: int | None = None, populate: bool 
 
 
 def check_file(descriptor: int, seals: int, what: str, size: int | None = None) -> int:
-    """Returns the bytes of a memory file. Raises NotShared for what is none with these seals and ordinary pages.
+    """Returns the size of a memory file. Raises NotShared for any other file, and for one without these seals or with
+    huge pages.
 
     size: the bytes that it must have; None: any number from 1
 
-    Reading beyond the end of a mapped file kills the reader, and so does a huge page that is not there. The seals come
-    first: to ask for them never waits for whatever process is behind a file, as fstat may.
+    Reading beyond the end of a mapped file kills the reader, and so does a huge page that is not there. The seals are
+    checked first: that never waits for another process, as fstat may on a file that a process serves.
     """
     try:
         found = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)

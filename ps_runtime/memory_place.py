@@ -10,8 +10,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def memory_place(directory: Path) -> str:
-    """Returns an id of a directory on this machine since its boot: 32 hexadecimal digits. Processes have equal ids if,
-    and only if, they see the same directory, also from containers. Empty if the system does not tell.
+    """Returns an id of a directory on this machine since its boot: 32 hexadecimal digits; empty if the system does not
+    provide one. Processes have equal ids if, and only if, they see the same directory, also from containers.
     """
     try:
         found = os.stat(directory)

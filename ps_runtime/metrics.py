@@ -1,4 +1,4 @@
-"""Serves /metrics, and pages of JSON; and what all metrics have in common."""
+"""Serves /metrics, and pages of JSON. Has the parts that the metrics of all processes share."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Gauges(Collector, Generic[S]):
         """Reads every gauge."""
         statistics = self._read()
         for name, text, labels, samples in self._gauges:
-            # What only grows says so by its name; the suffix is put back when the family is written.
+            # The name of a counter ends in `_total`. The library cuts the suffix off, and appends it again in its
+            # output.
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             family = kind(name, text, labels=labels)
             for values, number in samples(statistics):
@@ -109,7 +110,9 @@ def process_registry() -> CollectorRegistry:
 
 
 def certificate_gauges(tls: Tls) -> Gauges[dict[Path, float]]:
-    """Returns the gauge of when the certificates expire that this process presents, and by which it verifies others."""
+    """Returns the gauge of the expiry of certificates: those that this process presents, and those by which it verifies
+    others.
+    """
 
     def samples(ends: dict[Path, float]) -> Iterable[Sample]:
         return [((str(path),), end) for path, end in ends.items()]
@@ -140,8 +143,8 @@ def serve_metrics(
     pages:  by path, functions that make further pages of JSON
     tls:    None: plain HTTP. With its CA, a scraper must present a certificate of that CA. The files may change while
             it is served; /metrics has when the certificates expire
-    site:   pages for people that are served beside; None: none
-    limits: of connections by host
+    site:   pages for people that are served at the same port; None: none
+    limits: for the connections of each host
     """
     if tls is not None:
         registry.register(certificate_gauges(tls))

@@ -1,4 +1,4 @@
-"""How a process starts another program of this project: the installed one, whatever lies in the current folder.
+"""Starts another program of this project: the installed one, whatever is in the current folder.
 
 `python -m ps_server` puts the current folder first on the child's sys.path. A file `grpc.py` there, in a shared folder
 or a cloned repository, would run as the user who starts the servers, with their keys and tokens at hand; a user's own

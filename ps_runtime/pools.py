@@ -1,4 +1,4 @@
-"""Pools of threads: of servers, which go on where no more threads can be had; of workers, which let a script end."""
+"""Pools of threads: those of servers survive a lack of threads, those of workers let a script end."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _troubles = Troubles(log, "threads")
 
 
 class Pool(ThreadPoolExecutor):
-    """A pool of at most `count` threads. The first is started at once; if no other can be started, those that there are
-    do the work, one task after the other.
+    """A pool of at most `count` threads. The first is started at once. If no other thread can be started, the existing
+    ones do the work, one task after the other.
 
-    name: that of its threads
+    name: the name of the threads
     Raises TryLater if not even the first thread can be started.
     """
 
@@ -42,7 +42,9 @@ class Pool(ThreadPoolExecutor):
         self._is_made = True
 
     def _adjust_thread_count(self) -> None:
-        """Starts a thread if one is wanted: what `submit` calls once a task is queued, in each Python from 3.10 on."""
+        """Starts a thread if one is needed. `submit` of ThreadPoolExecutor calls this once a task is queued, in each
+        Python from 3.10 on.
+        """
         try:
             super()._adjust_thread_count()
         except RuntimeError as error:
@@ -96,7 +98,9 @@ class FairPool:
             following = self._next(owner, source)
 
     def _next(self, owner: str, source: str) -> tuple[str, Callable[[], object]] | None:
-        """Returns what the thread of an owner does after a task of that source."""
+        """Ends a task of a source. Returns the next source of the same owner and its task; None if there is none to
+        start.
+        """
         with self._lock:
             running, waiting = self._running[owner], self._waiting.get(owner, {})
             running.remove(source)
@@ -108,7 +112,7 @@ class FairPool:
             tasks = waiting.pop(turn)
             task = tasks.popleft()
             if tasks:
-                waiting[turn] = tasks  # after those of all others
+                waiting[turn] = tasks  # behind all other sources
             elif not waiting:
                 del self._waiting[owner]
             running.add(turn)
@@ -124,7 +128,7 @@ class FairPool:
 
 T = TypeVar("T")
 
-JOIN_SECONDS = 2.0  # threads that were told to end are waited for so long: they end in milliseconds
+JOIN_SECONDS = 2.0  # the wait for ending threads, which normally end in milliseconds
 
 
 class Closed(Exception):
@@ -191,10 +195,10 @@ class DaemonPool:
                 result = call()
             except BaseException as raised:
                 error = raised
-            with self._lock:  # before its caller goes on, whose next call is to find this thread free
+            with self._lock:  # before the caller gets its result: its next call should find this thread free
                 self._free += 1
             if error is None:
                 future.set_result(result)
             else:
                 future.set_exception(error)
-            del item, future, call, result, error  # nothing of a call outlives it here
+            del item, future, call, result, error  # this thread keeps no reference to a finished call

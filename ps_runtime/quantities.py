@@ -1,4 +1,4 @@
-"""Quantities as text for a person: sizes in bytes, how many there are of something, and which ranks."""
+"""Quantities as text for a person: sizes in bytes, durations, counts, and ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 def size_text(count: int) -> str:
     """Returns bytes as text, in the largest unit in which it is 1 or more: `5.77 MB`."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= 0.9995 * size:  # what would be rounded to 1000 of the next smaller unit
+        if count >= 0.9995 * size:  # from here on, the next smaller unit would round to 1000
             return f"{number_text(count / size)} {unit}"
     return f"{count} B"
 

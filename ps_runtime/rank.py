@@ -18,7 +18,7 @@ class Launcher:
     """The environment variables in which a launcher tells a process its rank.
 
     world_size, local_rank: None: the launcher has no such variable
-    within: a variable that must be set, too; otherwise the others are not about this process
+    within: a variable that must be set, too; otherwise the others do not apply to this process
     """
 
     rank: str
@@ -63,7 +63,7 @@ def placement(rank: int | None, world_size: int | None, local_rank: int | None) 
 
     Raises InvalidRequest if a launcher's variable is not a whole number.
     """
-    launcher = max(LAUNCHERS, key=Launcher.count_given)  # of equals the first; torchrun's where none says anything
+    launcher = max(LAUNCHERS, key=Launcher.count_given)  # the first of several equals; torchrun if no variable is set
     missing = None
     if launcher.count_given():
         rank = _whole(launcher.rank) if rank is None else rank

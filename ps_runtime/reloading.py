@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("ps_runtime")
 
-# The shortest time between two looks at the files: a call costs nothing in between.
+# The shortest time between two checks of the files: a call in between costs nothing.
 CHECK_SECONDS = 1.0
 
 
@@ -30,7 +30,7 @@ class ReloadingFiles(Generic[T]):
     """
 
     def __init__(self, paths: Sequence[Path], load: Callable[[], T]) -> None:
-        """Raises what `load` raises: an error at the start is not kept quiet."""
+        """Loads the value. Raises the errors of `load`: at the start an invalid file is an error."""
         self.generation = 0
         self._paths = tuple(paths)
         self._load = load

@@ -30,7 +30,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 NOTICE_SECONDS = 1.0
 NAMED_PAUSE_SECONDS = 0.5  # a peer that asks for such a pause has its reason logged
 LONG_WAIT_SECONDS = 3.0  # a peer that asks for more time than this is worth a warning
-_AWAY, _BUSY = "away", "busy"  # what a peer's troubles are: it does not answer; it has said what it waits for
+_AWAY, _BUSY = "away", "busy"  # kinds of a peer's troubles: it does not answer; it asks to repeat the call later
 # A generator of its own: retries must not change a script's random numbers.
 _RANDOM = random.Random()
 
@@ -80,7 +80,7 @@ class Retry:
         self._timeout = timeout
         self._closing = closing
         self._is_explained = False
-        self._waits_since: float | None = None  # when the peer first said what it waits for
+        self._waits_since: float | None = None  # when the peer first asked to repeat the call later
         self._is_long = False  # whether the log warns of that
         self._told: str | None = None  # the last progress
         self._is_unknown = False  # the peer did not know the token that was shown last
@@ -109,7 +109,7 @@ class Retry:
         is_renewed = isinstance(error, Unauthenticated) and self._peer.access.token_file is not None
         if is_renewed and not self._is_unknown and not self._closing.is_set():
             self._is_unknown = True
-            self._closing.wait(CHECK_SECONDS)  # a token that was renewed a moment ago has been read anew by then
+            self._closing.wait(CHECK_SECONDS)  # a token that was renewed a moment ago has been read again by then
             return
         if not error.retryable or self._closing.is_set():
             raise error
@@ -118,7 +118,7 @@ class Retry:
             explained = self._peer.explained(error)
             if explained is not error:
                 raise explained from None
-        if error.retry_after is not None:  # the peer lives, and has said when there may be room
+        if error.retry_after is not None:  # the peer is alive, and has said when to try again
             # A push that waits for room is tried again in a moment, at many steps: that is not worth a line.
             if isinstance(error, TryLater) or error.retry_after >= NAMED_PAUSE_SECONDS:
                 self._name_wait(error)
@@ -126,7 +126,7 @@ class Retry:
             self._closing.wait(error.retry_after * _RANDOM.uniform(1.0, 1.5))
             return
         if error.progress is not None and error.progress != self._told:
-            self._told = error.progress  # what it waits for gets on, however long it takes
+            self._told = error.progress  # the peer's progress, which restarts the time limit
             self._begin_anew()
             self._name_wait(error)
         passed = time.monotonic() - self._since
@@ -140,7 +140,9 @@ class Retry:
         self._pause = min(self._pause * 2, LONGEST_PAUSE_SECONDS)
 
     def _name_wait(self, error: PSError) -> None:
-        """Logs what the peer waits for, and warns once that takes long. Most such waits are over in a moment."""
+        """Logs the reason for which the peer makes a call wait, and warns once that this takes long. Most such waits
+        are over in a moment.
+        """
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now

@@ -1,4 +1,4 @@
-"""What a setting is, for both commands and for `connect`.
+"""The declaration of a setting, for both commands and for `connect`.
 
 A setting is declared as a `Setting`. Its flag, its PS_* variable, its name in a file of settings and its keyword
 argument follow from its name, and one parser reads all of them. The argument or the flag comes first, then the
@@ -279,10 +279,10 @@ index = whole_number(0, 2**31 - 1)
 
 # -- variables that nothing reads ------------------------------------------------------------------------------------
 
-# Servers and workers do not know each other's settings, and one environment serves both: so the names stand here. A
+# Servers and workers do not know each other's settings, but share one environment. So all names are listed here. A
 # test compares the list with the settings that both declare.
 
-# What workers read, and their launcher.
+# Variables that workers and their launcher read.
 _WORKERS = """
     PS_BUSY_SECONDS PS_CONNECT_TIMEOUT PS_ELASTIC PS_FIRST_RANK PS_GROUP PS_INSECURE PS_JOB PS_LOG_DIR PS_LOG_FORMAT
     PS_LOG_LEVEL
@@ -293,11 +293,11 @@ _WORKERS = """
     PS_TAKE_OVER PS_TIMELINE PS_TIMELINE_FIRST PS_TIMELINE_STEPS
     PS_TLS_CA PS_TLS_CERT PS_TLS_KEY PS_TOKEN_FILE PS_TRANSPORT PS_WIRE PS_WORKERS PS_WORLD_SIZE
 """
-# What the launcher tells its workers.
+# Variables that the launcher sets for its workers.
 _LAUNCHED = """
     PS_GROUP_SIZE PS_LAUNCHED PS_LAUNCH_ID PS_LAUNCH_RANKS PS_LOCAL_RANK PS_RESTART_COUNT PS_STARTED_FILE
 """
-# What servers read.
+# Variables that servers read.
 _SERVERS = """
     PS_ABSENCE_SECONDS PS_ADVERTISE PS_APPLY_THREADS PS_AUDIT_LOG PS_CHECKPOINT_DIR PS_CHECKPOINT_EVERY
     PS_COLD_ROWS_DIR
@@ -315,11 +315,11 @@ _SERVERS = """
     PS_MAX_VIEWS PS_MAX_WORKERS PS_NO_DATA_PORT PS_OWN_DISK PS_PAGE_HOST PS_PAGE_INSECURE PS_PAGE_PORT PS_PORT
     PS_RESTORE PS_RESUME PS_SERVER_CALL_SECONDS PS_SHARDS PS_SHARD_START_TIMEOUT PS_TOKENS
 """
-# What relays read.
+# Variables that relays read.
 _RELAYS = """
     PS_EVERY PS_HTTP_HOST PS_HTTP_PORT PS_JOBS PS_PERIOD PS_UPSTREAM
 """
-# What the compose files read.
+# Variables that the compose files read.
 _COMPOSE = """
     PS_FEED_SERVER PS_GPUS PS_IMAGE PS_IMAGE_CUDA PS_MOVIELENS PS_PUBLISH_GRAFANA_PORT PS_PUBLISH_METRICS_PORT
     PS_PUBLISH_PAGE_PORT PS_PUBLISH_PORT PS_PUBLISH_PROMETHEUS_PORT PS_PUBLISH_RELAY_PORT PS_PUBLISH_SERVE_PORT
@@ -328,12 +328,13 @@ _COMPOSE = """
 """
 KNOWN_VARIABLES = frozenset(f"{_WORKERS} {_LAUNCHED} {_SERVERS} {_RELAYS} {_COMPOSE}".split())
 _OF_OTHERS = frozenset({"PS_COLORS", "PS_FORMAT", "PS_PERSONALITY"})  # those of the program `ps`
-# What Kubernetes sets for the ports of a Service whose name begins with ps.
+# Variables that Kubernetes sets for the ports of a Service whose name begins with ps.
 _SERVICE_VARIABLE = re.compile(r"PS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 
 
 def unknown_variables(variables: Mapping[str, str] | None = None) -> str | None:
-    """Returns one line about the PS_* variables that nothing reads, with the nearest known names; None without any.
+    """Returns one line about the PS_* variables that no setting reads, with the nearest known names; None if there are
+    none.
 
     variables: None: those of this process
     """

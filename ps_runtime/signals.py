@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-HEARD_SECONDS = 1.0  # in which a signal is heard
+HEARD_SECONDS = 1.0  # the longest time until a waiting main thread handles a signal
 
 
 def on_signals(action: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
@@ -61,7 +61,7 @@ class Ending:
         self._signal: int | None = None
         self._held = False
         self._interrupt: tuple[int, FrameType | None] | None = None  # that came while `_held`
-        # The handler of SIGINT, in whose place `_note` is while `_held`.
+        # The handler of SIGINT, which `_note` replaces while `_held`.
         self._handler: Callable[[int, FrameType | None], object] | None = None
 
     @property
@@ -96,7 +96,7 @@ class Ending:
 
     @contextmanager
     def let_through(self) -> Iterator[None]:
-        """Has signals act within a `hold` until the end of the block, and those that have come since its begin."""
+        """A block within a `hold`, in which signals act again, including those that came since the hold began."""
         if not self._held or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -117,7 +117,7 @@ class Ending:
             _signal.signal(signal.SIGINT, self._note)
 
     def _end(self) -> None:
-        self._held = False  # first: from here on signals act, also if one of them interrupts this
+        self._held = False  # first: signals act from here on, even if one of them interrupts this function
         came, self._interrupt = self._interrupt, None
         try:
             if _signal.getsignal(signal.SIGINT) == self._note:
@@ -129,7 +129,7 @@ class Ending:
                 self._exit()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGINT in place of `_handler`."""
+        """Handles SIGINT while a hold is active, in place of `_handler`."""
         assert self._handler is not None
         if self._held and self._interrupt is None:
             self._interrupt = number, frame

@@ -15,7 +15,8 @@ from pathlib import Path
 from ps_runtime.memory import control_groups, numbers
 
 _ROOT = Path("/")
-# Who has one of these capabilities has no RLIMIT_NPROC: CAP_SYS_ADMIN and CAP_SYS_RESOURCE; nor has root.
+# RLIMIT_NPROC does not apply to a process with one of these capabilities, CAP_SYS_ADMIN or CAP_SYS_RESOURCE, nor to
+# root.
 _UNLIMITED = 1 << 21 | 1 << 24
 
 
@@ -57,7 +58,7 @@ def _free(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _status(path: Path) -> dict[str, str]:
-    """Returns the first word behind each name."""
+    """Returns the first word after each name in a file such as /proc/self/status."""
     return {words[0]: words[1] for line in path.read_text().splitlines() if len(words := line.split()) > 1}
 
 

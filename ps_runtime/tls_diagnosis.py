@@ -51,8 +51,8 @@ def _with_tls(plain: socket.socket, host: str, tls: Tls) -> str | None:
         return str(error)
     context.set_alpn_protocols(["h2"])
     try:
-        # In TLS 1.3 a server looks at a client's certificate after the client is done. One that takes it speaks first,
-        # as HTTP/2 wants; gRPC's ends the connection without a word if it does not.
+        # In TLS 1.3 a server checks a client's certificate after the client's handshake is done. A server that accepts
+        # it sends first, as HTTP/2 requires; otherwise gRPC's server closes the connection without a message.
         if _Connection(plain, context, host).first_byte() == b"":
             return _refused(tls)
     except ssl.SSLCertVerificationError as error:

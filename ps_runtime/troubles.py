@@ -1,6 +1,6 @@
 """Recurring errors: each is logged when it begins, counted every time, and logged when it is over.
 
-A lost shard, for example, fails every look at it, twice a second. The log reports that once, and `ps_troubles_total`
+A lost shard, for example, fails a check twice a second. The log reports that once, and `ps_troubles_total`
 counts it.
 """
 
@@ -73,10 +73,10 @@ class Troubles:
         self._log.log(level, text, *arguments, exc_info=trace)
 
     def over(self, key: Hashable) -> None:
-        """Notes that the error of a key is over, so that the next one is logged again. Logs this if it was met more
+        """Records that the error of a key is over, so that the next one is logged again. Logs this if it was met more
         than once.
         """
-        if key not in self.open:  # without the lock, as nearly always
+        if key not in self.open:  # without the lock, because there is nearly always no error
             return
         with _lock:
             trouble = self.open.pop(key, None)
@@ -85,7 +85,7 @@ class Troubles:
 
 
 def _place(error: BaseException) -> Hashable:
-    """Returns what an error has in common with others like it: its kind, and the line that raised it."""
+    """Returns the kind of an error and the line that raised it, by which equal errors are recognised."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -93,5 +93,7 @@ def _place(error: BaseException) -> Hashable:
 
 
 def _kept(argument: object) -> object:
-    """Returns an argument as it can be kept: an error keeps all that the frames of its traceback hold."""
+    """Returns an argument in a form that can be stored: an error itself would keep all variables of its traceback's
+    frames alive.
+    """
     return str(argument) if isinstance(argument, BaseException) else argument

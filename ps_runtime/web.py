@@ -25,18 +25,19 @@ from ps_runtime.tls_contexts import server_context
 
 _HANG_UP_SECONDS = 1.0
 _LATE_SECONDS = 0.05  # by which a connection may be cut off late: several at once, and never in a busy loop
-# A scrape is one short request: a client that takes longer to ask, to shake hands, or to read is cut off.
+# A scrape is one short request. A client that takes longer for its request, the handshake or reading is disconnected.
 CONNECTION_SECONDS = 10.0
-SILENT_SECONDS = 3.0  # for which it may say nothing meanwhile
+SILENT_SECONDS = 3.0  # the longest silence of a client
 MAX_CONNECTIONS = 64
 MOST_OF_A_HOST = 16  # so that no single host keeps the scraper out
 
 _LONGEST_LINE = 65_536  # of a request's first line, as in the standard library
 
-# A page is made anew after so many times the time that making it took: scrapers in a loop take a tenth of a core.
+# A page is generated again after this many times the time that generating it took: so scrapers in a loop use a tenth of
+# a core.
 PAUSES_PER_PAGE = 10
 
-# What a site's pages may do: show what this server has. Nothing is loaded from elsewhere, and no other site may show
+# The Content-Security-Policy of a site's pages: nothing is loaded from another server, and no other site may show
 # them in a frame or read them.
 _SITE_HEADERS = [
     ("Content-Security-Policy", "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"),
@@ -75,7 +76,7 @@ class ConnectionServer(socketserver.ThreadingMixIn, WSGIServer):
         super().server_bind()
 
     def server_activate(self) -> None:
-        # A second handle on each socket (TLS takes the first away), its host, and when its time is over.
+        # A second handle on each socket (TLS detaches the first), its host, and the time at which its time is over.
         self._open: dict[socket.socket, tuple[str, float]] = {}
         self._serving: set[threading.Thread] = set()
         self._here = threading.local()  # the handle of the connection that a thread serves
@@ -85,7 +86,7 @@ class ConnectionServer(socketserver.ThreadingMixIn, WSGIServer):
         super().server_activate()
 
     def serve_forever(self, poll_interval: float = 0.0) -> None:
-        """Handles requests until `shutdown`. It wakes up for these, and for connections whose time is over."""
+        """Handles requests until `shutdown`. It wakes up for requests, and for connections whose time is over."""
         with selectors.DefaultSelector() as ready:
             ready.register(self.socket, selectors.EVENT_READ)
             ready.register(self._woken, selectors.EVENT_READ)
@@ -95,7 +96,7 @@ class ConnectionServer(socketserver.ThreadingMixIn, WSGIServer):
                 self.service_actions()
 
     def _patience(self) -> float | None:
-        """Returns for how many seconds no connection's time is over; None: there is no connection."""
+        """Returns the seconds until the first connection's time is over; None if there is no connection."""
         with self._lock:
             until = min((until for _, until in self._open.values()), default=None)
         return None if until is None else max(0.0, until - time.monotonic()) + _LATE_SECONDS
@@ -143,7 +144,7 @@ class ConnectionServer(socketserver.ThreadingMixIn, WSGIServer):
             self._over(handle)
 
     def give_time(self, seconds: float) -> None:
-        """Has the connection that this thread serves last so long from now on."""
+        """Sets the remaining time of the connection that this thread serves, in seconds."""
         with self._lock:
             host, _ = self._open[self._here.handle]
             self._open[self._here.handle] = host, time.monotonic() + seconds
@@ -156,7 +157,7 @@ class ConnectionServer(socketserver.ThreadingMixIn, WSGIServer):
         self.arrivals.goes(host)
 
     def hang_up(self) -> None:
-        """Ends all connections, and waits a moment for their threads: what a page shows may be made by torch."""
+        """Ends all connections, and waits a moment for their threads, which may be running code of torch for a page."""
         with self._lock:
             threads = list(self._serving)
             for handle in self._open:
@@ -204,7 +205,9 @@ class Page:
 
 
 class _Answer(ServerHandler):
-    """One answer. That a client hangs up or stops reading is no fault: over TLS it is an error of its own kind."""
+    """One answer. A client that hangs up or stops reading is no error here. Over TLS this raises an error of another
+    class.
+    """
 
     server_software = SERVER_SOFTWARE
 
@@ -219,13 +222,13 @@ class _Silent(WSGIRequestHandler):
     timeout = SILENT_SECONDS
 
     def handle(self) -> None:
-        """Answers one request, as the class above does, by an `_Answer`."""
+        """Answers one request, as the base class does, by an `_Answer`."""
         self.raw_requestline = self.rfile.readline(_LONGEST_LINE + 1)
         if len(self.raw_requestline) > _LONGEST_LINE:
             self.requestline = self.request_version = self.command = ""
             self.send_error(414)
         elif self.parse_request():
-            self.connection.settimeout(CONNECTION_SECONDS)  # it reads as fast as it likes
+            self.connection.settimeout(CONNECTION_SECONDS)  # from here on the client reads at its own pace
             streams = self.rfile, self.wfile, self.get_stderr()
             answer = _Answer(*streams, self.get_environ(), multithread=False)  # type: ignore[arg-type]  # they are binary
             answer.request_handler = self  # type: ignore[attr-defined]  # which ServerHandler logs by
@@ -278,9 +281,9 @@ class Site:
 
 
 def refusal(environ: dict[str, Any], is_of_loopback: bool) -> tuple[str, bytes] | None:
-    """Returns the status and the words by which a request is refused; None for one to read a page.
+    """Returns the status and the text with which a request is refused; None if it may read a page.
 
-    is_of_loopback: the page is for this machine alone, so that a browser must have asked for a name of its loopback
+    is_of_loopback: the page is for this machine alone, so a browser must use a loopback name
     """
     if is_of_loopback and not names_loopback(environ.get("HTTP_HOST", "")):
         return "403 Forbidden", b"this page is for this machine alone: ask for it at 127.0.0.1 or localhost\n"
@@ -308,11 +311,13 @@ def serve(
     tls: Tls | None = None,
     limits: HostLimits = arrivals.DEFAULTS,
 ) -> tuple[int, Callable[[], None]]:
-    """Serves an application until it is told to stop. Returns the port and a function that stops serving.
+    """Serves an application until the returned function is called. Returns the port, and a function that stops serving.
 
-    port: 0 lets the system choose. tls: with it, https, and with its CA a client must show a certificate of that CA;
-    the files may change while it is served. limits: of connections by host, up to MOST_OF_A_HOST.
-    what, flag: of the error where the port cannot be bound, an InvalidRequest
+    port: 0: the system chooses
+    tls: serve HTTPS; with its CA, a client must present a certificate of that CA. The files may change while it is
+         served
+    limits: for the connections of each host, up to MOST_OF_A_HOST
+    what, flag: for the text of the InvalidRequest if the port cannot be bound
     """
 
     def make() -> ConnectionServer:
