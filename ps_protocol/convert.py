@@ -1,5 +1,6 @@
-"""Conversions between protobuf messages and values that servers and workers share: jobs, data, figures, times. And what
-messages of the data path have in common: a separate payload, the header of an answer, the notice of a wait.
+"""Conversions between protobuf messages and values that servers and workers share: jobs, data, measurements, times.
+Also the parts that messages of the data path have in common: a separate payload, the header of an answer, the notice of
+a wait.
 """
 
 from __future__ import annotations
@@ -444,7 +445,11 @@ class Origin(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """What a pull waits for. ranks: empty: it waits for the shard; reason: in words"""
+    """The reason why a pull waits.
+
+    ranks:  the workers that it waits for; empty: it waits for the shard
+    reason: the reason in words
+    """
 
     ranks: tuple[int, ...]
     reason: str

@@ -6,7 +6,7 @@ worker continues its steps, and mixes the pulled weights of a fragment into its 
 push. The delay is shorter than H/F, so at most one fragment is in transit.
 
 A round ends when its last fragment is mixed in. At that moment every fragment has had the same number of updates and
-nothing is in transit, so checkpoints are made there, and workers join there.
+none is in transit, so checkpoints are made then, and workers join then.
 
 This is Streaming DiLoCo (Douillard et al., 2025, https://arxiv.org/abs/2501.18512) with the fragments of its "strided"
 pattern.

@@ -1,4 +1,6 @@
-"""How memory is handed over to a process on the same host: its descriptor, at a unix socket in the shared directory."""
+"""The offer by which a reader gets memory from a relay on the same host: the relay sends the memory's descriptor at a
+unix socket in the shared directory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ class MappingOffer:
     location: the name of the socket in the shared directory
     socket_inode: the inode number of that file
     nonce: the secret that the relay shows there
-    reader: the number that all offers of this reader have; 0: one of an earlier version
+    reader: a number that all offers of this reader share; 0: a reader of an earlier version
     """
 
     location: str

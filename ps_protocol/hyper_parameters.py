@@ -1,4 +1,4 @@
-"""Hyper-parameters of optimizers, as plain values."""
+"""Hyper-parameters of optimizers, as plain values: a number, a boolean, several numbers, or None."""
 
 from __future__ import annotations
 

@@ -106,12 +106,12 @@ class JobSpec:
 
 
 def added_name(name: str, number: int) -> str:
-    """Returns the name of a job of parameters that are added to another job's. name: that job's; number: from 1"""
+    """Returns the name of a job that has the parameters added to another job. name: the other job's; number: from 1"""
     return f"{name}.added{number}"
 
 
 def is_added_to(name: str, other: str) -> bool:
-    """Returns whether `other` is the name of a job of parameters that are added to those of the job `name`."""
+    """Returns whether `other` is the name of a job that has parameters added to the job `name`; see `added_name`."""
     return other.startswith(f"{name}.added") and other[len(name) + len(".added") :].isdecimal()
 
 
@@ -195,7 +195,9 @@ def _validate_local(spec: JobSpec) -> None:
 
 
 def _validate_tables(spec: JobSpec, names: set[str]) -> None:
-    """names: of the parameters, and then of the tables, too"""
+    """Raises InvalidRequest for the first invalid table, or for a name that comes twice. Adds the tables' names to
+    `names`.
+    """
     if len(spec.tables) > MAX_TABLES:
         raise LimitExceeded(f"a job may have up to {MAX_TABLES} tables, got {len(spec.tables)}")
     for table in spec.tables:
@@ -348,6 +350,8 @@ def difference_of_uncut(registered: JobSpec, offered: JobSpec) -> str | None:
 
 
 def _uncut(spec: JobSpec) -> JobSpec:
-    """Returns a job with whole parameters by name, without those that have no element: no member has a piece of one."""
+    """Returns a job with whole parameters, sorted by name. Parameters without elements are left out, because no member
+    has a piece of them.
+    """
     wholes = [parameter for parameter in whole_parameters(spec.parameters) if parameter.numel]
     return replace(spec, parameters=tuple(sorted(wholes, key=lambda each: each.name)), group_size=1)

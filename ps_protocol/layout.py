@@ -1,16 +1,16 @@
-"""Cuts a model's parameters into buckets, and says how many bytes each has on the wire: pure functions that servers and
+"""Cuts a model's parameters into buckets, and computes the bytes of each on the wire: pure functions that servers and
 workers run on the same job.
 
-All parameters of one element type and one optimizer form one flat space. They are in reverse order of registration,
-as in DDP, because backward finishes the last layers first. Frozen parameters and buffers form further spaces. Each
+All parameters of one element type and one optimizer form one flat space. They are in reverse order of registration, as
+in DDP, because backward finishes the last layers first. Frozen parameters and buffers form further spaces. Each
 parameter starts on a 64-byte boundary. The space is cut every `bucket_bytes`; a bucket lists the slices of parameters
 that lie in it.
 
     space "float32":   |-- w3 --|-- b3 --|------------- w2 -------------|-- b2 --| ...
     buckets:           |------ bucket 0 ------|------ bucket 1 ------|-- bucket 2 ...
 
-Where a worker is a group of processes, what each member of it holds lies in spaces of its own: a bucket is pushed by
-one process.
+If a worker is a group of processes, the parameters of each member form spaces of their own: a bucket is pushed by one
+process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ DATA_TYPES: dict[str, DataType] = {
 
 @dataclass(frozen=True)
 class PiecePlace:
-    """Where a piece lies in its parameter: from `offsets` on, in dimensions of the sizes `whole_shape`."""
+    """The position of a piece in its parameter: it begins at `offsets`, one per dimension, in the parameter of shape
+    `whole_shape`.
+    """
 
     whole_shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -70,7 +72,7 @@ class ParameterSpec:
     `shape` then counts the parts. Empty: the element type is `dtype`
     is_saved: whether the model's state_dict has it; a non-persistent buffer is not saved
     member: of each worker's group, the process that holds it
-    piece: where it lies in the parameter of its name; None: it is all of that
+    piece: the position of the piece in the whole parameter; None: this is the whole parameter
     """
 
     name: str
@@ -146,7 +148,8 @@ class BucketSpec:
 class Layout:
     """Every bucket of a job, and where each parameter begins in its space (in elements).
 
-    member: of a group, whose view of the layout this is; None: of a worker of one process, or of a server
+    member: the member of a group whose view of the layout this is; None: the view of a worker of one process, or of a
+            server
     """
 
     buckets: tuple[BucketSpec, ...]

@@ -114,7 +114,7 @@ class Consistency:
 
 
 def parse_mode(text: str) -> Consistency | None:
-    """Returns the rule of a mode's name; None for `single` and `ddp`, which need no server.
+    """Returns the rule of a mode, given its name; None for `single` and `ddp`, which need no server.
 
     Raises InvalidRequest for anything but single, ddp, sync, local:H (H a whole number from 1), local:H/F (F divides
     H), local:Ts (T seconds), ssp:K (K a whole number from 0) and async.

@@ -1,8 +1,8 @@
-"""Pieces of parameters: what the members of a group hold, where a worker is a group of processes.
+"""Pieces of parameters: the parts that the members of a group hold, if a worker is a group of processes.
 
-A parameter is cut into a grid of boxes, along one dimension or more, and each piece is of one member. The pieces of one
-name are parameters of the job like others: each has its own values, gradients and optimizer state. Together they are
-the parameter of that name.
+A parameter is cut into a grid of boxes, along one dimension or more, and each piece belongs to one member. The pieces
+of one name are parameters of the job like others: each has its own values, gradients and optimizer state. Together they
+form the parameter of that name.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MAX_GROUP_SIZE = 256
 
 @dataclass(frozen=True)
 class Stretches:
-    """Where the elements of a piece lie in its whole parameter, both flattened: in stretches without a gap, alike and
-    equally far apart.
+    """The positions of a piece's elements in its whole parameter, both flattened: stretches of consecutive elements, of
+    equal length and equally far apart.
 
-    first:  where the first stretch begins
+    first:  the beginning of the first stretch
     length: elements of a stretch
     step:   from the beginning of one stretch to that of the next
     count:  of the stretches
@@ -35,7 +35,7 @@ class Stretches:
 
 
 def stretches_of(parameter: ParameterSpec) -> Stretches:
-    """Returns where a piece that is valid lies. A whole parameter is one stretch."""
+    """Returns the stretches of a valid piece. A whole parameter is one stretch."""
     piece, shape, numel = parameter.piece, parameter.shape, parameter.numel
     cuts = _cut_dimensions(parameter)
     if piece is None or not cuts:
@@ -53,7 +53,7 @@ def _cut_dimensions(parameter: ParameterSpec) -> list[int]:
 
 
 def validate_pieces(parameters: Sequence[ParameterSpec], group_size: int) -> None:
-    """Raises InvalidRequest or LimitExceeded that names the first error in what the members of a group hold."""
+    """Raises InvalidRequest or LimitExceeded that names the first error in the pieces of a group's members."""
     if not 1 <= group_size <= MAX_GROUP_SIZE:
         raise LimitExceeded(f"a group may have up to {MAX_GROUP_SIZE} members, got {group_size}")
     for parameter in parameters:
@@ -69,7 +69,7 @@ def validate_pieces(parameters: Sequence[ParameterSpec], group_size: int) -> Non
 
 
 def pieces_by_name(parameters: Sequence[ParameterSpec]) -> Mapping[str, list[ParameterSpec]]:
-    """Returns the pieces of each parameter that is cut, in their order in it. Whole parameters are left out."""
+    """Returns the pieces of each parameter that is cut, in their order within it. Whole parameters are left out."""
     found: dict[str, list[ParameterSpec]] = {}
     for parameter in parameters:
         if parameter.piece is not None:
@@ -80,7 +80,7 @@ def pieces_by_name(parameters: Sequence[ParameterSpec]) -> Mapping[str, list[Par
 
 
 def whole_parameters(parameters: Sequence[ParameterSpec]) -> tuple[ParameterSpec, ...]:
-    """Returns the parameters of the uncut model: each name once, at the place of its first piece."""
+    """Returns the parameters of the uncut model. Each name comes once, where its first piece was."""
     seen: set[str] = set()
     wholes: list[ParameterSpec] = []
     for parameter in parameters:
@@ -113,7 +113,7 @@ def _validate_place(parameter: ParameterSpec) -> None:
 
 
 def _validate_alike(name: str, pieces: Sequence[ParameterSpec]) -> None:
-    """Raises InvalidRequest for pieces of one name that cannot be of one parameter."""
+    """Raises InvalidRequest for pieces of one name that cannot belong to one parameter."""
 
     def of(each: ParameterSpec) -> tuple[object, ...]:
         return each.piece and each.piece.whole_shape, each.dtype, each.group, each.optimizer, each.is_saved
@@ -150,14 +150,16 @@ def _validate_cover(name: str, pieces: Sequence[ParameterSpec]) -> None:
 
 
 def _validate_cuts(name: str, pieces: Sequence[ParameterSpec], dimension: int) -> int:
-    """Returns into how many parts pieces cut one dimension. Raises InvalidRequest unless these cover it, one after the
-    other."""
+    """Returns the number of parts into which the pieces cut one dimension. Raises InvalidRequest unless the parts cover
+    the dimension, one after the other.
+    """
     end, parts, size = 0, 0, 0
     for each in sorted(pieces, key=lambda each: 0 if each.piece is None else each.piece.offsets[dimension]):
         assert each.piece is not None
         start, length = each.piece.offsets[dimension], each.shape[dimension]
         is_next = start == end and length > 0
-        if not is_next and (start, length) != (end - size, size):  # beside the one before, along another dimension
+        # Next to the piece before it, along another dimension
+        if not is_next and (start, length) != (end - size, size):
             raise InvalidRequest(
                 f"the pieces of {name!r} are to cover its {each.piece.whole_shape}, each element once: expected the "
                 f"next one at {end} of dimension {dimension}, got {each.shape} at {start}, of member {each.member}"
@@ -173,7 +175,8 @@ def _validate_cuts(name: str, pieces: Sequence[ParameterSpec], dimension: int) -
 
 def _validate_stretches(piece: ParameterSpec) -> None:
     """Raises InvalidRequest for a piece whose elements are not in stretches that are equally far apart: it is cut along
-    two dimensions, and there is something before the first or more than two of them."""
+    more than two dimensions, or along two of which the first is not the first dimension with more than one element.
+    """
     cuts = _cut_dimensions(piece)
     if len(cuts) > 1 and (len(cuts) > 2 or math.prod(piece.shape[: cuts[0]]) > 1):
         assert piece.piece is not None

@@ -4,8 +4,8 @@
     4096   gradients of the first space, then of the next, each from a new page on
     ...    weights of the first space, then of the next, each from a new page on
 
-Each member of a group shares a segment of its own, with the spaces of its own pieces, and as large as that of the
-member that needs most.
+Each member of a group shares a segment of its own, with the spaces of its own pieces. All these segments are as large
+as the member with the most elements needs.
 
 All tensors have the data type of their space: wire formats are for the network.
 
@@ -60,8 +60,9 @@ class Region:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """The regions of a segment by space; `size` in bytes. Of a group, of each member's: those of unlike members begin
-    at the same place, in segments of their own."""
+    """The regions of a segment by space, and its `size` in bytes. For a group, the regions of each member: those of
+    different members begin at the same offset, in segments of their own.
+    """
 
     gradients: dict[str, Region]
     weights: dict[str, Region]

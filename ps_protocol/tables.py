@@ -39,7 +39,7 @@ class TableSpec:
     first
     expire_after: a row is removed after this many updates of the table that did not train it; 0: never
     max_rows: the most rows on all shards together; beyond it, the rows trained longest ago are removed; 0: no limit
-    initial_rows: whether rank 0 sends rows that the table begins with; the table waits for them
+    initial_rows: whether rank 0 sends the table's initial rows; the table waits for them
     """
 
     name: str
@@ -51,7 +51,7 @@ class TableSpec:
     initial_rows: bool = False
 
     def seeded(self, seed: int | None) -> TableSpec:
-        """Returns the table with another seed; None: with its own."""
+        """Returns the table with another seed; None: unchanged."""
         return self if seed is None else replace(self, initializer=replace(self.initializer, seed=seed))
 
 

@@ -1,4 +1,4 @@
-"""Tensors as bytes: as they lie in memory, without copying, and in the wire formats of buckets.
+"""Tensors as bytes: their memory without a copy, and the wire formats of buckets.
 
 Bytes are little-endian and contiguous, as every host stores them.
 
@@ -53,7 +53,7 @@ def element_name(dtype: torch.dtype) -> str:
 
 
 def element_type(name: str) -> torch.dtype | None:
-    """Returns the type of a name; None if this version of torch has no such type."""
+    """Returns the type with this name; None if this version of torch has no such type."""
     return _ELEMENT_TYPES.get(name)
 
 

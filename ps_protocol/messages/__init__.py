@@ -4,8 +4,8 @@ A message is written by one process, and read by another that may have another v
 writes it and the function that reads it stand in one file. A new field is added there, in `proto/`, where its value is
 made, and where it is used.
 
-data.py       Pushes and pulls of buckets, and what shards answer
-editions.py   Editions of weights: what readers ask shards for, and what these answer
-rows.py       Pushes, pulls and feeds of rows of tables, and what shards answer
-workers.py    What workers tell the coordinator and hear from it: joins, signs of life, rounds of values, leases of data
+data.py       Pushes and pulls of buckets, and the answers of shards
+editions.py   Editions of weights: the requests of readers, and the answers of shards and relays
+rows.py       Pushes, pulls and feeds of rows of tables, and the answers of shards
+workers.py    Messages between workers and the coordinator: joins, heartbeats, rounds of values, leases of data
 """

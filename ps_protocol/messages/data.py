@@ -91,11 +91,11 @@ class PushedBucket(NamedTuple):
 class PushCall:
     """Buckets that a worker pushes at its clock.
 
-    payload: those of all buckets, one after the other: gradients in the job's wire format, all else in the bucket's own
+    payload: of all buckets, one after the other: gradients in the job's wire format, all else in the bucket's own
              type; None: the gradients lie in the worker's segment
     groups:  hyper-parameters to use from this clock on
     ranges:  the leased data that the step used
-    weight:  that of the gradients in the mean of their update; 0: all weigh the same
+    weight:  of the gradients in the mean of their update; 0: all gradients have the same weight
     stage:   the script's stage, to which `groups` and an assigned state belong
     """
 
@@ -207,7 +207,9 @@ def _header(call: PushCall) -> data_pb2.PushHeader:
 
 
 def _push(header: data_pb2.PushHeader, in_segment: bool, payload: Buffer | None) -> PushCall:
-    """Returns what is pushed. Raises InvalidRequest for a group that comes twice, and for two locations."""
+    """Returns the call in a message. Raises InvalidRequest for a group that comes twice, and for elements both in the
+    segment and in the message.
+    """
     if in_segment and payload is not None:
         raise InvalidRequest("elements are in the segment or in the message, got both")
     call = PushCall(
@@ -349,7 +351,7 @@ def read_pull_state(data: Request) -> PullCall:
     return PullCall(identity(request.worker), 0, tuple(request.buckets))
 
 
-# -- what is pulled ----------------------------------------------------------------------------------------------------
+# -- answers to pulls --------------------------------------------------------------------------------------------------
 
 
 class BucketTimes(NamedTuple):

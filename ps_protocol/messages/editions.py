@@ -31,7 +31,7 @@ class WeightsAsked(NamedTuple):
     with_spec: the answer must have the job's spec
     wire:      the type in which float32 elements are to travel later: relays pull these
     follows:   keep the last weights of `buckets` when the job ends
-    buckets:   the indices of the buckets that will be asked for; empty: all
+    buckets:   the indices of the buckets that the reader will ask for; empty: all
     """
 
     job: str
@@ -43,19 +43,19 @@ class WeightsAsked(NamedTuple):
 
 
 class WeightsHere(NamedTuple):
-    """What a shard, or a relay, has of a job's weights.
+    """The description of a job's weights on a shard or a relay.
 
     lowest, highest: the versions of the buckets that an optimizer steps
     timeline: a number that changes when the job is rolled back to a checkpoint
     shards:   the number of shards that share the job
-    buckets:  the indices of the buckets that are here
+    buckets:  the indices of the buckets on this shard or relay
     has_one_version: all buckets of an edition are of one version
-    editions: the versions of editions that are here, or that readers wait for
-    spec:     the job; None: it was not asked for
+    editions: the versions of the editions that are kept, or that readers wait for
+    spec:     the job; None: the request did not ask for it
     ended:    the job has ended: these are its last weights
     age:      for a relay: the seconds since it last knew that `lowest`, the version of its edition, is the newest;
               None: a shard answers
-    buffers:  by bucket that no optimizer steps, the steps of rank 0 after which it has told what is in it, if it has
+    buffers:  by bucket that no optimizer steps, the number of steps of rank 0 after which it last sent the content
     """
 
     run: str
@@ -84,16 +84,16 @@ class WeightsHere(NamedTuple):
 class EditionCall(NamedTuple):
     """A reader's request for an edition of a job's weights on a shard.
 
-    run:      the run of the job; empty: the one that is there
+    run:      the run of the job; empty: the current run
     timeline: the timeline to which `version` belongs
     version:  the number of updates of each bucket, if editions are of one version; otherwise the least number
     wire:     the type in which float32 elements travel
     buckets:  the indices of the wanted buckets; empty: all
     bases:    by bucket, the version that the reader has, on this timeline and in this type: the shard may send only the
               change since then
-    part_bytes: the most bytes of a payload in one message; 0: each comes in one
+    part_bytes: the most bytes of a payload in one message; 0: no limit
     sparse:   changes may be sparse
-    mapping:  where a relay of this host can hand over the edition's memory; None: only payloads will do
+    mapping:  the offer to map the edition's memory, for a relay of this host; None: send payloads
     """
 
     job: str
@@ -109,7 +109,9 @@ class EditionCall(NamedTuple):
 
 
 class BucketPlace(NamedTuple):
-    """Where the elements of a bucket lie that a relay has handed over: in which file, and where in it, in bytes."""
+    """The position of a bucket's elements in memory that a relay has handed over: the file, and the offset in it in
+    bytes.
+    """
 
     file: int
     offset: int
@@ -131,9 +133,9 @@ class EditionBucket(NamedTuple):
     wire_format: that of the elements; empty: the bucket's own type
     payload:     the elements; if there is a base, the change since it
     base:        the version of the base; None: the bucket is sent whole
-    payload_bytes: the bytes of the payload, if this is its beginning; None: it is all of it
-    lies:        where the elements are, if there is no payload; None: it is here
-    sparse:      it is a sparse change
+    payload_bytes: the bytes of the whole payload, if `payload` is its beginning; None: `payload` is complete
+    lies:        the position of the elements in memory that is handed over, without a payload; None: there is a payload
+    sparse:      the payload is a sparse change
     """
 
     bucket: int
@@ -148,11 +150,12 @@ class EditionBucket(NamedTuple):
 
 
 class EditionPart(NamedTuple):
-    """A part of an edition: its beginning, or a bucket; with neither it is a sign of life.
+    """One message of an edition: its beginning, a bucket, or more of a payload. With none of these, the message only
+    shows that the sender is alive.
 
     now: the lowest version of the job's buckets on the shard
     age: for a relay, see WeightsHere
-    more: what follows of the payload of the bucket before
+    more: the continuation of the payload of the bucket before
     """
 
     now: int
@@ -250,9 +253,9 @@ def read_edition_call(data: bytes) -> EditionCall:
 
 
 def in_messages(bucket: EditionBucket, most: int) -> tuple[EditionBucket, list[Buffer]]:
-    """Returns a bucket as its first message brings it, and what later ones bring of its payload, the last one first.
+    """Returns the bucket for its first message, and the rest of its payload for later messages, the last one first.
 
-    most: bytes of a payload in one message; 0: all of it
+    most: bytes of a payload in one message; 0: no limit
     """
     size = len(bucket.payload)
     if not most or size <= most:

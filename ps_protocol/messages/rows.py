@@ -47,7 +47,7 @@ class RowPushKind(enum.Enum):
     """The content of a push of rows."""
 
     GRADIENT = "gradient"
-    NO_GRADIENT = "no_gradient"  # the step has none for the table: a term of zeros
+    NO_GRADIENT = "no_gradient"  # the step has no gradient for the table, which counts as zeros in the mean
     SKIP = "skip"  # the step leaves the table out
     ASSIGN = "assign"  # rows that the script has set, for the step of the same clock
 
@@ -140,7 +140,7 @@ def write_pushed(origin: Origin, version: int, duplicate: bool) -> bytes:
     return rows_pb2.PushRowsResponse(header=origin.header(version), duplicate=duplicate).SerializeToString()
 
 
-# -- what a table begins with ------------------------------------------------------------------------------------------
+# -- the initial rows of a table ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def read_table_pushed(data: bytes) -> TablePushed:
 
 
 class PullPlaces(NamedTuple):
-    """Where a pull's ids and rows lie in the worker's segment for rows.
+    """The offsets of a pull's ids and rows in the worker's segment for rows.
 
     ids:      the offset of the ids; id_count: their number
     rows:     the offset at which the shard writes the rows
@@ -249,8 +249,8 @@ class PullPlaces(NamedTuple):
 class RowsPull:
     """The rows of a table that a worker or a reader pulls at its clock.
 
-    payload: their ids
-    places:  where ids and rows lie in the worker's segment; None: they are in messages
+    payload: the ids of the rows
+    places:  the offsets of ids and rows in the worker's segment; None: they are in messages
     """
 
     worker: Identity
@@ -341,7 +341,7 @@ def read_table_pull(data: Request) -> TablePull:
     return TablePull(identity(request.worker), request.table, request.clock, request.count_only)
 
 
-# -- what is pulled ----------------------------------------------------------------------------------------------------
+# -- answers to pulls --------------------------------------------------------------------------------------------------
 
 
 class PulledRows(NamedTuple):
@@ -383,7 +383,7 @@ class PulledTable(NamedTuple):
 
 
 def write_pulled(origin: Origin, answer: PulledRows) -> Parts:
-    """Writes a PullRowsResponse: rows that are here, or why they do not come yet."""
+    """Writes a PullRowsResponse: rows, or the reason why they do not come yet."""
     response = _pulled_message(answer)
     response.header.CopyFrom(origin.header(answer.version))
     return message_parts(response, answer.payload)
@@ -436,8 +436,8 @@ def write_exchanged(origin: Origin, answer: PulledRows | Notice) -> Parts:
 
 
 def read_exchanged(fields: bytes) -> tuple[float, PulledRows | None]:
-    """Reads one message of the answer to an exchange: for how many seconds the push has been staged, and the rows;
-    None: there are none in this message.
+    """Reads one message of the answer to an exchange. Returns the seconds for which the push has been staged, and the
+    rows; None if the message has no rows.
     """
     response = rows_pb2.ExchangeRowsResponse.FromString(fields)
     pulled = _pulled(response.pulled, None) if response.HasField("pulled") else None
@@ -445,7 +445,7 @@ def read_exchanged(fields: bytes) -> tuple[float, PulledRows | None]:
 
 
 def write_pulled_table(origin: Origin, answer: PulledTable) -> Parts:
-    """Writes a PullTableResponse: a piece of a table, or why it does not come yet."""
+    """Writes a PullTableResponse: a piece of a table, or the reason why it does not come yet."""
     response = rows_pb2.PullTableResponse(header=origin.header(answer.version))
     if answer.waiting is not None:
         response.waiting.CopyFrom(_notice(answer.waiting))

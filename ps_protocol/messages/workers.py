@@ -22,7 +22,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.identity import Identity
 from ps_protocol.v1 import leases_pb2, membership_pb2, rounds_pb2, types_pb2
 
-# -- places ------------------------------------------------------------------------------------------------------------
+# -- joins -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class JoinRequest:
     take_over:    fence live workers of other launches
     waited:       seconds since the process first heard that it must wait for a launch that may be dead; 0: it has not
     launch_ranks: the ranks of all workers that the launch is about to start
-    run:          the run of the job that the process registered; empty: any
+    run:          the run of the job that the process registered; empty: any run
     """
 
     pid: int = 0
@@ -117,25 +117,25 @@ def read_join(message: membership_pb2.JoinRequest) -> JoinRequest:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A worker's own state. clock: that of the checkpoint which has it, or the worker's own when it left"""
+    """A worker's own state. clock: of the checkpoint with this state, or the worker's own when it left"""
 
     clock: int
     content: bytes = field(repr=False)
 
 
 def state_message(state: SavedState | None) -> membership_pb2.WorkerState | None:
-    """Returns the message of a worker's own state, or of what its script has set; None: there is none."""
+    """Returns the message of a worker's own state, or of the state that its script has set; None if there is none."""
     return None if state is None else membership_pb2.WorkerState(clock=state.clock, content=state.content)
 
 
 def write_script(script: SavedState | None) -> bytes:
-    """Returns what a script has set as bytes, for other members of a group. Empty if there is nothing."""
+    """Returns the state that a script has set as bytes, for other members of a group. Empty if there is none."""
     message = state_message(script)
     return b"" if message is None else b"+" + message.SerializeToString()
 
 
 def read_script(told: bytes) -> SavedState | None:
-    """Returns what a script has set, from the bytes of `write_script`; None if there is nothing."""
+    """Returns the state that a script has set, from the bytes of `write_script`; None if there is none."""
     if not told:
         return None
     message = membership_pb2.WorkerState.FromString(told[1:])
@@ -157,7 +157,7 @@ def member_states(content: bytes) -> Sequence[bytes]:
 
 @dataclass(frozen=True)
 class Continued:
-    """The earlier training of a job that a launch continues, and in which it has taken no part.
+    """The earlier training of a job that a new launch continues.
 
     began:   when the job began, or the earlier run whose checkpoint it was restored from, in seconds since 1970
     trained: when it was last trained, in seconds since 1970; None: unknown
@@ -201,7 +201,7 @@ class JoinResult:
 
     clock:         the clock at which it starts
     lease:         seconds for which it counts as live without a heartbeat
-    shard_map:     where the buckets are now; None: as at the registration
+    shard_map:     the present shard of each bucket; None: as at the registration
     restore_count: how often the whole job was rolled back to a checkpoint
     state:         the state that an earlier worker of this rank has saved; None if there is none
     pushed:        the last clock that workers of this rank had pushed to all trained buckets; None: unknown
@@ -281,8 +281,8 @@ def read_joined(message: membership_pb2.JoinResponse) -> JoinResult:
 class HeartbeatAnswer:
     """The coordinator's answer to a heartbeat.
 
-    script_request: the number of the request for what this worker's script has set; 0: there is none
-    script:         what the job's script has set, for a worker that asked; None: nothing is known
+    script_request: the number of the request for the state that this worker's script has set; 0: there is none
+    script:         the state that the job's script has set, for a worker that asked; None: unknown
     script_coming:  another worker is about to send it: ask again
     """
 
@@ -295,7 +295,7 @@ def write_heartbeat(worker: Identity, clock: int, script_wanted: bool = False) -
     """Returns the message of a heartbeat.
 
     clock:         the steps that the worker has finished
-    script_wanted: ask for what the job's script has set
+    script_wanted: ask for the state that the job's script has set
     """
     return membership_pb2.HeartbeatRequest(worker=identity_message(worker), clock=clock, script_wanted=script_wanted)
 
@@ -308,7 +308,7 @@ def read_heartbeat_answer(message: membership_pb2.HeartbeatResponse) -> Heartbea
 
 # -- rounds of values --------------------------------------------------------------------------------------------------
 
-VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
+VALUES_BYTES = 8 * 2**20  # of values in one message: those of several workers may exceed the limit of a message
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ class RoundNews:
 
     complete:    no more messages come; unless it is `refused`, all values have come
     values:      by rank; a message may have only some of them
-    refused:     why there are no values, in words; empty: there are
+    refused:     the reason why there are no values; empty: there are values
     waiting_for: ranks that have not given their value yet
     step_wanted: one of these ranks is in a step that waits for a step of this worker
     """

@@ -94,7 +94,7 @@ class Rows(Protocol):
         """
 
     def snapshot(self) -> Mapping[str, torch.Tensor]:
-        """Returns a copy of all rows with their state, in the form of Table.snapshot; empty if there is no table yet."""
+        """Returns a copy of all rows with their state, in the form of Table.snapshot; empty without a table."""
 
     def state(self) -> bytes:
         """Returns all rows with their state, as the bytes of a safetensors file."""
@@ -246,7 +246,7 @@ class LocalRows:
         return Table(spec, optimizer, values, capacity, SALT)
 
     def snapshot(self) -> Mapping[str, torch.Tensor]:
-        """Returns a copy of all rows with their state, in the form of Table.snapshot; empty if there is no table yet."""
+        """Returns a copy of all rows with their state, in the form of Table.snapshot; empty without a table."""
         table = self._read_table()
         return self._loaded or ({} if table is None else table.snapshot())
 
