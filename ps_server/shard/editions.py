@@ -4,15 +4,14 @@ A bucket is copied as a checkpoint's is: by the thread that steps it, at the mom
 that a reader has asked for. A bucket that is there already is copied by the thread that asks. Where workers share no
 clock, all buckets are copied as they are, by the thread that asks. Nothing is copied unless a reader asks.
 
-Who has an older version may get what changed since (shared_changes.py). As long as somebody who wants that follows the
-job, the newest edition stays.
+A reader with an older version may get the changes since (shared_changes.py). As long as a reader that wants changes
+follows the job, the newest edition stays.
 
-What readers have asked for of a job that ends is copied as it is then: its last weights (last_weights.py).
+When a job ends, the buckets that readers have asked for are copied once more: its last weights (last_weights.py).
 
 Copies of `MOST` editions are in memory at a time, however many readers there are: those who ask for the same version
-share them. Another one takes the place of the oldest that nobody reads. If all are read, whoever asks is told to come
-back; readers that are so slow that they hold up others for `HELD_SECONDS` lose theirs. To wait for an edition takes no
-memory.
+share them. A further one replaces the oldest that nobody reads. If all are being read, a reader gets TryLater; readers
+so slow that they hold up others for `HELD_SECONDS` lose their edition. To wait for an edition takes no memory.
 """
 
 from __future__ import annotations
@@ -48,7 +47,9 @@ Over = Callable[[PSError | None], None]  # called when all that a reader wants i
 
 
 def piece_of(bucket: BucketSpec, wire: str) -> Piece:
-    """Returns what a reader gets of a bucket that asks for float32 elements of trained weights in a type."""
+    """Returns the piece of a bucket for a wire format: it applies only to trained float32 weights, all others keep
+    their type.
+    """
     return bucket.index, wire if bucket.dtype == "float32" and not bucket.frozen else bucket.dtype
 
 
@@ -85,7 +86,7 @@ class WantedEdition:
     version: the updates that each bucket is to have; None: those that it has when it is copied
     least:   without a version, those that each bucket is to have at least
     pieces:  the buckets, and how each is to travel
-    changes: what changed since an older version will do
+    changes: the reader accepts changes since an older version
     """
 
     version: int | None
@@ -148,7 +149,7 @@ class TakenEdition:
         return all(each.version >= wanted.least for each in list(self._copied.values()) if each.is_trained)
 
     def hand_to(self, reader: object, wanted: WantedEdition, over: Over) -> None:
-        """Notes a reader until `give_back`, and what it wants."""
+        """Adds a reader, and the pieces that it wants, until `give_back`."""
         with self._lock:
             self._readers[reader] = wanted.pieces, over
             for index, dtype in wanted.pieces - self._copied.keys():
@@ -230,8 +231,8 @@ class TakenEdition:
             guarded("edition", partial(over, None))
 
     def _renew(self, bucket: Bucket) -> None:
-        """Copies a bucket that no optimizer steps again, where rank 0 has told something newer since it was copied for
-        another reader: the one that asks now may have had newer values already.
+        """Copies a bucket that no optimizer steps once more, if rank 0 has sent newer values since the last copy: the
+        reader that asks now may have newer ones already.
         """
         version, _ = bucket.shown()
         with self._lock:
@@ -245,7 +246,7 @@ class TakenEdition:
             self._copied |= {piece: each for piece, each in copied.items() if piece in self._copied}
 
     def share(self, other: TakenEdition, bucket: Bucket) -> None:
-        """Takes what another edition has of a bucket, if that is of the bucket's version."""
+        """Reuses another edition's copies of a bucket, if they are of the bucket's version."""
         index, (version, _) = bucket.index, bucket.shown()
         with self._lock:
             for dtype in tuple(self._missing.get(index, ())):
@@ -318,7 +319,9 @@ class Editions:
             return sum(each.nbytes for each in self._kept) + changes
 
     def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
-        """Notes that somebody follows the job, and wants these: at its end they are kept, even if none was pulled."""
+        """Records that a reader follows the job, and wants these pieces: at the job's end they are kept, even if none
+        was pulled.
+        """
         self._followed = now
         if not pieces <= self._pieces:
             with self._lock:
@@ -391,7 +394,7 @@ class Editions:
             self._note_waiting()
 
     def change(self, piece: Piece, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
-        """Returns what changed in a bucket since a version; None: it is to be sent whole. May take its time."""
+        """Returns the changes of a bucket since a version; None: send the bucket whole. May take long."""
         with self._lock:
             if self._closed is not None:
                 return None
@@ -407,7 +410,9 @@ class Editions:
         return left is None or size + self._promised() <= left
 
     def followed(self, now: float) -> frozenset[Piece] | None:
-        """Returns what readers want that follow the job: it may be of other shards alone. None: nobody follows it."""
+        """Returns the pieces that readers of the job want, possibly none of this shard; None: no reader follows the
+        job.
+        """
         with self._lock:
             is_followed = now - self._followed <= KEPT_SECONDS or any(each.is_read for each in self._kept)
             return frozenset(self._pieces) if is_followed else None

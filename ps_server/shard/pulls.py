@@ -191,7 +191,9 @@ class Pulls:
                 self._send(job, index, pull, 0.0, times.get(index))
 
     def _times(self, job: HostedJob, index: int, pull: Pull) -> BucketTimes | None:
-        """Returns what a worker that records is told of a bucket that is admitted now. The caller holds the lock."""
+        """Returns the times of a bucket that is admitted now, for a worker that records a timeline. The caller holds
+        the lock.
+        """
         return job.times.of(pull.worker.rank, index, pull.clock, self.now()) if pull.times_wanted else None
 
     def _send(self, job: HostedJob, index: int, pull: Pull, waited: float, times: BucketTimes | None) -> None:
@@ -398,7 +400,9 @@ class Pulls:
             pull.outbox.fail(reason)
 
     def _account(self, job: HostedJob, changed: Iterable[tuple[Waiter, Admission]], now: float) -> None:
-        """Books the time that pulls waited on those that they waited for, whenever their admission may have changed."""
+        """Adds the time that pulls have waited to the ranks that they waited for, when their admission may have
+        changed.
+        """
         waited_for: dict[tuple[int, ...], float] = {}  # most wait for the same ranks: their seconds are booked together
         for waiter, admission in changed:
             blamed = waiter.admission.waiting_for
@@ -414,7 +418,7 @@ class Pulls:
             self._metrics.waited_for(job.name, seconds, blamed)
 
     def _forget(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
-        """Lets go of a pull that is over: looks at its own buckets only, of which most are sent."""
+        """Forgets a pull that is over. Looks only at its own buckets, most of which are sent."""
         with job.lock:
             for index in indices:
                 job.units[index].waiters.pop(pull.number, None)
@@ -451,7 +455,7 @@ def _with_owed(unit: HostedUnit[Any], by_mode: Admission, owed: Mapping[int, int
 
 
 def _note_sent(job: HostedJob, bucket: HostedUnit[Bucket], pull: Pull) -> None:
-    """Notes which version a worker gets, where the rule asks for it. The caller holds the bucket's `tensors` lock."""
+    """Records the version that a worker gets, if the rule needs it. The caller holds the bucket's `tensors` lock."""
     if not bucket.rule.mixes_clocks:
         return
     with job.lock:

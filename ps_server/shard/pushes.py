@@ -111,7 +111,7 @@ class Pushes:
             raise
 
     def _stage(self, job: HostedJob, command: UnitCommand, size: int, fresh: list[int]) -> Staged:
-        """Stages what was checked, and sends what it admits.
+        """Stages a checked push, and sends the pulls that it admits.
 
         size:  bytes of its payload
         fresh: takes its unit if something may be applied now, whatever fails then: sent again, it is a repeat, and
@@ -197,7 +197,7 @@ class Pushes:
         is_live: bool = False,
         segment: SegmentMap | None = None,
     ) -> list[Staged]:
-        """Checks all, then stages each: one that is refused for what it holds leaves none behind.
+        """Checks all buckets of a call, then stages each: if a bucket is invalid, none is staged.
 
         fresh:   takes the buckets that are staged, also those before another that was refused
         is_live: the worker was found to be live just now. If it is not any more, its commands are refused

@@ -1,5 +1,5 @@
-"""A pull while it is under way: what was asked for, where the answers go, and which of its buckets wait. And how many
-buckets each principal may have asked for.
+"""A pull under way: its request, its outbox, and its waiting buckets. And the limit of the buckets that each principal
+has asked for.
 
 Its answers go to an `Outbox` (outbox.py).
 """

@@ -223,7 +223,7 @@ class EditionSender:
         self._lend_next(edition)
 
     def _lend_next(self, edition: TakenEdition) -> None:
-        """Has the next bucket follow, so that an error that comes meanwhile is not behind all of them."""
+        """Queues the next bucket only, so that an error that comes meanwhile does not wait behind all of them."""
         if self._left:
             self.outbox.lend(partial(self._bucket, edition, self._left.pop()))
         else:
@@ -264,7 +264,9 @@ class EditionSender:
         self._fail(error)
 
     def _fail(self, error: PSError) -> None:
-        """Ends the stream with an error. This call counts no more then: a reader that is told may ask again at once."""
+        """Ends the stream with an error. The feed is not counted any more before the reader learns of it: it may ask
+        again at once.
+        """
         # The outbox calls it, too, but later than that where the error comes before `pull` has returned.
         self.forget()
         self.outbox.fail(error)
@@ -380,7 +382,7 @@ def _check_wire(wire: str) -> None:
 
 
 def _pieces(wire: str, buckets: Iterable[int], source: EditionSource) -> frozenset[Piece]:
-    """Returns what a reader wants of buckets."""
+    """Returns the pieces of buckets that a reader wants."""
     return frozenset(piece_of(source.specs[index], wire) for index in buckets)
 
 
