@@ -57,11 +57,11 @@ WAIT = timedelta(days=365)
 
 
 class PlaceLost(Exception):
-    """A call failed because the place it was made from was lost; its cause says how."""
+    """A call failed because the worker has lost its place: its membership in the job. The cause has the reason."""
 
 
 class RaisedByAll(Exception):
-    """All members raise the error that is this one's cause, and none is to be told of it."""
+    """All members raise the error that is this one's cause, so it need not be sent to any of them."""
 
 
 class Group:
@@ -166,7 +166,7 @@ class Group:
             )
 
     def _meet(self, *numbers: int) -> list[int]:
-        """Returns of each number the highest of any member.
+        """Returns, for each number, the highest of any member.
 
         Raises InvalidRequest, on all members, if they are in different calls of the script, or at different places of
         one.
@@ -186,7 +186,7 @@ class Group:
         return found[: len(numbers)]
 
     def _gathering(self, own: bytes, size: int) -> Collectives[list[bytes]]:
-        """Gathers so many bytes of each member, by member. own: those of this one, or fewer"""
+        """Gathers `size` bytes of each member, by member. own: this member's bytes, at most `size`"""
         padded = torch.zeros(size, dtype=torch.uint8, device="cpu")
         padded[: len(own)] = _tensor(own)
         parts = [torch.zeros_like(padded) for _ in range(self.size)]
@@ -253,7 +253,7 @@ class Group:
         self._make(exchange())
 
     def check_alike(self, own: str) -> None:
-        """Raises InvalidRequest, on all members, where one says another thing of this worker than the first one."""
+        """Raises InvalidRequest, on all members, if one describes this worker differently from the first one."""
         told = [each.decode() for each in self.gather(own.encode())]
         member = next((index for index, each in enumerate(told) if each != told[0]), None)
         if member is not None:
@@ -270,7 +270,7 @@ class Group:
         return self.any_through(lambda: (make(), False))[0]
 
     def any_through(self, make: Callable[[], tuple[T, bool]]) -> tuple[T, bool]:
-        """As `all_through`, of a call that also returns whether something is so: true where it is for one member."""
+        """As `all_through`, for a call that also returns a flag. The result's flag is True if it is for one member."""
         error: Exception | None = None
         made: T | None = None
         own = False
@@ -343,7 +343,7 @@ def group_of(given: Any, launched: int = 0) -> Group:
 
 
 def _be_in_as_many(ranks: tuple[int, ...]) -> None:
-    """Has this process be in as many process groups as the others of these ranks. All of them call it.
+    """Makes this process a member of as many process groups as the others of these ranks. All of them call it.
 
     torch makes the name of a group that not all processes have out of the number that its process is in. Of those in
     unlike many, as a stage with a tied embedding is in one more, each would wait for a group of another name.

@@ -69,7 +69,8 @@ class _LastStep:
 
 
 class Connection:
-    """A worker in one place of its job, connected to every shard; its model lies in shared memory if they can map it.
+    """A worker with one place (membership) in its job, connected to every shard. The model lies in shared memory if
+    shards can map it.
 
     For the training thread. Exceptions: autograd's thread calls `draft`, while the training thread waits in backward;
     any thread may use `cut`, `close`, `place`, `clock` and `finished`.
@@ -153,8 +154,8 @@ class Connection:
         self._attending, self._attended = Attending(), self._received_here(sharing)
 
     def _received_here(self, sharing: Collection[int]) -> list[int]:
-        """Returns the shards from which the training thread receives itself. Of those whose weights come in large
-        messages it is one: to land them takes several cores.
+        """Returns the shards from which the training thread itself receives. Only one of them may send large messages:
+        writing these to the model needs several cores.
         """
         large = [
             index
@@ -184,7 +185,7 @@ class Connection:
         return self._note([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
 
     def tell(self, bucket: BucketSpec, number: int, payload: memoryview) -> Future[PushResult]:
-        """Sends what readers of the weights are to get of a bucket that no optimizer steps. No step waits for it.
+        """Sends a bucket that no optimizer steps, for readers of the weights. No step waits for it.
 
         number: the step that it is of; shards keep what has the highest
         """
@@ -309,7 +310,7 @@ class Connection:
         if is_awaited and self._attending is not None:
             self._attending.begin(self._attended_now())
         drafted = self._settle_drafts(drafts_count)
-        # Before any call: a heartbeat that tells too low a clock would have a step that is staged taken for none.
+        # Before any call: with a heartbeat of too low a clock, the coordinator would count a staged step as lost.
         clock = self.clock + 1
         self.clock = clock - is_part
         trains = any(not bucket.frozen for buckets in self._buckets.values() for bucket in buckets)
@@ -338,7 +339,7 @@ class Connection:
         return pushed, pulled, commits
 
     def end_step(self) -> None:
-        """Notes that the last step is over: it is not pushed again from a later place."""
+        """Records that the last step is over: it is not pushed again from a later place."""
         self.finished = self.clock
 
     def has_had(self, bucket: BucketSpec, clock: int) -> bool:
@@ -346,7 +347,7 @@ class Connection:
         return self.place.has_had(self._shard_of[bucket.index], bucket.index, clock)
 
     def _has_had(self, clock: int, shard: int, table: int) -> bool:
-        """Whether a table had had on one shard what this worker pushes for a clock, when it took this place."""
+        """Whether a table on one shard already had this worker's push of `clock` when the worker took this place."""
         return self.place.has_had(shard, len(self._shard_of) + table, clock)
 
     def push_apart(self, pushes: Sequence[BucketPush]) -> list[Future[PushResult]]:
@@ -362,7 +363,7 @@ class Connection:
         self._under_way += calls
 
     def fail(self, clock: int | None = None) -> None:
-        """Notes that a call of the last step has failed: it may be on some shards, and not on others.
+        """Records that a call of the last step has failed: some shards may have the step, and others not.
 
         clock: of that step, where it may have failed before this worker had sent anything of it, and other members of
                its group have: None: it was sent

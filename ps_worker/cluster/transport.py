@@ -1,4 +1,4 @@
-"""The ways for buckets between a worker and one shard: what each has to do, and the way over the network.
+"""The interface of a transport for buckets between a worker and one shard, and the transport over the network.
 
 shared_memory.py is the other one.
 """
@@ -202,7 +202,7 @@ class NetworkTransport:
         return self._push(message, bucket.dtype)
 
     def tell(self, clock: int, bucket: BucketSpec, payload: memoryview) -> Future[PushResult]:
-        """Sends what readers of the weights are to get of a bucket that no optimizer steps."""
+        """Sends a bucket that no optimizer steps, for readers of the weights."""
         call = PushCall(self._worker, clock, (PushedBucket(bucket.index, PushKind.INITIAL_VALUE),), payload)
         return self._push(lambda: (data.write_push(call), len(payload)), bucket.dtype)
 
@@ -219,9 +219,9 @@ class NetworkTransport:
     def _push(
         self, message: Callable[[], tuple[Parts, int]], wire: str, leaving: Callable[[], None] | None = None
     ) -> Future[PushResult]:
-        """Sends what `message` makes: the message, and the size of its payload.
+        """Sends the message that `message` makes; it also returns the size of the payload.
 
-        wire:    what the payload travels as
+        wire:    the payload's wire format
         leaving: is called when they leave
         """
 

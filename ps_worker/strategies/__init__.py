@@ -10,12 +10,12 @@ job_stages.py        The stages of one job: other optimizers step its parameters
 job_training.py      The training of models in one job: the step loop
 late_script.py       A process that joins late takes over what the job's script has set, such as a schedule
 local_rounds.py      Rounds of local steps: with the script's own optimizers, and a push each round
-parameter_server.py  Training on parameter servers: joining a job, and what a session asks of it
+parameter_server.py  Training on parameter servers: joins a job, and implements Strategy for a session
 row_reads.py         Reads the rows of a job's tables from its shards, also when the worker has lost its place
 sent_step.py         A step whose pushes are under way
 single.py            Training in one process, without servers: the reference that every other way is compared with
-step_kind.py         What one step of a job is: of gradients, or a round of local steps
-strategy.py          A strategy is one way to train; this is all that a session asks of it
+step_kind.py         The kind of a job's steps: steps of gradients, or rounds of local steps
+strategy.py          The interface of a strategy, one way to train, for a session
 together.py          Steps of a group: all members make one, or none does
 unfinished.py        A step that has ended on this worker and does not count yet, and its fate if the place is lost
 """

@@ -1,6 +1,6 @@
 """Parameters that an optimizer is given after `prepare`: `optimizer.add_param_group`, to unfreeze layers for example.
 
-A job's parameters are fixed when it is registered. So what is added later is a job of its own beside it, with the same
+A job's parameters are fixed when it is registered. So parameters that are added later become a second job with the same
 workers: `NAME.added1` for the first group that is added to job NAME, and so on. Its clock counts the steps since then.
 Everything that is neither weights nor optimizer state stays with the first job.
 """

@@ -72,9 +72,9 @@ class Assignments:
         self._weights: set[int] = set()  # parameters that the script has set since weights last landed
         self._states: dict[int, Mapping[str, torch.Tensor]] | None = None  # by parameter
         self._relied_on: int | None = None  # the rank whose assignments counted in the last step
-        self._of_step: list[BucketAssignment] = []  # which the step at hand takes along, until it counts
+        self._of_step: list[BucketAssignment] = []  # the assignments of the current step, until it counts
         self._states_of_step: dict[int, Mapping[str, torch.Tensor]] = {}  # likewise, by parameter
-        self._sent_over: Connection | None = None  # what the step at hand takes along
+        self._sent_over: Connection | None = None  # the connection over which the current step's assignments were sent
         self._between_passes: deque[int] = deque(maxlen=64)  # clocks of assignments that the loop may not repeat
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -93,13 +93,13 @@ class Assignments:
         self._weights = {index for index, parameter in enumerate(self._spec.parameters) if trains(parameter)}
 
     def step_is_over(self) -> None:
-        """Drops what the current step includes, and weights that were changed since."""
+        """Forgets the assignments of the current step, and weights that were changed since."""
         self._weights, self._of_step, self._states_of_step = set(), [], {}
 
     # -- a lost place ------------------------------------------------------------------------------------------------
 
     def at_hand(self, of_step: bool, since: bool) -> SetByScript:
-        """Returns what the script has set, before the weights of a new place overwrite it. Raises as `find_weights`.
+        """Returns the script's assignments, before the weights of a new place overwrite them. Raises as `find_weights`.
 
         In local:H it returns nothing: there the script's weights belong to the round.
 
@@ -125,10 +125,10 @@ class Assignments:
             self._states = {**kept.states, **(self._states or {})}
 
     def take_back(self) -> None:
-        """Includes in the next step what the current one would have taken along: nothing of it is pushed, for an error.
+        """Moves the assignments of the current step to the next one: an error has kept the step from being pushed.
 
-        What shards have of it by then has no effect before that step, which sends it again. In local:H it is dropped:
-        there the next round sends what it ends with.
+        Assignments that shards have already received have no effect before that step, which sends them again. In
+        local:H they are dropped: the next round sends its final weights anyway.
         """
         kept = self.at_hand(of_step=True, since=False)
         self._of_step, self._states_of_step = [], {}

@@ -168,7 +168,7 @@ class Ddp:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Has backward passes inside communicate nothing."""
+        """A `with` block in which backward passes communicate nothing."""
         with contextlib.ExitStack() as stack:
             for model in self._models:
                 stack.enter_context(model.no_sync())
@@ -187,7 +187,7 @@ class Ddp:
         return {rank: values[rank][:count].cpu().numpy().tobytes() for rank, count in enumerate(counts)}
 
     def close(self) -> None:
-        """Lets go of the models. The process group stays until the process ends."""
+        """Forgets the models. The process group stays until the process ends."""
         self._end_watching()
         self._models.clear()
         self._held.clear()

@@ -126,8 +126,9 @@ class FragmentExchange:
         self._metrics.at(self._round.steps)
 
     def _bring(self) -> None:
-        """Lets the time of the round go on until a fragment is mixed in. Steps that are missing count, so that all
-        clocks agree."""
+        """Advances the round until a fragment is mixed in. Steps that this worker has not made count, so that all
+        clocks agree.
+        """
         landed = False
         while not landed:
             self._round.stepped()
@@ -260,7 +261,7 @@ class FragmentExchange:
         self.flight, self._loop.lag = None, 0
 
     def losing(self) -> None:
-        """Has a fragment that is under way be the step that is sent, because the place is lost."""
+        """Records a fragment under way as the sent step, because the place is lost."""
         if self.flight is not None:
             self._loop.sent = self.flight
 

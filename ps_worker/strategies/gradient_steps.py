@@ -61,7 +61,9 @@ class GradientSteps:
         return (BesideCheckpoint if self._beside else WorkerCheckpoint)(device, save)
 
     def begun(self) -> None:
-        """Has members of a group hand on what they hold alike. The next backward begins a step."""
+        """Sends parameters that members of a group hold alike from their owners to the others. The next backward begins
+        a step.
+        """
         self._maker.model.base.share_alike(is_first=True)
 
     def tell_script(self) -> None:

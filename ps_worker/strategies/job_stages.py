@@ -121,10 +121,11 @@ class JobStages:
         """Reads hyper-parameters from these groups from now on, in place of those with which the job began."""
         self._steps.read_groups(groups)
 
-    # -- told --------------------------------------------------------------------------------------------------------
+    # -- sending the stage to the shards
+    # --------------------------------------------------------------------------------------------------------
 
     def tell(self) -> None:
-        """Tells the shards the stage of each bucket, which takes effect with the current step. Call it before anything
+        """Sends the shards the stage of each bucket, which takes effect with the current step. Call it before anything
         else of this stage is sent. Does nothing if the shards know it.
         """
         stage, connection = self._steps.stage, self._participation.connection

@@ -269,7 +269,7 @@ class JobTraining:
         return self.come_back()
 
     def _broke_off(self, error: BaseException) -> None:
-        """Ends an exchange that an error has broken off, for another reason than a lost place."""
+        """Ends an exchange after an error other than the loss of the place."""
         self.participation.connection.drop_drafts()
         self._steps.tables.give_back()
         if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
@@ -485,7 +485,7 @@ class JobTraining:
         return self._counted is not None and place.pushed is not None and place.pushed >= self._counted
 
     def _fate(self, place: JoinResult, rolled_back: bool, is_leased: bool) -> Fate:
-        """Returns what becomes of the step at hand in a new place. rolled_back: this worker was"""
+        """Returns the fate of the current step in a new place. rolled_back: whether this worker was rolled back"""
         unfinished, sent = self.unfinished, self.sent
         if unfinished is not None:
             if unfinished.begun is not None and place.pushed is None and sent is not None and sent.has_counted(place):
@@ -499,7 +499,7 @@ class JobTraining:
         return Fate.COUNTS if sent.has_counted(place) else Fate.DATA_COMES_AGAIN if rolled_back else Fate.INTERRUPTED
 
     def _checkpoint_in_place(self, wanted: bool, fate: Fate) -> None:
-        """Has a checkpoint get this worker's state at the clock of a new place, if it wants that."""
+        """Saves this worker's state at the clock of a new place, if a checkpoint wants it."""
         if fate in (Fate.AGAIN, Fate.NO_STEP, Fate.DATA_COMES_AGAIN):
             if wanted and self.model.spec.local is None:  # it is before the step at hand
                 self.checkpoint.between_steps(self.clock, has_begun=fate is not Fate.NO_STEP)

@@ -1,4 +1,4 @@
-"""Takes over what the job's script has set, such as a learning-rate schedule, in a process that joins late.
+"""Adopts the settings of the job's script, such as a learning-rate schedule, in a process that joins late.
 
 late     The process joins a job that is under way. Or the job was rolled back, and its checkpoint has no state of this
          worker. What the process' own script has set is then not what the job's script has set.

@@ -89,9 +89,9 @@ class LocalRounds:
         return InnerWithWeights(*given, self._model.base, *when, self._share_alike)
 
     def _on_all(self, is_so: bool, call: str = "optimizer.step") -> bool:
-        """Returns whether something is so on all members of the group; of a worker of one process whether it is so.
+        """Returns whether `is_so` holds on all members of the group; for a worker of one process, `is_so`.
 
-        call: in which the script is, where no other is named
+        call: the call in which the script is, if no other one has been named
         """
         group = self._loop.participation.group
         if group is None:
@@ -100,7 +100,9 @@ class LocalRounds:
             return not group.any_through(lambda: (None, not is_so))[1]
 
     def _share_alike(self) -> None:
-        """Has the members of the group hand on what they hold alike, once their own weights are put back."""
+        """Sends parameters that members of the group hold alike from their owners to the others, after own weights were
+        restored.
+        """
         if self._model.base.alike is None:  # nobody is waited for: a signal acts where a worker without a group has it
             return
         with interruptible(), in_call(self._loop.participation.group, LOADING):
@@ -282,7 +284,9 @@ class LocalRounds:
             self._loop.step(0 if is_pushed else None)
 
     def _agree(self) -> bool:
-        """Whether what is next is pushed: by all members of a group, or by none. Raises as LocalRound.agree."""
+        """Whether the round, or its next fragment, is pushed: by all members of a group, or by none. Raises as
+        LocalRound.agree.
+        """
         group = self._loop.participation.group
         return self._round.agree((lambda make: make()) if group is None else group.any_through)
 
@@ -308,9 +312,7 @@ class LocalRounds:
         self._begin_inner_anew()
 
     def _begin_inner_anew(self) -> None:
-        """Has the script's optimizers begin without state if what they stepped was left out, and theirs is not finite
-        either.
-        """
+        """Resets the script's optimizers if the round was left out, and their state is not finite either."""
         if self._round.left_out and not self._on_all(self._inner.is_finite):
             self._inner.begin_anew()
 
@@ -334,7 +336,7 @@ class LocalRounds:
 
     @property
     def _ends_early(self) -> bool:
-        """Whether what this process has of its round may be pushed as the whole of it, now that the place is lost."""
+        """Whether the steps made so far may be pushed as a whole round, now that the place is lost."""
         loop = self._loop
         if loop.unfinished is not None or loop.rolled_back:
             return False

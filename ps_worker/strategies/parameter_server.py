@@ -319,8 +319,9 @@ def _those_of_servers(
 
 
 def _are_late(group: Group | None, spec: JobSpec, tensors: Sequence[torch.Tensor], overlap: bool | None) -> bool:
-    """Whether gradients of this process may change after backward without a sign: see StepMaker. Logs what is the
-    reason, where it may surprise."""
+    """Whether gradients of this process may change after backward undetected: see StepMaker. Logs the reason if it may
+    surprise the user.
+    """
     if group is None or group.is_pipeline:
         return group is not None
     name = reduced_late(spec, tensors)
@@ -335,7 +336,7 @@ def _are_late(group: Group | None, spec: JobSpec, tensors: Sequence[torch.Tensor
 
 
 def _described_layout(participation: Participation, spec: JobSpec) -> Layout:
-    """Returns the layout of a job, as this process has it, and as its timeline is told."""
+    """Returns the layout of a job with this process's member number, and passes it to the timeline."""
     member = None if participation.group is None else participation.group.member
     layout = replace(bucket_layout(spec.parameters, spec.bucket_bytes), member=member)
     participation.timeline.describe(layout, member)

@@ -1,4 +1,4 @@
-"""A step whose pushes are under way, so that it is not known yet whether it counts."""
+"""A step whose pushes are under way: whether it counts is not known yet."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SentStep:
         return not failed
 
     def lost(self, model: FlatModel) -> None:
-        """Is called if the step does not count, or may not: its gradient is sent again or given up."""
+        """Called if the step does not count, or may not: its gradient is sent again or given up."""
 
 
 def last_state(

@@ -1,4 +1,4 @@
-"""What one step of a job is: the part of training that differs between gradients and local steps.
+"""The kind of a job's steps: the part of training that differs between gradients and local steps.
 
 The step loop (job_training.py) pushes, pulls, waits, and replaces a lost place. It asks a StepKind for the rest:
 
@@ -20,7 +20,7 @@ from ps_worker.strategies.unfinished import Unfinished
 
 
 class StepKind(Protocol):
-    """What one step of a job is. For the training thread, but `steps` and `leaving`."""
+    """The kind of a job's steps. For the training thread, except for `steps` and `leaving`."""
 
     # -- the script asks -------------------------------------------------------------------------------------------
 
@@ -29,13 +29,13 @@ class StepKind(Protocol):
         """The script's steps, counted from the job's beginning."""
 
     def prepared(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
-        """Returns the optimizers that the script is to step, for those that it has passed to `prepare`."""
+        """Returns the optimizers that the script must step, in place of those that it has passed to `prepare`."""
 
     def begin_stage(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> Sequence[torch.optim.Optimizer]:
-        """Returns the optimizers that the script is to step, for those of a later `prepare`. Raises Unsupported or
-        InvalidRequest.
+        """Returns the optimizers that the script must step, in place of those of a later `prepare`. Raises Unsupported
+        or InvalidRequest.
         """
 
     def global_values(self) -> Mapping[int, torch.Tensor]:
@@ -58,7 +58,7 @@ class StepKind(Protocol):
         """Is called when the loop has begun, at the clock of the first place."""
 
     def tell_script(self) -> None:
-        """Begins to answer requests of workers that join late for what the script has set."""
+        """Begins to answer requests of workers that join late for the script's settings."""
 
     def end(self, index: int | None) -> Unfinished:
         """Ends the current step on this worker. Raises NonFiniteGradient or InvalidRequest if it must not be pushed.

@@ -1,4 +1,4 @@
-"""A strategy is one way to train; this is all that a session asks of it. Another one is a class in a file of its own.
+"""The interface of a strategy, one way to train, for a session. Each strategy is a class in a file of its own.
 
 made       by `connect`, for one mode; it talks to no server yet
 prepare    takes the models and their optimizers, and joins the other workers. The optimizers that it returns are the
@@ -27,7 +27,9 @@ Prepared = tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]
 
 
 class Batches(Protocol):
-    """A loader as the script uses it. All attributes that it does not define are those of the user's own loader."""
+    """The loader that the script iterates over. Attributes that it does not define are those of the user's own
+    loader.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         """Yields this worker's batches of one pass, on the session's device."""

@@ -36,15 +36,15 @@ _FATES = (
 
 @dataclass
 class StepsTogether:
-    """What one member does of a step with the others. For the training thread.
+    """One member's part in the steps of its group. For the training thread.
 
     assignments: what the script has set
     end:       ends the step of an optimizer, or of none, on this member; returns whether it has no gradient
-    leave_out: has the step that has ended be one without a gradient
+    leave_out: removes the gradient from the step that has ended
     push:      pushes it, with all members
     come_back: takes the next place, with all members
-    broke_off: ends what an error has broken off
-    base:      hands what members hold alike to those that do not own it
+    broke_off: ends an exchange after an error
+    base:      sends parameters that members hold alike from their owners to the others
     """
 
     group: Group
@@ -159,7 +159,7 @@ class StepsTogether:
             self.participation.connection.fail(clock)
 
     def fate(self, own: Fate) -> Fate:
-        """Returns what becomes of the step at hand in a new place, for all members. own: for this one"""
+        """Returns the fate of the current step in a new place, for all members. own: the fate on this one"""
         with self.interrupt_later(), interruptible():  # another member may hang
             _, (highest,) = self.group.compare(None, _FATES.index(own))
             return _FATES[highest]
@@ -175,7 +175,7 @@ class StepsTogether:
             self._signals.append(signal)
 
     def arrived(self) -> None:
-        """Has a signal act that has come on the way to the place."""
+        """Raises a signal that came on the way to the place."""
         signals = [*self._signals]
         self._signals.clear()
         for signal in signals:

@@ -1,4 +1,4 @@
-"""A step that has ended on this worker, until it counts; and what becomes of it if the worker loses its place.
+"""A step that has ended on this worker, until it counts; and its fate if the worker loses its place.
 
 A worker may lose its place in the middle of a step, when some shards have had the gradient and others have not. It
 still has the gradient, so it pushes the step again from the next place. The step's clock is then the one after that at
