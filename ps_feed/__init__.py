@@ -1,9 +1,9 @@
 """Reads a job's weights while it trains, in a process that takes no part in it. Needs no torch.
 
 edition.py       An edition: an unchanging copy of a job's weights, put together from what shards send
-mapping.py       Memory of an edition that a relay on this host hands over
+mapping.py       Memory of an edition that a relay on this host shares
 edition_client.py The gRPC calls that fetch editions from shards
-pace.py          What a feed asks for next: how many updates ahead of the job, and whether as changes
+pace.py          Chooses the next edition to request: how many updates ahead of the job, and whether as changes
 edition_file.py  An edition as a safetensors file, made of views of its memory
 subscription.py  Follows a job: the newest edition, in memory
 """

@@ -1,4 +1,4 @@
-"""An edition: an unchanging copy of a job's weights, put together from what shards send.
+"""An edition: an unchanging copy of a job's weights, assembled from the messages of shards.
 
 Its elements lie in one piece of memory for each of the job's flat spaces (ps_protocol/layout.py), so each tensor is a
 view of it, wherever the job cuts its buckets. Where workers are groups that hold a parameter in pieces, each piece is a
@@ -51,7 +51,7 @@ class Tensor(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a tensor of an edition is, without its elements; see Tensor."""
+    """The shape and types of a tensor of an edition, without its elements; see Tensor."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -64,7 +64,7 @@ class Form(NamedTuple):
 
 
 class Damaged(Exception):
-    """What came of a bucket is not what was sent."""
+    """A received bucket differs from the sent one."""
 
 
 class Contents:
@@ -147,16 +147,16 @@ class EditionArrays:
     files: Mapping[str, MemoryFile] = field(default_factory=dict)
 
     def tells(self, index: int) -> bool:
-        """Whether a bucket is one that no optimizer steps, and rank 0 has told what is in it."""
+        """Whether a bucket has values that rank 0 has sent: no optimizer steps it."""
         return self.contents.buckets[index].frozen and self.versions.get(index, 0) > 0
 
     def is_older(self, index: int, told: Mapping[int, int]) -> bool:
-        """Whether rank 0 has told of newer values of a bucket that no optimizer steps."""
+        """Whether rank 0 has sent newer values of a bucket that no optimizer steps."""
         return told.get(index, 0) > self.versions.get(index, 0)
 
     @property
     def buffers_version(self) -> int:
-        """The lowest version of the buckets of which rank 0 has told; 0: it has told of none."""
+        """The lowest version of the buckets whose values rank 0 has sent; 0: it has sent none."""
         return min((self.versions[index] for index in self.contents.buckets if self.tells(index)), default=0)
 
     def elements(self, index: int) -> npt.NDArray[np.uint8]:
@@ -194,7 +194,7 @@ class EditionArrays:
         return bool(others) and self.contents.spec.parameters[first].piece is not None
 
     def form(self, name: str) -> Form:
-        """Returns what a tensor is; nothing is joined. Raises KeyError for a name that it has not."""
+        """Returns a tensor's form. Nothing is joined. Raises KeyError for a name that it has not."""
         parameter = self.contents.spec.parameters[self.contents.tensors[name][0]]
         place = parameter.piece if self.is_in_pieces(name) else None
         shape = parameter.shape if place is None else place.whole_shape
@@ -219,7 +219,7 @@ class Arriving:
 
     before: an edition of the same run and timeline, whose frozen tensors are taken over, and of which changes may come;
             None: none
-    told:   by bucket that no optimizer steps, the version that is there: what `before` has of it may be older
+    told:   by bucket that no optimizer steps, the version on the shard; `before` may have older values
     memory: makes a memory file of so many bytes for a space; None: it is to lie in memory of this process alone
     nbytes: that have come of buckets; whole: of those that came whole; elements: of the buckets that have come, as they
             lie in the edition
@@ -278,7 +278,7 @@ class Arriving:
             return sum(self._contents.size(self._contents.buckets[index]) for index in self.missing)
 
     def take(self, sent: EditionBucket, timeline: int, what: str) -> None:
-        """Takes a bucket. Raises Damaged if it is not what was sent, was not asked for, or came before."""
+        """Adds a bucket. Raises Damaged if its checksum differs, if it was not requested, or if it came before."""
         bucket = self._awaited(sent, what)
         with self._lock:
             self._empty.discard(bucket.space)
@@ -405,9 +405,9 @@ class ReceivingRoom:
         """Raises LimitExceeded where there is none for an edition: it is not even asked for."""
 
     def begin(self, arriving: Arriving) -> None:
-        """Promises an edition what is still to come of it, before its first bucket is taken; may be called again.
+        """Promises an edition memory for its missing buckets, before its first bucket is added; may be called again.
 
-        Raises LimitExceeded where there is none any more: it may have been a long time until that bucket came.
+        Raises LimitExceeded if memory has become too little: it may have taken long until that bucket came.
         """
 
     def end(self, arriving: Arriving) -> None:

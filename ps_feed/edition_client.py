@@ -66,9 +66,10 @@ class Unreadable(Damaged):
 
 
 class JoinedParts:
-    """Makes buckets of the messages of one stream.
+    """Joins the messages of one stream into buckets.
 
-    place: returns the memory for a payload that comes in several; None: in memory that the next such payload will take
+    place: returns memory for a payload that comes in several messages; None: use memory that the next such payload
+           reuses
     """
 
     def __init__(self, place: Callable[[EditionBucket], memoryview | None]) -> None:
@@ -122,7 +123,7 @@ def _part(data: bytes) -> EditionPart:
 
 
 class KnownShards(NamedTuple):
-    """Where shards are, by index, how many there are to be, and the jobs that the coordinator has."""
+    """The addresses of the known shards, by index; the number of shards of the cluster; and the coordinator's jobs."""
 
     addresses: dict[int, str]
     shards: int
@@ -204,7 +205,7 @@ class ShardReader:
         return TryLater(f"{self.peer}: the call was cancelled")
 
     def allow(self) -> None:
-        """Has pulls begin again after `cancel`, but not after `close`."""
+        """Allows pulls again after `cancel`, but not after `close`."""
         with self._lock:
             self._is_cancelled = self._is_closed
 

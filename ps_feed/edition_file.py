@@ -1,5 +1,5 @@
-"""An edition as a safetensors file, made of views of its memory. Copied are its header, and tensors in pieces as they
-leave.
+"""An edition as a safetensors file, made of views of its memory. Only its header is copied, and tensors in pieces, when
+they are sent.
 
 The format: 8 bytes with the length of a JSON text, little-endian; the text, which says where each tensor lies; and the
 tensors, without gaps (https://github.com/huggingface/safetensors#format).

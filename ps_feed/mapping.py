@@ -1,4 +1,4 @@
-"""A reader's end of memory that a relay on its host hands over: see MappingOffer in feed.proto.
+"""A reader's end of the memory that a relay on its host shares: see MappingOffer in feed.proto.
 
 The reader listens at a unix socket in the shared directory while its call is under way. A relay on another host, or one
 that runs as another user, does not see that socket, or may not connect to it. Then payloads come, as without the offer.
@@ -60,7 +60,7 @@ class Handover:
         return contextlib.nullcontext()
 
     def failed(self, error: NotShared) -> None:
-        """Notes that memory could not be taken over: for RETRY_SECONDS all comes in messages."""
+        """Records that memory could not be mapped: for RETRY_SECONDS all buckets come in messages."""
         text = "job %s: its weights come in messages, also from a relay on this host: %s"
         self._troubles.met(self._job, text, self._job, error)
         self._again = time.monotonic() + RETRY_SECONDS

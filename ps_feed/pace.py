@@ -1,4 +1,4 @@
-"""What a feed asks for next: an edition how many updates ahead of the job, and whether as what changed.
+"""Chooses the next edition that a feed requests: how many updates ahead of the job, and whether as changes.
 
 The distance doubles when a shard was past the version, and is halved after KEEP_AHEAD editions in a row that came.
 Changes are asked for on a slow network, which is measured by editions that come whole.
@@ -25,12 +25,12 @@ class UpdatesAhead:
     _good: int = field(default=0, repr=False)
 
     def passed(self) -> None:
-        """Notes that a shard was past the version."""
+        """Records that a shard was past the requested version."""
         self._good = 0
         self.updates = min(MOST_AHEAD, max(1, 2 * self.updates))
 
     def arrived(self) -> None:
-        """Notes that an edition came."""
+        """Records that an edition came."""
         self._good += 1
         if self._good >= KEEP_AHEAD:
             self._good, self.updates = 0, self.updates // 2
@@ -43,7 +43,7 @@ class NetworkSpeed:
         self._is_slow, self.measured_until = False, 0.0  # as a whole edition has shown; it holds so long
 
     def is_slow(self) -> bool:
-        """Whether it was, and need not be measured again."""
+        """Whether the last measurement found a slow network, and is still valid."""
         return self._is_slow and time.monotonic() < self.measured_until
 
     def note(self, came: Sequence[tuple[float, int]]) -> None:

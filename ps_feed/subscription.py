@@ -72,7 +72,7 @@ _RANDOM = random.Random()
 
 
 class _StandsStill(Exception):
-    """The job makes no update, and has newer weights than the edition."""
+    """The job makes no updates at present, and its weights are newer than the edition."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ _open: weakref.WeakSet[Subscription] = weakref.WeakSet()  # those that are not c
 
 @atexit.register
 def _end_open() -> None:
-    """Ends what a script has left open: no thread may be in native code when the interpreter exits."""
+    """Closes subscriptions that a script has left open: no thread may be in native code when the interpreter exits."""
     for each in list(_open):
         each.close(EXIT_SECONDS)
 
@@ -210,7 +210,7 @@ class Subscription:
 
     @property
     def age(self) -> float:
-        """Seconds since the newest edition was known to be what the shards have; inf: never."""
+        """Seconds since the newest edition was last known to equal the shards' weights; inf: never."""
         return float("inf") if self._equal is None else time.monotonic() - self._equal
 
     @property
@@ -423,14 +423,14 @@ class Subscription:
         return any(not buckets[index].frozen for index in here.buckets)
 
     def _check_order(self, first: WeightsHere, timeline: int) -> None:
-        """Raises TryLater where what is offered is of before the edition, as another relay may have it."""
+        """Raises TryLater if the offered weights are older than the present edition: another relay may lag behind."""
         edition = self._edition
         if first.is_relayed and edition is not None and (first.run, timeline) < (edition.run, edition.timeline):
             what = "an earlier run" if first.run < edition.run else "the weights from before a rollback"
             raise TryLater(f"job {self._job!r}: {self._servers[0]} has {what}, and no newer ones yet")
 
     def _described(self, shards: EachShard) -> list[WeightsHere]:
-        """Asks all shards what they have. Raises TryLater where that does not belong together."""
+        """Queries all shards for their weights. Raises TryLater if the answers do not belong together."""
         run = self._series[0]
         try:
             here = self._asked(shards, run)
@@ -454,7 +454,7 @@ class Subscription:
         return here
 
     def _asked(self, shards: EachShard, run: str) -> list[WeightsHere]:
-        """Asks all shards what they have of a run; empty: of any."""
+        """Queries all shards for their weights of a run; empty: of any."""
         is_first = self._contents is None
         return shards.all(lambda reader: self._describe(reader, run, is_first and reader.index == 0))
 
@@ -547,7 +547,7 @@ class Subscription:
         return not self._is_damaged and (self._network.is_slow() if self._changes is None else self._changes)
 
     def _note_received(self, arriving: Arriving, came: list[tuple[float, int]], is_measured: bool) -> None:
-        """Counts an edition that came.
+        """Counts a received edition.
 
         came:        when which bytes of it came, the first ones first
         is_measured: it was asked for whole. How long changes take says little of the network, also where all buckets
@@ -561,7 +561,7 @@ class Subscription:
         self.received.elements += arriving.elements
 
     def _publish(self, edition: EditionArrays, is_last: bool) -> None:
-        """Hands out an edition. is_last: none follows; who sees the end sees the edition, too"""
+        """Publishes an edition. is_last: the job has ended; both are published together"""
         before = self._edition
         is_restored = before is not None and before.run == edition.run and edition.timeline > before.timeline
         if before is not None and before.run != edition.run:

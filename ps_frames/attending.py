@@ -1,10 +1,10 @@
 """A thread that waits for answers receives them itself.
 
-To wake another thread for each answer, which then wakes the one that waits, took a third of the CPU of a small step in
-shared memory: the two contend for the interpreter. So a thread that waits takes the receiving of its connections over
-from the shared threads (reading.py), hands out all answers that come, also those to other threads' calls, and gives the
-receiving back when it has what it waits for. Nothing depends on it: what no waiting thread receives, the shared threads
-do, at the latest after a second.
+Waking another thread for each answer, which then wakes the waiting one, took a third of the CPU of a small step in
+shared memory: the two contend for the interpreter lock. So a thread that waits takes the receiving of its connections
+over from the shared threads (reading.py), hands out all answers that come, also those to other threads' calls, and
+gives the receiving back when it has what it waits for. Nothing depends on it: what no waiting thread receives, the
+shared threads do, at the latest after a second.
 """
 
 from __future__ import annotations
@@ -74,13 +74,15 @@ class Attending:
         self._taken: set[ClientConnection] = set()  # over, and some that are about to be
 
     def begin(self, connections: Sequence[ClientConnection]) -> None:
-        """Says that this thread is about to `wait` on connections: no other one need be woken for answers there."""
+        """Announces that this thread is about to `wait` on these connections: no other thread need be woken for their
+        answers.
+        """
         self._attended = connections
         for each in connections:
             each.attend(True)
 
     def end(self) -> None:
-        """Takes back what `begin` said: other threads are woken for answers that are still to come."""
+        """Undoes `begin`: other threads are woken for the answers that are still to come."""
         self._give_back()  # what an interrupted `wait` has left
         connections, self._attended = self._attended, ()
         for each in connections:
@@ -107,7 +109,7 @@ class Attending:
             self._taken.discard(connection)
 
     def _give_back(self, but: ClientConnection | None = None) -> None:
-        """Gives back all connections, but the one in the middle of whose answer this thread is."""
+        """Gives back all connections, except for one whose answer this thread has received in part."""
         for each in self._taken - {but}:
             each.give_back(goes_on=True)
             self._taken.discard(each)

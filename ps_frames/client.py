@@ -227,8 +227,9 @@ class ClientConnection:
     # -- who receives ------------------------------------------------------------------------------------------------
 
     def attend(self, is_attended: bool) -> None:
-        """Says whether a thread is about to `take_over`. Until it has, no other one is woken for the answers to calls;
-        once it does not come any more, one is."""
+        """Sets whether a thread is about to `take_over`. If so, no other thread is woken for answers; if not,
+        one is.
+        """
         self._is_attended = is_attended
         if self._calls and not is_attended:
             self._reading.want(self._watched)
@@ -246,12 +247,14 @@ class ClientConnection:
         return self._watched.reader == threading.get_ident()
 
     def take_over(self) -> bool:
-        """Has this thread receive, by `read`, until `give_back`. Returns False if a thread receives now, or if the
+        """Makes this thread receive, with `read`, until `give_back`. Returns False if a thread receives now, or if the
         connection has ended."""
         return not self._is_reading and self._reading.take_over(self._watched)
 
     def give_back(self, goes_on: bool) -> None:
-        """Has other threads receive again what this thread has taken over. goes_on: what `read` has returned last"""
+        """Makes other threads receive again from a connection that this thread has taken over. goes_on: the last result
+        of `read`
+        """
         self._reading.give_back(self._watched, goes_on, lambda: bool(self._calls))
 
     def _look_beside(self) -> None:
@@ -315,7 +318,7 @@ class ClientConnection:
             self._frames.abort()
 
     def _note(self, error: CallFailed) -> None:
-        """Notes the error with which calls end, unless an earlier one has broken the connection."""
+        """Records the error with which calls end, unless an earlier one has broken the connection."""
         with self._lock:
             self._error = self._error or error
 
@@ -383,7 +386,7 @@ class ClientConnection:
     def _filled(self, target: memoryview, call: ClientCall | None = None) -> memoryview:
         """Receives a part of a frame. Answers to other calls queue behind it, so their time is extended by as long.
 
-        call: that it is for
+        call: the call to which this frame belongs
         """
         began = time.monotonic()
 

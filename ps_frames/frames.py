@@ -182,8 +182,8 @@ class FrameSocket(Protocol):
         """Waits until more can be sent, or the connection has ended. The caller holds `sending`."""
 
     def has_room(self) -> bool:
-        """Whether a small frame can be sent without waiting: the kernel says so when a good part of its memory is free.
-        The caller holds `sending`.
+        """Whether a small frame can be sent without waiting: the socket is writable when enough of its send buffer is
+        free. The caller holds `sending`.
         """
 
     def receive_into(self, target: memoryview, moved: Moved = nothing) -> None:

@@ -1,9 +1,10 @@
-"""Where workers open data connections: a TCP port, and a unix socket for those on this host.
+"""Accepts data connections of workers: on a TCP port, and on a unix socket for workers on this host.
 
-From its good ticket on a connection shares the threads of reading.py. Until then one thread has all of them. A stranger
-costs a descriptor, and no thread: 1,000 silent connections over TLS once took 1,000 threads, each in a handshake. Here
-the handshake and the ticket are read as bytes come. A connection that is silent for a few seconds is closed. When too
-many are here, the host that has most of them loses its oldest, so that no host keeps another out.
+One thread serves all connections that have not shown a valid ticket yet. It reads their TLS handshakes and tickets as
+bytes come, so such a connection costs a descriptor and no thread: 1,000 silent connections over TLS once took 1,000
+threads, each in a handshake. One that is silent for a few seconds is closed. If there are too many, the host with most
+of them loses its oldest, so that no host keeps another out. With a valid ticket, a connection moves to the shared
+threads of reading.py.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ Context = Callable[[], ssl.SSLContext] | None
 class _Stranger:
     """A connection that has not shown its ticket.
 
-    host:     it comes from; empty on this machine's unix socket
-    until:    it is closed then, whatever it has sent
-    heard:    when it sent something last
-    received: of its first frame, which holds the ticket
+    host:     the host that it comes from; empty on this machine's unix socket
+    until:    when it is closed, whatever it has sent
+    heard:    when it last sent bytes
+    received: the bytes of its first frame, which holds the ticket
     """
 
     connection: socket.socket
@@ -174,7 +175,7 @@ class Handshakes:
         self._close(next(stranger for stranger in self._strangers.values() if stranger.host == most))
 
     def _go_on(self, stranger: _Stranger) -> None:
-        """Takes what has come on a connection; hands it over when its ticket is whole."""
+        """Reads the bytes that have come on a connection; passes it to `opened` when its ticket is complete."""
         wanted = selectors.EVENT_READ
         try:
             if stranger.is_shaking_hands:
@@ -301,8 +302,8 @@ class Where:
 class _Admitted:
     """A connection with a good ticket.
 
-    caller: whose it is; None: it has had to make room for another caller's
-    left:   is called when it has ended; None: the shard has not been asked yet
+    caller: the principal; None: the connection has had to make room for another caller's
+    left:   called when it has ended; None: the shard has not been asked yet
     """
 
     made: ServerConnection
@@ -379,7 +380,7 @@ class DataListener:
         return name, inode
 
     def _open(self, connection: socket.socket, ticket: bytes, host: str) -> None:
-        """Has a connection served, if its ticket is good."""
+        """Serves a connection if its ticket is valid."""
         opener = self._tickets.redeem(ticket, lambda opener: _is_of(connection, opener))
         if opener is None or not self._begin(connection, opener, host):
             connection.close()

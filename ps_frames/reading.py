@@ -89,7 +89,7 @@ class ReadingThreads:
         ended: Callable[[], None],
         look: Callable[[], None] = nothing,
     ) -> Watched:
-        """Adds a connection. Returns what names it in `take_over` and others.
+        """Adds a connection. Returns its handle for `take_over` and others.
 
         ready: called at once, and then each time bytes have come or the connection has ended, by one thread at a time.
                Reads without waiting for the first of them; returns whether the connection goes on
@@ -150,13 +150,13 @@ class ReadingThreads:
             self._watch(watched, _ONCE if is_wanted() else _END)
 
     def want(self, watched: Watched) -> None:
-        """Has a thread read what comes on a connection, if none does. It is so from `add` on."""
+        """Makes a thread read the bytes that come on a connection, if none does. This is the state after `add`."""
         with self._lock:
             if not watched.reader and self._has(watched):
                 self._watch(watched, _ONCE)
 
     def rest(self, watched: Watched) -> None:
-        """Has no thread woken for what comes on a connection, except its end, until `want` or `give_back`."""
+        """Lets no thread be woken for bytes on a connection, but only for its end, until `want` or `give_back`."""
         with self._lock:
             if not watched.reader and self._has(watched):
                 self._watch(watched, _END)

@@ -1,7 +1,7 @@
 """A server's end of a data connection: the calls that one worker makes over a connection of frames.
 
-A ticket binds a connection to the call that asked for it: to its caller, and to a worker in its place. Every request is
-then handled behind the same permissions, limits and counters as one that comes by gRPC. Both kinds of calls are a
+A ticket binds a connection to the gRPC call that asked for it: to its caller, and to one incarnation of a worker. Every
+request then passes the same permissions, limits and counters as one that comes by gRPC. Both kinds of calls are a
 `ServerCall` to them. A thread that reads (reading.py) receives a request and carries it out: none waits for another
 worker. Answers leave by `FrameSender`.
 """
@@ -486,7 +486,7 @@ class FrameSender:
                 self._submit()
 
     def _begins(self, item: Item, then: Then) -> bool:
-        """Queues what is to be sent; returns whether the caller has to see to that: no thread sends."""
+        """Queues an item; returns whether the caller must send, because no thread does."""
         with self._lock:
             if self._is_over:
                 return False
@@ -505,7 +505,9 @@ class FrameSender:
             self._pool.submit(self._drain, True)
 
     def _drain(self, waits: bool) -> bool:
-        """Sends what is queued; returns whether all is sent. Without `waits`, what fits and is not lent."""
+        """Sends the queued items; returns whether all are sent. Without `waits` it sends only what fits and is not
+        lent.
+        """
         while True:
             with self._lock:
                 if not self._queue:
@@ -527,8 +529,9 @@ class FrameSender:
                 return True
 
     def _take(self) -> tuple[Item, Frame, Then]:
-        """Takes what leaves in one piece: the next item, the small frames behind it, and what to call then. The caller
-        holds the lock."""
+        """Removes and returns what one write sends: the next item, the small frames behind it, and the callback. The
+        caller holds the lock.
+        """
         item, then = self._queue.popleft()
         behind: list[Buffer] = []
         thens, size = [then], 0
