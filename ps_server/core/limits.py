@@ -101,8 +101,8 @@ class Limits:
     feeds: int = _limit(64, "feeds (WatchRows, PullEdition) of one job on one shard; of one caller half as many")
     feed_bytes: int | None = _limit(
         None,
-        "bytes that messages of the feeds of one caller may take on one shard, in all jobs (by default a fourth of "
-        "what is free at its start)",
+        "bytes of memory that messages of one caller's feeds may take on one shard, over all jobs (by default a "
+        "quarter of the memory that is free when the shard starts)",
         _LARGEST_SIZE,
     )
     # of calls
