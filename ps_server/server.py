@@ -367,7 +367,7 @@ def _shares_of_threads(config: ServerConfig) -> ThreadShares:
 
 
 def _feed_bytes(limits: Limits) -> int:
-    """Returns the bytes that messages of one principal's feeds may take. The default is a quarter of the free memory."""
+    """Returns the bytes that messages of one principal's feeds may take: by default a quarter of the free memory."""
     if limits.feed_bytes is not None:
         return limits.feed_bytes
     return max(_LEAST_FEED_BYTES, (free_bytes() or 0) // 4)
