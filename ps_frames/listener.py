@@ -226,7 +226,7 @@ class Handshakes:
 
 
 def _may_open(header: bytes) -> bool:
-    """Whether a frame's header is that of a ticket."""
+    """Whether a frame may open a connection: its header has the kind and the size of a ticket."""
     try:
         read = read_header(header, TICKET_BYTES)
     except InvalidRequest:

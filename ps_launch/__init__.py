@@ -2,8 +2,8 @@
 none of their classes.
 
 children.py     Starts and restarts children, passes on their output, detects their end, and stops them
-failures.py     Describes how a worker failed: its code or signal, and the last line of its traceback launch_folder.py
-                The folder of a launch for temporary files; removes those of launchers that were killed
+failures.py     Describes how a worker failed: its code or signal, and the last line of its traceback
+launch_folder.py The folder of a launch for temporary files; removes those of launchers that were killed
 groups.py       The processes of workers, one each or the members of a group, which end and start together
 lifeline.py     The standard input of a supervised process: one line, and its end when the parent is gone
 output.py       The output of children, as whole lines: on the console after the worker's rank, and in a log file

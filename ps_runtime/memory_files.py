@@ -29,8 +29,9 @@ _POPULATED_BYTES = 2**22  # at a time: meanwhile no other thread of this process
 class MemoryFile:
     """A new memory file of `size` bytes, from 1. The kernel allocates its memory as it is filled.
 
-    number: counts the memory files of this process; descriptors are reused, this number is not Raises NotShared where
-            there are no memory files.
+    number: counts the memory files of this process; descriptors are reused, this number is not
+
+    Raises NotShared where there are no memory files.
     """
 
     def __init__(self, size: int) -> None:

@@ -119,8 +119,7 @@ class Server:
         ELEMENTWISE["SGD"]([torch.zeros(1)], lr=0.0)  # type: ignore[call-arg]
         torch.set_num_threads(1)  # the apply threads are the parallelism; more would fight over the same cores
         self._config = config
-        # A restarted process has another number: it has none of the state of this one
-        self.process = secrets.randbits(63)
+        self.process = secrets.randbits(63)  # a restarted process has another number
         exposed = config.is_exposed()
         allow_many_files(config.limits.connections)
         authenticator = Authenticator(config.tokens)
@@ -141,8 +140,7 @@ class Server:
         port = bind(self._grpc, config.host, config.port, config.tls)
         self.address = config.advertise or f"{reachable(config.host)}:{port}"
         self._stops: list[Callable[[], None]] = [limits.stop]
-        # Pools in which calls may run until they end
-        self._last_stops: list[Callable[[], None]] = [control_pool.shutdown]
+        self._last_stops: list[Callable[[], None]] = [control_pool.shutdown]  # pools in which calls may still run
         encrypted, asks = config.tls is not None, authenticator.is_required
         self._registry.register(security_gauges(limits, exposed, encrypted, asks))
         if exposed:

@@ -5,14 +5,14 @@ import ps_torch as ps
 session = ps.connect()
 model, optimizer, loader = session.prepare(model, optimizer, loader)
 
-Each name here is that of the package that implements it, `ps_worker`, and is the same object.
+Each name is the same object as in `ps_worker`, the package that implements it.
 
 accelerate.py   Accelerate on parameter servers: `connect`
 engines/        vLLM, SGLang and transformers, which generate with a job's newest weights
 huggingface.py  The Trainer of Hugging Face on parameter servers: `PsTrainer`, `OnServers`
 lightning.py    Lightning on parameter servers: the strategy "ps", and one for Fabric
 ray.py          Parameter servers on Ray: `PsConfig` for Ray Train, `ParameterServer` for actors and Tune
-reports.py      What a launcher of your own says of processes that have ended
+reports.py      Functions by which a launcher of your own reports processes that have ended
 """
 
 from typing import TYPE_CHECKING, Any

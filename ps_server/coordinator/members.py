@@ -389,8 +389,7 @@ class JobMembers:
 
     def leave(self, rank: int, incarnation: int, key: bytes, done: bool = False) -> tuple[Member, bool] | None:
         """Removes a worker, and returns it with whether it was live; None if there is no such worker. Raises Forbidden
-        for a
-        wrong key.
+        for a wrong key.
 
         A worker that was not live was expected to join again after a rollback or a silence. done: its script has ended
         """

@@ -233,10 +233,8 @@ class RequestPlaces(Generic[C]):
         """Returns whether a waiting request may take the place of one that is being received.
 
         It may if both come from the same connection. Otherwise they are compared at the first level at which their
-        origins
-        differ: the waiting request's principal, host or connection must hold fewer places. A principal whose request
-                was
-        broken off lately has no claim on the place of a principal without a penalty.
+        origins differ: the waiting request's principal, host or connection must hold fewer places. A principal whose
+        request was broken off lately has no claim on the place of a principal without a penalty.
         """
         if self._is_penalised(waiting[:1], now) and not self._is_penalised(received[:1], now):
             return False

@@ -46,8 +46,7 @@ class GradientChecks:
 
     def refuse_or_skip(self, rank: int, what: str) -> None:
         """Raises NonFiniteGradient, unless the job skips steps whose gradient is not finite. Then the caller must leave
-        the
-        gradient out.
+        the gradient out.
         """
         if not self._skips:
             raise NonFiniteGradient(f"the gradient of {what} from worker {rank} is not finite")

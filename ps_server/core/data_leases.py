@@ -134,8 +134,7 @@ class DataLeases:
         """Whether to believe a worker that reports a batch which this coordinator did not lease to it.
 
         An earlier coordinator may have leased it. A worker may claim as many batches as it can have had leased; the
-        shards
-        are asked about all others.
+        shards are asked about all others.
         """
         claimed = self._claimed.get(worker[0], 0)
         if claimed >= self._limit or not self._take_over(worker, span):

@@ -325,8 +325,8 @@ class Membership:
         """Sets until when the job waits for the ranks that have to join again.
 
         The time begins when the first worker joins. A launch's own ranks have no limit until they have joined. A
-        process that
-        was live before comes back at once, and so do the other processes that were live with it: they get one lease.
+        process that was live before comes back at once, and so do the other processes that were live with it: they get
+        one lease.
 
         rank: that of the worker that joins; the worker that it replaces may still look live
         """
@@ -354,7 +354,9 @@ class Membership:
         self._has_nobody = bool(anew)
 
     def doubt_is_over(self) -> bool:
-        """Returns whether a worker that was in doubt has given a sign of life. Then no rank is waited for any more."""
+        """Returns whether a worker has sent a heartbeat of which it was unknown whether it is alive. If so, the job no
+        longer waits for any rank.
+        """
         since = self._doubted + self.lease / DELAYED_PER_LEASE
         if not any(self.members[rank].heard > since for rank in self.in_doubt if rank in self.members):
             return False

@@ -1,11 +1,11 @@
 """One job's buckets and tables on one shard: roster, rules and weights put together, and changed by commands alone.
 
-    checkers  make the commands that stage pushes, of buckets and of rows. Heavy, and touch nothing that a command
-              changes
+    checkers  make the commands that stage pushes, of buckets and of rows. They compute a lot, and access nothing that
+              a command changes
     execute   carries out a command: the only method by which a partition changes
-    done      records that the operation that a unit's rule returned was applied
+    done      records that an operation which a unit's rule has returned was carried out
     units     are the buckets and the tables (unit.py)
-    reached   says how far all are
+    reached   returns the versions and clocks that all units have reached
 
 All other methods only read. Not thread-safe; the checkers and the methods of a unit's weights may run outside of the
 lock that guards the rest.

@@ -334,8 +334,7 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         """Returns the version and the values that readers get.
 
         The version counts updates; for a bucket that no optimizer steps, the steps of rank 0. The caller keeps the
-        bucket
-        from being stepped.
+        bucket from being stepped.
         """
         return (self.rule.version, self.weights.flat) if self._told is None else self._told
 

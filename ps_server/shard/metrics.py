@@ -1,8 +1,7 @@
 """A shard's metrics for Prometheus: its pushes, pulls and updates.
 
 Counters and histograms are updated by the events that they count; gauges are read at each scrape (ops/gauges.py).
-Labels are
-bounded: job, rank, mode, result, kind, method; never an address, a tensor's name or an error's text.
+Labels are bounded: job, rank, mode, result, kind, method; never an address, a tensor's name or an error's text.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ def staying(complete: Sequence[str], keep: int, also: Collection[str | None], ne
 
     If several are kept, so is the last one that has no file in common with the newest: one damaged file must not damage
     all. If the manifest of one of the last `keep` cannot be read, all are kept: the disk may only not have answered,
-    and
-    that checkpoint may build on any other.
+    and that checkpoint may build on any other.
 
     complete: all complete checkpoints, oldest first
     also:     further checkpoints to keep

@@ -127,7 +127,7 @@ class InnerStates:
                 }
 
     def begin_anew(self) -> None:
-        """Clears all state, in a running job."""
+        """Clears the state of the script's own optimizers in a running job, and logs a warning."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
             if isinstance(optimizer, torch.optim.Adagrad):  # makes its state in its constructor: no step without

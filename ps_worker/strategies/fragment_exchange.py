@@ -54,9 +54,7 @@ class SentFragment(SentStep):
     pulls: Sequence[Future[PullResult]]
 
     def counts(self, now: JoinResult | None) -> bool | None:
-        """Whether the servers have said that all fragments of its round count; None: they have not said so
-        of this one.
-        """
+        """Whether the servers have confirmed all fragments of its round; None: they have not confirmed this one."""
         return super().counts(now) or None
 
     def lost(self, model: FlatModel) -> None:

@@ -19,11 +19,12 @@ log = logging.getLogger("ps_worker")
 
 
 class LateScript:
-    """Takes over what the job's script has set, in a process that has joined late. For the training thread.
+    """Sets the job's learning-rate schedules, and other state that scripts share, in a process that has joined late.
+    For the training thread.
 
     clock:   returns this worker's clock
     tell:    begins to answer requests of other late workers
-    is_late: this process has not taken it over yet
+    is_late: this process has not set that state yet
     """
 
     def __init__(
