@@ -65,26 +65,27 @@ class _Awaited:
 class Attending:
     """A thread's waits for answers over connections. For one thread.
 
+    begun: the connections of `begin`, until `end`
     Raises OSError if this process has too many files open.
     """
 
     def __init__(self) -> None:
         self._bell = _Bell()
-        self._attended: Sequence[ClientConnection] = ()
+        self.begun: Sequence[ClientConnection] = ()
         self._taken: set[ClientConnection] = set()  # over, and some that are about to be
 
     def begin(self, connections: Sequence[ClientConnection]) -> None:
         """Announces that this thread is about to `wait` on these connections: no other thread need be woken for their
         answers.
         """
-        self._attended = connections
+        self.begun = connections
         for each in connections:
             each.attend(True)
 
     def end(self) -> None:
         """Undoes `begin`: other threads are woken for the answers that are still to come."""
         self._give_back()  # what an interrupted `wait` has left
-        connections, self._attended = self._attended, ()
+        connections, self.begun = self.begun, ()
         for each in connections:
             each.attend(False)
 
@@ -94,7 +95,8 @@ class Attending:
         connection ends."""
         with undisturbed():
             try:
-                self._give_back()  # what an interrupt has left, and another wait needs
+                if self._taken:
+                    self._give_back()  # what an interrupt has left, and another wait needs
                 awaited = _Awaited(futures, self._bell)
                 while not awaited.is_over():
                     for each in connections:

@@ -132,6 +132,7 @@ def reading_threads() -> ReadingThreads:
 class ClientConnection:
     """An open connection. Methods may be called from any thread.
 
+    is_open: calls may be made
     reading: the threads that receive
     Raises TryLater if they take no more connections; this one is closed then.
     """
@@ -143,6 +144,7 @@ class ClientConnection:
         self._next = 0
         self._error: CallFailed | None = None  # the first, which has broken the connection
         self._ended: CallFailed | None = None
+        self.is_open = True
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._received = 0  # bytes of the next header
         self._scratch = bytearray()
@@ -156,11 +158,6 @@ class ClientConnection:
         except TryLater:
             frames.close()
             raise
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls may be made."""
-        return self._ended is None
 
     def call(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> ClientCall:
         """Sends a request. Waits while other threads send, and until the kernel has accepted the bytes.
@@ -255,7 +252,7 @@ class ClientConnection:
         """Makes other threads receive again from a connection that this thread has taken over. goes_on: the last result
         of `read`
         """
-        self._reading.give_back(self._watched, goes_on, lambda: bool(self._calls))
+        self._reading.give_back(self._watched, goes_on, self._calls)
 
     def _look_beside(self) -> None:
         """Is called about once a second by a thread that receives for others. Has one receive where none does, and ends
@@ -302,6 +299,7 @@ class ClientConnection:
         """Fails the calls that are left, and closes the connection."""
         self._frames.abort()
         with self._lock:
+            self.is_open = False
             error = self._ended = self._error or CallFailed(code_pb2.UNAVAILABLE, "the data connection ended")
             calls, self._calls = list(self._calls.values()), {}
         for call in calls:
@@ -348,16 +346,16 @@ class ClientConnection:
         if header.kind in (Kind.END, Kind.ERROR):
             self._end(header, call)
             return
-        head = bytes(self._filled(memoryview(bytearray(header.head)), call))
+        head, size = bytes(self._filled(memoryview(bytearray(header.head)), call)), header.payload_bytes
         try:
-            place = call.answers.place(head, header.payload_bytes)
+            place = call.answers.place(head, size)
         except Exception as error:
-            self._skip(header.payload_bytes)
+            self._skip(size)
             self._fail(header.call, call, error)
             return
         payload = None
-        if header.payload_bytes:
-            payload = self._filled(place if place is not None else self._scratch_of(header.payload_bytes), call)
+        if size:
+            payload = self._filled(place if place is not None else self._scratch_of(size), call)
         try:
             is_over = call.answers.take(payload)
         except Exception as error:

@@ -116,7 +116,8 @@ def write_header(call: int, kind: Kind, head: int, payload: int = 0) -> bytes:
 def frame(call: int, kind: Kind, message: Parts) -> list[Buffer]:
     """Returns a frame as parts that follow each other on the wire. The payload is not copied."""
     payload = b"" if message.payload is None else message.payload
-    return [write_header(call, kind, len(message.head), len(payload)) + message.head, payload]
+    head = len(message.head)
+    return [_HEADER.pack(call, head + len(payload), head, kind) + message.head, payload]
 
 
 def read_header(data: bytes | bytearray | memoryview, largest: int) -> Header:
@@ -273,9 +274,10 @@ class PlainSocket(_Socket):
         left = _views(parts)
         while left:
             try:
-                left = _without(left, self._socket.sendmsg(left, [], socket.MSG_DONTWAIT))
+                sent = self._socket.sendmsg(left, [], socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
+            left = [] if len(left) == 1 and sent == len(left[0]) else _without(left, sent)
         return left
 
     def receive_into(self, target: memoryview, moved: Moved = nothing) -> None:

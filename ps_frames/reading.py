@@ -16,7 +16,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 
 from ps_frames.frames import nothing
@@ -128,11 +128,11 @@ class ReadingThreads:
             watched.reader = me
             return True
 
-    def give_back(self, watched: Watched, goes_on: bool, is_wanted: Callable[[], bool]) -> None:
+    def give_back(self, watched: Watched, goes_on: bool, expected: Sized) -> None:
         """Gives back what this thread has taken over; otherwise does nothing.
 
-        goes_on:   False: the connection has ended; its `ended` is called here
-        is_wanted: returns whether bytes are expected. Otherwise no thread is woken for them until `want`
+        goes_on:  False: the connection has ended; its `ended` is called here
+        expected: what bytes are expected for; if it is empty, no thread is woken for them until `want`
         """
         if not goes_on:
             with self._lock:
@@ -147,7 +147,7 @@ class ReadingThreads:
             if watched.reader != threading.get_ident() or not self._has(watched):
                 return
             watched.reader = 0  # first: a `want` that has come before was left to this thread
-            self._watch(watched, _ONCE if is_wanted() else _END)
+            self._watch(watched, _ONCE if expected else _END)
 
     def want(self, watched: Watched) -> None:
         """Makes a thread read the bytes that come on a connection, if none does. This is the state after `add`."""

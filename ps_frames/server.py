@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -72,6 +72,10 @@ class ServerCall(Cancellable, Protocol):
     @property
     def request_bytes(self) -> int | None:
         """The bytes of the request; None if they are not known before it is read."""
+
+    @property
+    def kept(self) -> dict[str, Any] | None:
+        """What methods keep for later calls of the same connection, by name; None: nothing can be kept."""
 
     @property
     def code(self) -> str:
@@ -187,6 +191,11 @@ class FrameCall(ServerCall):
         return self._connection.opener.worker
 
     @property
+    def kept(self) -> dict[str, Any]:
+        """What methods keep for later calls of the connection, by name."""
+        return self._connection.kept
+
+    @property
     def request_bytes(self) -> int:
         """The bytes of the request, from the frame's header."""
         return self._header.size
@@ -252,7 +261,7 @@ class FrameCall(ServerCall):
         elif isinstance(answer, LastAnswer):
             self._last = answer
         elif isinstance(answer, Parts):
-            self._connection.sender.put(self._frame(Kind.ANSWER, answer))
+            self._connection.sender.put(frame(self._header.call, Kind.ANSWER, answer))
         else:
             self._connection.sender.lend(lambda: self._lent(answer))
 
@@ -265,25 +274,21 @@ class FrameCall(ServerCall):
         """
         if self._code is Code.UNAUTHENTICATED:
             self._connection.cancel()
+        kind, message = Kind.END if self._code is None else Kind.ERROR, Parts(self._status)
         if answer is not None:
-            last = self._frame(Kind.LAST, Parts(answer))
+            kind, message = Kind.LAST, Parts(answer)
         elif self._last is not None and self._code is None:
-            last = self._frame(Kind.LAST, self._last)
-        else:
-            last = self._frame(Kind.END if self._code is None else Kind.ERROR, Parts(self._status))
-        self._connection.sender.put(last, self.over)
+            kind, message = Kind.LAST, self._last
+        self._connection.sender.put(frame(self._header.call, kind, message), self.over)
 
     def together(self) -> AbstractContextManager[None]:
         """Returns a context: small answers that are sent in it go out as one piece."""
         return self._connection.sender.together()
 
-    def _frame(self, kind: Kind, message: Parts) -> list[Buffer]:
-        return frame(self._header.call, kind, message)
-
     @contextlib.contextmanager
     def _lent(self, answer: Callable[[], AbstractContextManager[LentMessage]]) -> Iterator[LentFrame]:
         with answer() as (message, loan):
-            yield self._frame(Kind.ANSWER, message), loan
+            yield frame(self._header.call, Kind.ANSWER, message), loan
 
     def over(self) -> None:
         """Calls the registered callbacks, once."""
@@ -322,11 +327,13 @@ class ServerConnection(Cancellable):
 
     number: identifies it
     admit:  is called before the first request is read; returns whether the connection may go on. None: it was called
+    kept:   what methods keep for later calls, by name
     """
 
     def __init__(self, frames: FrameSocket, opener: Opener, serving: Serving, number: int) -> None:
         self.opener, self.number = opener, number
         self.admit: Callable[[], bool] | None = None
+        self.kept: dict[str, Any] = {}
         self._frames, self._serving = frames, serving
         self.sender = FrameSender(frames, serving.senders, lambda: serving.limited(self))
         self._lock = threading.Lock()
@@ -407,6 +414,7 @@ class ServerConnection(Cancellable):
     def end(self) -> None:
         """Ends the calls under way, and closes the connection."""
         self.sender.end()
+        self.kept = {}  # a worker's memory is not to stay mapped for it
         self._frames.abort()
         with self._lock:
             calls = list(self._calls.values())

@@ -8,6 +8,8 @@ parsing a 4 MiB `bytes` field copies it, on the one thread that serves every cal
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ps_protocol.errors import InvalidRequest
@@ -17,6 +19,7 @@ Buffer = bytes | bytearray | memoryview
 PAYLOAD_FIELD = 15
 _PAYLOAD_TAG = PAYLOAD_FIELD << 3 | 2  # length-delimited
 _LENGTH_DELIMITED = 2
+_MAY_HAVE_PAYLOAD = re.compile(rb"[\x7a\xfa]")  # the first byte of its tag, also of one that is longer than need be
 _LAST_FIELD = 2**29 - 1
 _FIXED_SIZES = {1: 8, 5: 4}  # wire types of fixed64 and fixed32
 
@@ -55,8 +58,11 @@ def split_head(head: Buffer, payload_bytes: int) -> bytes:
 
     payload_bytes: size of the elements; 0: the payload is missing or empty
 
-    Raises InvalidRequest as `split_message` does, and if the head announces another size.
+    Raises InvalidRequest as `split_message` does, and if the head announces another size. A head that cannot have a
+    payload is returned unread: its errors appear when protobuf parses it.
     """
+    if not payload_bytes and not _MAY_HAVE_PAYLOAD.search(head):
+        return bytes(head)
     view = memoryview(head)
     if not payload_bytes:
         fields, payload = split_message(head)
@@ -84,8 +90,7 @@ def split_message(data: Buffer) -> tuple[bytes, memoryview | None]:
     position = 0
     while position < len(view):
         start = position
-        tag, position = _read_varint(view, position)
-        length, position = _length(tag, view, position)
+        tag, length, position = _field(view, position)
         if length > len(view) - position:
             raise InvalidRequest(f"a field of {length} bytes was announced where {len(view) - position} are left")
         end = position + length
@@ -97,6 +102,12 @@ def split_message(data: Buffer) -> tuple[bytes, memoryview | None]:
             raise InvalidRequest("the message holds its payload twice")
         position = end
     return bytes(head), payload
+
+
+def _field(view: memoryview, position: int) -> tuple[int, int, int]:
+    """Returns the tag of a field, the size of its content, and its position."""
+    tag, position = _read_varint(view, position)
+    return tag, *_length(tag, view, position)
 
 
 def _length(tag: int, view: memoryview, position: int) -> tuple[int, int]:
@@ -133,3 +144,53 @@ def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
     raise InvalidRequest("the message holds a number longer than 64 bits")
+
+
+# -- requests of one step after the other ------------------------------------------------------------------------------
+
+# A worker's request differs from that of the step before in its clock. So it is written once, and a shard reads and
+# checks once what does not change. On the wire it stays the message that every generated class writes: its first field
+# is a header, whose first fields are the worker and the clock.
+
+_HEADER_TAG = _WORKER_TAG = 1 << 3 | _LENGTH_DELIMITED
+_CLOCK_TAG = 2 << 3
+_LAST_CLOCK = 2**64 - 1
+
+
+@dataclass(frozen=True, repr=False)  # the header has the worker's key
+class Repeated:
+    """A request without its clock.
+
+    before:         the bytes of its header before the clock's number
+    after:          the bytes behind it
+    rest_of_header: how many of `after` belong to the header
+    """
+
+    before: bytes
+    after: bytes
+    rest_of_header: int
+
+    @staticmethod
+    def of(request: bytes) -> Repeated | None:
+        """Returns a request without its clock; None if it does not begin with a worker and a clock.
+
+        request: a message as a generated class writes it, which has each field once
+        """
+        view = memoryview(request)
+        try:
+            header, size, start = _field(view, 0)
+            worker, length, behind = _field(view, start)
+            clock, _, after = _field(view, behind + length)
+        except InvalidRequest:
+            return None
+        if (header, worker, clock) != (_HEADER_TAG, _WORKER_TAG, _CLOCK_TAG):
+            return None
+        return Repeated(request[start : behind + length + 1], request[after:], start + size - after)
+
+    def at(self, clock: int) -> bytes | None:
+        """Returns the bytes of the request at a clock; None for a clock past the 64 bits that it has on the wire."""
+        if clock > _LAST_CLOCK:
+            return None
+        number = _varint(clock)
+        size = _varint(len(self.before) + len(number) + self.rest_of_header)
+        return b"".join((bytes((_HEADER_TAG,)), size, self.before, number, self.after))

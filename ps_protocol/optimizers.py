@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     step: Callable[[torch.optim.Optimizer], object] = type(optimizer).step
     while hasattr(step, "__wrapped__"):
         step = step.__wrapped__
-    return lambda: step(optimizer)
+    return functools.partial(step, optimizer)
 
 
 # These change how an optimizer runs, not its result. Shards and workers choose them independently.
@@ -102,10 +103,17 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     raise Unsupported(f"optimizer {name} cannot run on a parameter server: {why} (known: {', '.join(ELEMENTWISE)})")
 
 
-def hyper_parameters(name: str, group: dict[str, object]) -> HyperParameters:
+def hyper_parameters(name: str, group: Mapping[str, Any]) -> HyperParameters:
     """Returns the hyper-parameters of a live param_group as plain values. Raises InvalidRequest that names an invalid
     one."""
-    return {key: _plain(key, group[key]) for key in hyper_parameter_names(name) if key in group}
+    return {
+        key: value if type(value := group[key]) in _PLAIN else _plain(key, value)
+        for key in _defaults(name)
+        if key in group
+    }
+
+
+_PLAIN = frozenset({float, bool, type(None)})  # the types of values that stay as they are
 
 
 def _plain(name: str, value: object) -> HyperValue:

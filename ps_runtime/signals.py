@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -150,16 +150,9 @@ def end_by_signal(number: int) -> None:
     _ending.tell(number)
 
 
-def undisturbed() -> AbstractContextManager[None]:
-    """Returns a context in which no signal ends this process. Its block must be short, and must not wait for other
-    processes, or `interruptible` there."""
-    return _ending.hold()
-
-
-def interruptible() -> AbstractContextManager[None]:
-    """Returns a context for a wait within an `undisturbed` block, in which signals act. What the block has done so far
-    must be of use without the rest of it."""
-    return _ending.let_through()
+# A block of `undisturbed` must be short, and must not wait for other processes, unless the wait is `interruptible`. By
+# such a wait it must have done what is of use without the rest of it.
+undisturbed, interruptible = _ending.hold, _ending.let_through
 
 
 def is_held_back() -> bool:

@@ -56,36 +56,36 @@ class StepTimer:
     It keeps nothing in the user's modules, which would copy, save and compile it. Forward counts only if a gradient or
     a step follows: a script's time between a step and its next batch is in no phase, nor is an evaluation.
 
+    now:           returns seconds on the timer's clock
+    phase:         to which time belongs now
     has_gradients: backward has ever finished one
     has_asked:     the script has ever asked a loader for a batch
     """
 
+    now = staticmethod(time.perf_counter)
+
     def __init__(self) -> None:
         self.has_gradients = self.has_asked = False
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._phase = "forward"
+        self.phase = "forward"
         self._mark = self.began = time.perf_counter()
         self._asking = False  # a loader makes the step, while it has no data
         self._trained = False  # a gradient was made since the last step
 
-    def now(self) -> float:
-        """Returns seconds on the timer's clock."""
-        return time.perf_counter()
-
     def switch(self, phase: str) -> None:
         """Adds the time since the last switch to the phase that ends; begins another."""
         moment = time.perf_counter()
-        self.seconds[self._phase] += moment - self._mark
-        self._phase, self._mark = phase, moment
+        self.seconds[self.phase] += moment - self._mark
+        self.phase, self._mark = phase, moment
 
     def begin(self, phase: str) -> None:
         """Begins a phase. The time since the last switch belongs to none."""
-        self._phase, self._mark = phase, time.perf_counter()
+        self.phase, self._mark = phase, time.perf_counter()
 
     def asked(self) -> None:
         """Records that the script asks a loader for a batch."""
         self.has_asked = True
-        (self.begin if self._phase == "forward" else self.switch)("data")
+        (self.begin if self.phase == "forward" else self.switch)("data")
 
     def yielded(self) -> None:
         """Records that the script gets the batch."""
@@ -99,7 +99,7 @@ class StepTimer:
 
     def gradient(self, _parameter: object = None) -> None:
         """Records that backward has finished a gradient. Also used as a hook of a parameter."""
-        if self._phase != "backward":
+        if self.phase != "backward":
             self.switch("backward")
             self._trained = self.has_gradients = True
 
@@ -109,14 +109,14 @@ class StepTimer:
 
     def stepping(self) -> None:
         """Records that `optimizer.step()` begins: backward is over."""
-        self._asking = self._phase == "data"
+        self._asking = self.phase == "data"
         self.switch("forward")  # a closure's
 
     def stepped(self) -> dict[str, float]:
         """Ends the step and begins the next one; returns its seconds by phase."""
-        if self._phase == "backward":
+        if self.phase == "backward":
             self.switch("forward")
-        asking = self._asking or self._phase == "data"
+        asking = self._asking or self.phase == "data"
         seconds, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
         self._asking = self._trained = False
         self.begin("data" if asking else "forward")
@@ -218,9 +218,13 @@ def added(sizes: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Returns bytes added up, by wire format."""
     total: dict[str, int] = {}
     for each in sizes:
-        for wire, size in each.items():
-            total[wire] = total.get(wire, 0) + size
+        _add(total, each)
     return total
+
+
+def _add(total: dict[str, int], sizes: Mapping[str, int]) -> None:
+    for wire, size in sizes.items():
+        total[wire] = total.get(wire, 0) + size
 
 
 class RoundTimer:
@@ -351,14 +355,21 @@ class WorkerMetrics:
         began: when the worker began to wait for it, on the timer's clock
         clock: the clock of the step
         """
-        pushed = max([began, *(push.staged for push in pushes)])
-        waited = max((pull.waited for pull in pulls), default=0.0)
+        pushed, waited = began, 0.0
+        sent: dict[str, int] = {}
+        received: dict[str, int] = {}
+        for push in pushes:
+            pushed = max(pushed, push.staged)
+            _add(sent, push.sizes)
+        for pull in pulls:
+            waited = max(waited, pull.waited)
+            _add(received, pull.sizes)
         rest = max(0.0, self.timer.now() - pushed)
         seconds = self.timer.seconds
         seconds["wait"] = min(waited, rest)
         seconds["pull"] = rest - seconds["wait"]
         seconds["push"] = self.timer.since_mark(pushed)
-        self._count(added({push.wire: push.size} for push in pushes), added(pull.sizes for pull in pulls))
+        self._count(sent, received)
         self._observe(clock)
 
     def _count(self, sent: Mapping[str, int], received: Mapping[str, int]) -> None:

@@ -84,11 +84,14 @@ class BucketAssignment:
 
 @dataclass(frozen=True)
 class PushResult:
-    """A staged push: its bytes, the time of staging on the clock of time.perf_counter, and its wire format."""
+    """Staged pushes.
 
-    size: int
+    sizes:  their bytes, by wire format
+    staged: the time of staging, on the clock of time.perf_counter
+    """
+
+    sizes: Mapping[str, int]
     staged: float
-    wire: str
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ps_protocol.batches import DataRange
@@ -33,7 +34,7 @@ from ps_protocol.convert import (
     wire_format_number,
 )
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.framing import Buffer, Parts, message_parts
+from ps_protocol.framing import Buffer, Parts, Repeated, message_parts
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
@@ -42,6 +43,9 @@ from ps_protocol.stages import StageSpec
 from ps_protocol.v1 import data_pb2
 
 NO_PAYLOAD = memoryview(b"")
+# Bytes of an exchange that a shard keeps for each connection: they name more than 1,500 buckets.
+MOST_REPEATED = 2**14
+_VERSION = attrgetter("version")
 
 # -- pushes ------------------------------------------------------------------------------------------------------------
 
@@ -111,7 +115,8 @@ class PushCall:
 
 @dataclass(frozen=True)
 class BucketPush:
-    """One bucket's part of a worker's step, before pushes are gathered into calls.
+    """One bucket's part of a worker's step, before pushes are gathered into calls. Those that differ in their clock
+    alone are equal.
 
     absent: positions of slices without a gradient in this step
     empty:  no slice has one, and no payload is sent. If `absent` names all slices, the bucket counts as zero in the
@@ -121,7 +126,7 @@ class BucketPush:
     """
 
     bucket: BucketSpec
-    clock: int
+    clock: int = field(compare=False)
     empty: bool
     absent: Sequence[int]
     groups: dict[int, HyperParameters]
@@ -321,6 +326,18 @@ def read_exchange(data: Request) -> tuple[PushCall, PullCall]:
     return call, _pull(call.worker, call.clock, request, in_segment)
 
 
+def repeated_exchange(data: Request, push: PushCall, pull: PullCall) -> Repeated | None:
+    """Returns a small ExchangeRequest without its clock; None if its elements come with it, if it names leased data,
+    which a next step has no more, and if it is not what `write_exchange` makes of what was read.
+
+    push, pull: what was read. A field that this code does not know is not there, so it is not kept
+    """
+    head, payload = data if isinstance(data, Parts) else (data, None)
+    if payload is not None or push.ranges or len(head) > MOST_REPEATED or write_exchange(push, pull) != head:
+        return None
+    return Repeated.of(head)
+
+
 def _pull(
     worker: Identity,
     clock: int,
@@ -436,8 +453,8 @@ def _write_pulled(origin: Origin, answer: PulledBucket | Notice, kind: Callable[
         ranks, reason = answer.waiting
         notice = data_pb2.WaitNotice(bucket=answer.bucket, awaited_ranks=ranks, reason=reason)
         return message_parts(kind(header=origin.header(0), waiting=notice))
-    version = min((bucket.version for bucket in answer.buckets), default=0)
-    response = kind(header=origin.header(version), buckets=[_pulled_bucket(bucket) for bucket in answer.buckets])
+    version = min(map(_VERSION, answer.buckets), default=0)
+    response = kind(header=origin.header(version), buckets=map(_pulled_bucket, answer.buckets))
     if answer.buckets:
         response.in_segment.SetInParent()
     if answer.staged_seconds is not None:
@@ -454,7 +471,7 @@ def _pulled_bucket(bucket: PulledBucket) -> data_pb2.PulledBucket:
         version=bucket.version,
         wait_duration=duration(bucket.waited) if bucket.waited else None,
         state_wanted=bucket.save_state,
-        wire_format=wire_format_number(bucket.wire_format),
+        wire_format=wire_format_number(bucket.wire_format) if bucket.wire_format else None,
         times=None
         if bucket.times is None
         else data_pb2.BucketTimes(

@@ -41,19 +41,20 @@ class PrincipalBudget:
         others = self._bytes.get(principal, 0) - instead_of
         if others and others + size > self.limit and not always:
             return False
-        self._set(principal, others + size)
+        if others + size:
+            self._bytes[principal] = others + size
+        else:
+            self._bytes.pop(principal, None)  # or principals that are gone would add up
         return True
 
     def release(self, principal: str, size: int) -> None:
         """Gives bytes back. A principal that has reserved nothing gives back nothing: callers may release twice."""
         if size:
-            self._set(principal, self.bytes_of(principal) - size)
-
-    def _set(self, principal: str, size: int) -> None:
-        if size:
-            self._bytes[principal] = size
-        else:
-            self._bytes.pop(principal, None)  # or principals that are gone would add up
+            left = self._bytes.get(principal, 0) - size
+            if left:
+                self._bytes[principal] = left
+            else:
+                self._bytes.pop(principal, None)
 
 
 class _Reservation(NamedTuple):
@@ -180,12 +181,13 @@ class StagingRoom:
         always:        returns whether an update waits for the contribution. Then it is staged past the limit, because
                        everything that is staged may wait for it
         """
+        if borrowed:
+            self.staged.reserve(unit, rank, 0, math.inf, principal=principal, charge=size, always=always)
+            return
         limit = self.limit()
         drafts = self.drafts.bytes_besides(unit, rank) if beside_drafts else 0
-        room = math.inf if borrowed else max(0, limit - drafts)
-        if not self.staged.reserve(
-            unit, rank, 0 if borrowed else size, room, principal=principal, charge=size, always=always
-        ):
+        room = max(0, limit - drafts)
+        if not self.staged.reserve(unit, rank, size, room, principal=principal, charge=size, always=always):
             raise self.staged.full(limit, drafts)
 
     def draft(self, unit: int, rank: int, size: int, principal: str, *, beside_staged: bool, is_awaited: bool) -> None:

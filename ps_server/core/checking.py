@@ -139,6 +139,21 @@ class PushChecker:
             return DraftGradient(*unit, call.clock, gradient, principal=principal)
         return StageGradient(*unit, call.clock, gradient, call.ranges, principal=principal)
 
+    def holds_for_all_clocks(self, call: PushCall) -> bool:
+        """Whether what `check` has found of a call's buckets holds for the same call at any clock: nobody looks at its
+        gradients here, and all that it names was looked at.
+        """
+        groups: set[int] = set()
+        for pushed in call.buckets:
+            if pushed.kind is PushKind.GRADIENT:
+                looks = self._gradients.limits or (self._gradients.looks and not pushed.finite)
+                if looks or call.payload is not None:
+                    return False
+            elif pushed.kind not in (PushKind.SKIP, PushKind.COMMIT):
+                return False
+            groups.update(self.stage(self.bucket(pushed.bucket), call.stage).groups)
+        return call.groups.keys() <= groups  # `_check_groups` passes over groups of no bucket here
+
     def _next(
         self, call: PushCall, pushed: PushedBucket, bucket: BucketSpec, payload: Buffer, principal: str
     ) -> Assign:

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import ClassVar, Generic, TypeVar
 
 from ps_protocol.batches import DataRange
@@ -42,6 +43,8 @@ from ps_protocol.modes import Consistency
 from ps_server.core.snapshot import VersionRange
 
 T = TypeVar("T")
+
+_RANK, _CLOCK = attrgetter("rank"), attrgetter("clock")
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ class UpdateRule(Generic[T]):
         """Whether a push was staged before. Raises OutOfOrder or Backlogged if it cannot be staged now."""
         if self.was_staged(rank, clock):
             return True
-        if rank in self.waiting or any(add.rank == rank for add in self.added):
+        if rank in self.waiting or rank in map(_RANK, self.added):
             raise Backlogged(f"worker {rank}: the push of clock {clock - 1} is not applied yet")
         return False
 
@@ -215,7 +218,7 @@ class UpdateRule(Generic[T]):
             return next(iter(self.waiting.values()), None)
         if not self.waiting and not self.added:
             return None
-        taken = {add.rank for add in self.added}
+        taken = {*map(_RANK, self.added)}
         for rank in sorted(self.waiting.keys() | self.roster.keys()):
             # A worker that joins may stage its first clock while an earlier update is open: that update does not count
             # it.
@@ -306,18 +309,19 @@ class UpdateRule(Generic[T]):
         """
         if not self.initialised:
             return [self.awaits for _ in pulls]
-        of_clock: dict[int, tuple[set[int], Admission]] = {}
+        late_at: dict[int, set[int]] = {}
+        waits: dict[int, Admission] = {}
         found = []
         for rank, clock in pulls:
-            if clock not in of_clock:
-                late = self._late(clock)
-                of_clock[clock] = late, self._waits(clock, late)
-            late, waits = of_clock[clock]
-            is_applied = self.applied.get(rank, 0) >= clock
+            if clock not in late_at:
+                late_at[clock] = self._late(clock)
+            late, is_applied = late_at[clock], self.applied.get(rank, 0) >= clock
             if not is_applied and self.staged.get(rank, 0) < clock:
                 found.append(own_push_missing(rank, clock))
             elif len(late) > (rank in late):
-                found.append(waits)
+                if clock not in waits:
+                    waits[clock] = self._waits(clock, late)
+                found.append(waits[clock])
             else:
                 found.append(ADMITTED if is_applied else OWN_PUSH_APPLIED)
         return found
@@ -364,7 +368,7 @@ class UpdateRule(Generic[T]):
         return live is not None and live.start <= self.version and self.staged.get(rank, 0) <= self.version
 
     def _step(self) -> Step:
-        return Step(tuple(add.rank for add in self.added), 0, tuple(add.clock for add in self.added))
+        return Step(tuple(map(_RANK, self.added)), 0, tuple(map(_CLOCK, self.added)))
 
     def was_staged(self, rank: int, clock: int) -> bool:
         """Whether a push was staged before. Raises OutOfOrder if it skips a clock."""

@@ -170,7 +170,8 @@ class OpenUpdate:
         # whenever they come.
         if self._is_empty or (self._mixes_clocks and self.assignment is None):
             self._is_empty, self.assignment = False, gradient.assignment
-        self._note_stage(gradient)
+        if gradient.stage > self.stage or gradient.assignment is not None:
+            self._note_stage(gradient)
         if gradient.stage == self.stage:
             for group, changed in (gradient.groups or {}).items():
                 self.named.add(group, changed, gradient.clock)
@@ -333,7 +334,8 @@ class DenseBucket:
 
     def _mean(self, update: OpenUpdate) -> torch.Tensor:
         """Returns the mean of the gradients, or their sum if the optimizer divides it."""
-        update.sum.complete()
+        if update.sum.last is not None:
+            update.sum.complete()
         total = update.sum.total
         assert total is not None
         if update.terms > 1:
@@ -373,9 +375,8 @@ class DenseBucket:
         """
         if not isinstance(optimizer, torch.optim.SGD):
             return [present]
-        states = {position: optimizer.state.get(self._slices[position], {}) for position in present}
-        fresh = {position for position, state in states.items() if state.get("momentum_buffer") is None}
-        return [positions for positions in (present - fresh, fresh) if positions]
+        fresh = {p for p in present if optimizer.state.get(self._slices[p], {}).get("momentum_buffer") is None}
+        return [present - fresh, fresh] if 0 < len(fresh) < len(present) else [present]
 
     def read_state(self, name: str) -> tuple[torch.Tensor, frozenset[int]]:
         """Returns one kind of optimizer state, and the positions of the slices that have none.

@@ -70,7 +70,8 @@ class Sum:
         copy:    the term's owner may overwrite it while the sum exists, so it is copied
         is_last: no other term is expected: it may be kept as `last`
         """
-        self.complete()
+        if self.last is not None:
+            self.complete()
         if self.total is None and copy and not own:
             self.total = self._scratch.take(values.numel(), values.dtype).copy_(values)
             self._owns = self._is_scratch = True

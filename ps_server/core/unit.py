@@ -90,12 +90,14 @@ class Unit(ABC, Generic[C, W, P]):
     """A bucket or a table of a job on this shard. Not thread-safe, but its weights have a lock of their own.
 
     index:   the bucket's index in the job, or the table's: tables follow the buckets
+    is_trained: an optimizer steps it
     rule:    the rule of its updates
     pending: by rank, the messages for the worker's next clock that have no effect yet
     first:   the name, for error texts, of the values that rank 0 must send before any push
     """
 
     first: ClassVar[str]
+    is_trained = True
 
     def __init__(self, index: int, rule: UpdateRule[C], weights: W, room: StagingRoom, data: DataCommits) -> None:
         self.index, self.rule, self.weights = index, rule, weights
@@ -110,7 +112,7 @@ class Unit(ABC, Generic[C, W, P]):
             self._check_begun(command)
             if self.rule.is_repeat(command.worker.rank, command.clock):
                 return self._duplicate()
-            if self._pending_at(command.worker.rank, command.clock) is None:
+            if self.pending and self._pending_at(command.worker.rank, command.clock) is None:
                 self.drop_pending(command.worker.rank)  # of another clock; before anything is reserved for this one
             return self._push(command)
         if command.worker.rank != 0:
@@ -229,11 +231,6 @@ class Unit(ABC, Generic[C, W, P]):
         """Returns for pulls, each a rank and a clock, whether it may be answered."""
         return self.rule.admit_all(pulls)
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether an optimizer steps this unit."""
-        return True
-
     def committed(self) -> Committed:
         """Returns the leased data in the weights, without that of contributions that are only staged."""
         return self._data.of(self.index, self.rule.unapplied() if self.is_trained else ())
@@ -284,12 +281,8 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
     ) -> None:
         super().__init__(spec.index, rule, weights, room, data)
         self.spec, self._checker = spec, checker
+        self.is_trained = not spec.frozen
         self._told: tuple[int, torch.Tensor] | None = None  # for readers: rank 0's steps by then, and its values
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether an optimizer steps this bucket."""
-        return not self.spec.frozen
 
     def _begin(self, command: UnitCommand) -> Staged:
         """Handles the initial weights, or the initial optimizer state, which comes before them."""
@@ -396,7 +389,7 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
 
         is_here: it has come as a draft, and is never refused"""
         gradient = command.gradient
-        pending = self._pending_at(command.worker.rank, command.clock)
+        pending = self._pending_at(command.worker.rank, command.clock) if self.pending else None
         assignment = None if pending is None else pending.assignment
         if assignment is not None:
             self._checker.check_assigned(self.spec, assignment)

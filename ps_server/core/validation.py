@@ -40,13 +40,8 @@ def check_once(values: Sequence[Hashable], what: str) -> None:
     what: the beginning of the error, as in "a push names each bucket"
     """
     if len(set(values)) != len(values):
-        raise named_twice(values, what)
-
-
-def named_twice(values: Sequence[Hashable], what: str) -> InvalidRequest:
-    """Returns the error for values of which one occurs twice. what: as in `check_once`"""
-    [(twice, _)] = Counter(values).most_common(1)
-    return InvalidRequest(f"{what} at most once, got {twice!r} twice")
+        [(twice, _)] = Counter(values).most_common(1)
+        raise InvalidRequest(f"{what} at most once, got {twice!r} twice")
 
 
 def check_address(address: str, what: str) -> None:

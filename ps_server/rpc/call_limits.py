@@ -42,7 +42,8 @@ FRAME_BYTES = 1 << 20
 # 140 to 170 ms with 128 (`bench flood`).
 STREAMS_OF_A_CONNECTION = 48
 # Requests up to this size on a data connection need no place: each connection has one at a time, and 8,192 take 32 MiB.
-# Most exchanges are as small, and a worker waits for each.
+# Most exchanges are as small, and a worker waits for each. What is kept of a connection's last exchange has a bound of
+# its own: MOST_REPEATED.
 SMALL_BYTES = 4096
 TOLD_AT_ONCE = 20  # errors in a second, before requests are read; the others are kept back
 PRESSED_SECONDS = 60.0  # after one was
@@ -51,14 +52,16 @@ UNKNOWN = "unknown"  # whose call shows nothing that is known
 _MOST_MILLISECONDS = 2**31 - 1  # largest value of gRPC's options
 
 
-# Set while a method runs, for checks that need its request.
 @dataclass
-class _Running:
-    """A running method: its caller, and its job once that is known."""
+class Admitted:
+    """An admitted call: its caller and host, its method, its entry among the calls in flight, and its job once that is
+    known.
+    """
 
     caller: Principal
     method: str
     host: str
+    call: CallInFlight
     job: str = ""
 
     def check(self, job: str) -> None:
@@ -67,7 +70,8 @@ class _Running:
             self.caller.check(self.method, job)
 
 
-_CALL: ContextVar[_Running | None] = ContextVar("call", default=None)
+# Set while its method runs, for what can only be checked once the request is read.
+_CALL: ContextVar[Admitted | None] = ContextVar("call", default=None)
 
 
 def check_job(job: str) -> None:
@@ -196,7 +200,8 @@ class CallInFlight:
         """Records that the call waits from now on, and has no thread. If too many calls wait, it still counts as
         running.
         """
-        self._calls.wait(self)
+        if not self.is_over:
+            self._calls.wait(self)
 
     def end(self) -> None:
         """Stops counting the call."""
@@ -277,14 +282,6 @@ def _busy(text: str) -> Backlogged:
     return error
 
 
-@dataclass(frozen=True)
-class Admitted:
-    """An admitted call: its caller, and its entry among the calls in flight."""
-
-    caller: Principal
-    call: CallInFlight
-
-
 class CallLimits:
     """Counts the calls in flight by principal, and cancels those whose peers are too slow. Thread-safe.
 
@@ -359,7 +356,7 @@ class CallLimits:
         counted = self._in_flight.begin(caller.name, host, method, is_listed)
         if not call.add_callback(counted.end):
             counted.end()
-        return Admitted(caller, counted)
+        return Admitted(caller, method, host, counted)
 
     def _identify(self, call: ServerCall, host: str) -> Principal:
         """Returns the caller of a method. Raises Unauthenticated."""
@@ -371,15 +368,14 @@ class CallLimits:
             raise
 
     @contextlib.contextmanager
-    def running(self, caller: Principal, method: str, call: ServerCall) -> Iterator[None]:
-        """Sets the caller and the method of this thread, for `check_job` and the like."""
-        running = _Running(caller, method, host_of(call.peer()))
-        token = _CALL.set(running)
+    def running(self, admitted: Admitted) -> Iterator[None]:
+        """Sets the call that this thread carries out, for `check_job` and the like."""
+        token = _CALL.set(admitted)
         try:
             yield
         except Forbidden as error:
-            job = running.job[:MAX_NAME_LENGTH]
-            audit.note(audit.REFUSED, str(error), caller.name, running.host, job, method)
+            job = admitted.job[:MAX_NAME_LENGTH]
+            audit.note(audit.REFUSED, str(error), admitted.caller.name, admitted.host, job, admitted.method)
             raise
         finally:
             _CALL.reset(token)
@@ -391,10 +387,11 @@ class CallLimits:
 
         Raises Refused if too many wait for a place.
         """
-        if call.request_bytes is not None and call.request_bytes <= SMALL_BYTES:
+        size = call.request_bytes
+        if size is not None and size <= SMALL_BYTES:
             return self._within(self._limits.upload_seconds, call)
         # A frame announces its size, a gRPC message does not.
-        kind = RequestKind.FRAMED if call.request_bytes is not None else kind_of(method)
+        kind = RequestKind.FRAMED if size is not None else kind_of(method)
         peer = call.peer()
         return self._receiving.place(kind, (caller.name, host_of(peer), peer), call)
 

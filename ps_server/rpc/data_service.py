@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,10 @@ from ps_frames.listener import DataListener, Tickets, Where
 from ps_frames.server import FrameCall, LastAnswer, LentMessage, Opener, ReceiveBuffers, ServerCall, Serving
 from ps_protocol.convert import Origin, Request
 from ps_protocol.errors import Forbidden, PSError
-from ps_protocol.framing import Parts
+from ps_protocol.framing import Parts, Repeated
 from ps_protocol.identity import Identity
 from ps_protocol.messages import data, rows
+from ps_protocol.messages.data import PullCall, PushCall
 from ps_protocol.v1 import data_pb2
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.pools import Pool
@@ -28,9 +29,11 @@ from ps_server.rpc.call_limits import caller_name, check_job, host_of, in_pool
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.streams import GrpcCall, PullStream, Send
 from ps_server.shard.outbox import Answer, Lent, Outbox
+from ps_server.shard.pushes import Checked
 from ps_server.shard.shard import Shard
 
 RECEIVE_BYTES = 64 * 2**20  # of memory for payloads that is kept for the next ones
+_LAST_EXCHANGE = "last exchange"  # what is kept for a connection
 
 
 class DataService:
@@ -164,10 +167,23 @@ class DataService:
         self._shard.pull(call, outbox, caller_name())
 
     def _exchange(self, request: Request, by: ServerCall, send: Send) -> None:
-        push, pull = data.read_exchange(request)
-        _check_caller(push.worker, by)
-        outbox = self._outbox(by, send, partial(data.write_exchanged, self._origin_of(push.worker)))
-        self._shard.exchange(push, pull, outbox, caller_name())
+        kept = by.kept
+        last: _KnownExchange | None = None if kept is None else kept.get(_LAST_EXCHANGE)
+        known = None if last is None else last.next(request)
+        if known is None:
+            push, pull = data.read_exchange(request)
+            _check_caller(push.worker, by)
+            repeated = None if kept is None else data.repeated_exchange(request, push, pull)
+            write = partial(data.write_exchanged, self._origin_of(push.worker))
+            known = _KnownExchange(repeated, push, pull, write, Checked())
+        else:
+            check_job(known.push.worker.job)
+        outbox = self._outbox(by, send, known.write)
+        self._shard.exchange(known.push, known.pull, outbox, caller_name(), known.checked)
+        # Now that it is carried out: one that is refused may come again. What needs a check each time is not kept: only
+        # what was checked is known to name no more than its job has.
+        if kept is not None and known.request is not None and known.checked.job is not None:
+            kept[_LAST_EXCHANGE] = known
 
     def _pull_rows(self, request: Request, by: ServerCall, send: Send) -> None:
         call = rows.read_pull(request)
@@ -193,6 +209,28 @@ class DataService:
         _check_caller(call.worker, by)
         outbox = self._outbox(by, send, partial(data.write_state, self._origin_of(call.worker)))
         self._shard.pull_state(call, outbox, caller_name())
+
+
+@dataclass(frozen=True)
+class _KnownExchange:
+    """An exchange of a data connection. That of the next step mostly differs from it in its clock alone.
+
+    request: None: it is not kept
+    write:   makes a message of an answer
+    """
+
+    request: Repeated | None
+    push: PushCall
+    pull: PullCall
+    write: Callable[[Any], Parts]
+    checked: Checked
+
+    def next(self, request: Request) -> _KnownExchange | None:
+        """Returns this exchange at the next clock; None if that is not what is asked for."""
+        clock = self.push.clock + 1
+        if self.request is None or request != (self.request.at(clock), None):
+            return None
+        return replace(self, push=replace(self.push, clock=clock), pull=replace(self.pull, clock=clock))
 
 
 def _by_grpc(behaviour: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,7 +300,7 @@ class FrameStream(Outbox):
     def tell_last(self, answer: Answer) -> None:
         """Sends an answer and the end of the call, in one frame."""
         self._send(LastAnswer(*self._write(answer)))
-        self.finish()
+        self._send(None)
 
     def together(self) -> AbstractContextManager[None]:
         """Returns a context: small answers, and the end, that are sent inside it leave in one write."""

@@ -189,10 +189,6 @@ class _Reader:
         self._parse = parse
         self._is_read = _waits(method)
 
-    def enter(self, call: ServerCall) -> Admitted:
-        """Authenticates and counts the call. Raises the errors of CallLimits.enter."""
-        return self.limits.enter(self.method, call)
-
     def read(self, call: ServerCall, place: AbstractContextManager[None]) -> Any:
         """Returns the one request, which is received in a place. Raises InvalidRequest if it does not come or cannot be
         parsed."""
@@ -294,22 +290,23 @@ def _refuse(call: ServerCall, error: Exception, metrics: _MethodMetrics, begun: 
 # -- calls of both kinds ---------------------------------------------------------------------------------------------
 
 
-def _entered(reader: _Reader, call: ServerCall) -> Principal:
-    """Counts a call; returns its caller. An error is raised at once, and counts towards the delay of later ones."""
+def _entered(reader: _Reader, call: ServerCall) -> Admitted:
+    """Authenticates and counts a call. An error is raised at once, and counts towards the delay of later ones."""
     try:
-        return reader.enter(call).caller
+        return reader.limits.enter(reader.method, call)
     except Exception as error:
         reader.limits.held_seconds(error)
         raise
 
 
-def _received(reader: _Reader, call: ServerCall, read: Callable[[], None]) -> tuple[Principal, Any]:
-    """Returns the caller and its request, for which this thread waits.
+def _received(reader: _Reader, call: ServerCall, read: Callable[[], None]) -> tuple[Admitted, Any]:
+    """Returns the call and its request, for which this thread waits.
 
-    read: called when the request is read or refused"""
+    read: called when the request is read or refused
+    """
     try:
-        caller = _entered(reader, call)
-        return caller, reader.read(call, reader.place(call, caller))
+        admitted = _entered(reader, call)
+        return admitted, reader.read(call, reader.place(call, admitted.caller))
     finally:
         read()
 
@@ -328,9 +325,9 @@ def _answer(
     begun = time.perf_counter()
     metrics.started.inc()
     try:
-        caller, request = _received(reader, call, read)
+        admitted, request = _received(reader, call, read)
         metrics.received.inc()
-        with reader.limits.running(caller, reader.method, call):
+        with reader.limits.running(admitted):
             response = behaviour(request)
     except CallBroken:  # the caller is gone, or was too slow
         metrics.ended("CANCELLED", begun)
@@ -344,7 +341,10 @@ def _answer(
 
 
 class _Sending:
-    """Sends and counts the messages of one call that answers in a stream."""
+    """Sends and counts the messages of one call that answers in a stream.
+
+    send: sends a message; None: the end
+    """
 
     def __init__(self, call: ServerCall, send: Send, metrics: _MethodMetrics, limits: CallLimits) -> None:
         self.call, self.metrics = call, metrics
@@ -360,8 +360,7 @@ class _Sending:
             self._send(None)
             return
         self.metrics.sent.inc()
-        with self._limits.sending(self.call):
-            self._send(message)
+        self._send(message)
 
     def ended(self) -> None:
         """Counts a call that has ended."""
@@ -390,7 +389,7 @@ def _answer_in_parts(
         try:
             request = reader.read(call, place)
             answers.metrics.received.inc()
-            with reader.limits.running(admitted.caller, reader.method, call):
+            with reader.limits.running(admitted):
                 behaviour(request, answers.send)
             admitted.call.wait()
         except CallBroken:  # the caller is gone, or was too slow
@@ -403,7 +402,7 @@ def _answer_in_parts(
     if not call.add_callback(answers.ended):
         return
     try:
-        admitted = reader.enter(call)
+        admitted = reader.limits.enter(reader.method, call)
     except Exception as error:
         answers.refuse(error)
     else:
@@ -435,7 +434,16 @@ def _stream_by_grpc(
     pool = getattr(behaviour, "experimental_thread_pool", server_pool)
 
     def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext, send: Send) -> None:
-        answers = _Sending(GrpcCall(context, requests), send, metrics, reader.limits)
+        call = GrpcCall(context, requests)
+
+        def limited(message: Any) -> None:
+            if message is None:
+                send(None)
+                return
+            with reader.limits.sending(call):
+                send(message)
+
+        answers = _Sending(call, limited, metrics, reader.limits)
         _answer_in_parts(answers, reader, pool, lambda request, counted: behaviour(request, context, counted))
 
     _keep_pool(wrapped, behaviour)
@@ -458,7 +466,7 @@ def _guard(behaviour: Callable[..., Any], reader: _Reader) -> Callable[..., Any]
                 yield reader.parse(raw)
 
         try:
-            yield from behaviour(timely(reader.enter(call).caller), context)
+            yield from behaviour(timely(reader.limits.enter(reader.method, call).caller), context)
         except (PSError, Refused) as error:
             call.fail(error.error if isinstance(error, Refused) else error)
             call.abort()

@@ -36,7 +36,7 @@ _STATUS: tuple[tuple[type[PSError], str], ...] = (
 class _HttpCall:
     """An HTTP request as a ServerCall, for CallLimits."""
 
-    worker = None
+    worker = kept = None
     request_bytes = 0
     code = ""
 
@@ -113,18 +113,18 @@ class RelaySite:
             return text_reply(status, str(error), ("Cache-Control", "no-store"), *more)
 
     def _answer(self, asked: WebRequest, call: _HttpCall, over: contextlib.ExitStack) -> Reply:
-        caller = self._limits.enter(METHOD, call).caller
+        admitted = self._limits.enter(METHOD, call)
         found = _PATH.fullmatch(asked.path)
         if found is None:
             raise NotFound("here are /jobs/NAME/latest.safetensors and /jobs/NAME/editions/VERSION.safetensors")
         name, which = found.groups()
         wire = asked.query.get("wire", "float32")
-        with self._limits.running(caller, METHOD, call):
+        with self._limits.running(admitted):
             check_job(name)
         job = self._relayed.get(name, wire)
         if job.newest is None:
             job.wait(FIRST_SECONDS)
-        return self._edition(asked, job, which, Download(caller.name), over)
+        return self._edition(asked, job, which, Download(admitted.caller.name), over)
 
     def _edition(
         self, asked: WebRequest, job: FollowedJob, which: str | None, reader: Download, over: contextlib.ExitStack

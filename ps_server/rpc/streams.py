@@ -32,7 +32,7 @@ class GrpcCall(ServerCall):
     """A call over gRPC. requests: the caller's messages"""
 
     worker = None
-    request_bytes = None
+    request_bytes = kept = None
 
     def __init__(self, context: grpc.ServicerContext, requests: Iterator[bytes] | None = None) -> None:
         self._context, self._requests = context, requests

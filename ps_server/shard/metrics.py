@@ -95,8 +95,9 @@ class ShardMetrics:
 
     def pushed(self, job: str, size: int, staged: Staged) -> None:
         """Counts a push that was acknowledged."""
-        what = {"kept": staged.kept, "duplicate": staged.duplicate, "skipped": staged.skipped}
-        result = next((name for name, holds in what.items() if holds), "staged")
+        result = (
+            "kept" if staged.kept else "duplicate" if staged.duplicate else "skipped" if staged.skipped else "staged"
+        )
         self._series.of(self._push, job, result).inc()
         self._series.of(self._push_bytes, job).inc(size)
         if staged.use.spent:

@@ -24,7 +24,7 @@ from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import Cast, Codec, bytes_of, plain_codec, row_codec, weight_codec
 from ps_server.core.consistency import ALL_STAGED_APPLIED, Admission
 from ps_server.core.unit import Bucket
-from ps_server.core.validation import check_once, named_twice
+from ps_server.core.validation import check_once
 from ps_server.failpoints import armed, failpoint
 from ps_server.shard.hosted_job import HostedJob, HostedTable, HostedUnit
 from ps_server.shard.metrics import ShardMetrics
@@ -75,23 +75,17 @@ class Pulls:
             if seconds is not None:
                 pull.outbox.tell(Notice(staged_seconds=seconds))
 
-    def check(self, job: HostedJob, call: PullCall, outbox: Outbox, principal: str) -> Pull:
+    def check(self, job: HostedJob, call: PullCall, outbox: Outbox, principal: str, is_checked: bool = False) -> Pull:
         """Checks a call, and returns the pull to hand to `ask`. Raises the PSError for what is wrong with the call.
 
-        outbox:    where the answers go
-        principal: the caller, to whom the pull counts
+        outbox:     where the answers go
+        principal:  the caller, to whom the pull counts
+        is_checked: the buckets of this call were checked against this job before
         """
         worker, indices, shared = call.worker, call.buckets, call.in_segment
         segment = job.segment(worker) if shared else None
-        if len(indices) > len(job.buckets):
-            raise InvalidRequest(f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)}")
-        if len(set(indices)) != len(indices):
-            raise named_twice(indices, "a pull names each bucket")
-        for index in indices:
-            (job.state.checker.trained if shared else job.state.checker.bucket)(index)
-        stray = call.whole.difference(indices)
-        if stray:
-            raise InvalidRequest(f"a pull wants bucket {min(stray)} whole, and does not ask for it")
+        if not is_checked:
+            _check_buckets(job, call)
         if worker.incarnation != READER:
             if not shared:  # its segment was found only because it is live
                 job.check_worker(worker)
@@ -161,14 +155,19 @@ class Pulls:
             if pull.worker.incarnation != READER:  # it may have lost its place since
                 job.state.check_worker(pull.worker)
                 job.times.follow(pull.worker.rank, pull.times_wanted)
-            owed = {index: job.state.owed(index) for index in indices if pull.all_staged}
+            owed = {index: job.state.owed(index) for index in indices} if pull.all_staged else {}
             units, asked = job.units, [(pull.worker.rank, pull.clock)]
-            admissions = {
-                index: _with_owed(units[index], units[index].unit.admit_all(asked)[0], owed.get(index))
-                for index in indices
-            }
-            waiting = [(index, admission) for index, admission in admissions.items() if not admission.admitted]
-            times = {index: self._times(job, index, pull) for index in indices if pull.times_wanted}
+            admitted: list[int] = []
+            waiting: list[tuple[int, Admission]] = []
+            for index in indices:
+                [admission] = units[index].unit.admit_all(asked)
+                if owed:
+                    admission = _with_owed(units[index], admission, owed[index])
+                if admission.admitted:
+                    admitted.append(index)
+                else:
+                    waiting.append((index, admission))
+            times = {index: self._times(job, index, pull) for index in indices} if pull.times_wanted else {}
             over = self._under_way.take(pull.principal, len(indices), bool(waiting), pull.id_bytes, pull.copy_bytes)
             for index, admission in waiting:
                 units[index].waiters[pull.number] = Waiter(pull, admission, now, owed=owed.get(index, {}))
@@ -186,9 +185,8 @@ class Pulls:
                 outbox.tell_last(Notice(clock=self.now()))
             else:
                 outbox.finish()
-        for index, admission in admissions.items():
-            if admission.admitted:
-                self._send(job, index, pull, 0.0, times.get(index))
+        for index in admitted:
+            self._send(job, index, pull, 0.0, times.get(index))
 
     def _times(self, job: HostedJob, index: int, pull: Pull) -> BucketTimes | None:
         """Returns the times of a bucket that is admitted now, for a worker that records a timeline. The caller holds
@@ -234,7 +232,8 @@ class Pulls:
         target = segment.weight(spec)
         with bucket.tensors:
             version = bucket.rule.version
-            _note_sent(job, bucket, pull)
+            if bucket.rule.mixes_clocks:
+                _note_sent(job, bucket, pull)
             _copy(target, bucket.unit.weights.flat)
         if armed:
             failpoint("pull-half-sent")
@@ -257,7 +256,8 @@ class Pulls:
             loan = None
             with bucket.tensors:
                 values, version = bucket.unit.weights.flat, bucket.rule.version
-                _note_sent(job, bucket, pull)
+                if bucket.rule.mixes_clocks:
+                    _note_sent(job, bucket, pull)
                 sent = bucket.unit.weights.sent
                 if sent is not None:
                     # The codes lead to this version from the one before, which a worker has that has come to it.
@@ -388,12 +388,15 @@ class Pulls:
                     there[number] = waiter
             pulls = [(waiter.pull.worker.rank, waiter.pull.clock) for waiter in there.values()]
             by_mode = zip(there.values(), unit.unit.admit_all(pulls), strict=True)
-            found = [(waiter, _with_owed(unit, admission, waiter.owed)) for waiter, admission in by_mode]
-            self._account(job, found, now)
-            admitted = [
-                (waiter, self._times(job, index, waiter.pull)) for waiter in there.values() if waiter.admission.admitted
-            ]
-            unit.waiters = {number: waiter for number, waiter in there.items() if not waiter.admission.admitted}
+            self._account(job, [(waiter, _with_owed(unit, each, waiter.owed)) for waiter, each in by_mode], now)
+            left: dict[int, Waiter] = {}
+            admitted = []
+            for number, waiter in there.items():
+                if waiter.admission.admitted:
+                    admitted.append((waiter, self._times(job, index, waiter.pull)))
+                else:
+                    left[number] = waiter
+            unit.waiters = left  # at once: others look there without the lock
         for waiter, times in admitted:
             self._send(job, index, waiter.pull, waiter.waited, times)
         for pull, reason in lost:
@@ -449,6 +452,19 @@ class Pulls:
             waiter.pull.outbox.tell(waiter.notice(index))
 
 
+def _check_buckets(job: HostedJob, call: PullCall) -> None:
+    """Raises InvalidRequest or NotFound unless a pull asks for buckets that are here, each once."""
+    indices, checker = call.buckets, job.state.checker
+    if len(indices) > len(job.buckets):
+        raise InvalidRequest(f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)}")
+    check_once(indices, "a pull names each bucket")
+    for index in indices:
+        (checker.trained if call.in_segment else checker.bucket)(index)
+    stray = call.whole.difference(indices)
+    if stray:
+        raise InvalidRequest(f"a pull wants bucket {min(stray)} whole, and does not ask for it")
+
+
 def _with_owed(unit: HostedUnit[Any], by_mode: Admission, owed: Mapping[int, int] | None) -> Admission:
     """Returns the admission of a pull, given that of its mode. owed: what the unit must have besides"""
     return ALL_STAGED_APPLIED if owed and by_mode.admitted and not unit.rule.has(owed) else by_mode
@@ -456,8 +472,6 @@ def _with_owed(unit: HostedUnit[Any], by_mode: Admission, owed: Mapping[int, int
 
 def _note_sent(job: HostedJob, bucket: HostedUnit[Bucket], pull: Pull) -> None:
     """Records the version that a worker gets, if the rule needs it. The caller holds the bucket's `tensors` lock."""
-    if not bucket.rule.mixes_clocks:
-        return
     with job.lock:
         live = job.state.roster.get(pull.worker.rank)
         if live is not None and live.incarnation == pull.worker.incarnation:

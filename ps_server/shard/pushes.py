@@ -11,8 +11,8 @@ The thread of the call does the first three, and waits for no worker.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ps_protocol.tensors import bytes_of
 from ps_runtime.background import note_error
 from ps_server.core.commands import Assign, Initialise, PushCommand, Staged, UnitCommand
 from ps_server.core.consistency import Add, Step
-from ps_server.core.validation import named_twice
+from ps_server.core.validation import check_once
 from ps_server.failpoints import armed, failpoint
 from ps_server.shard.hosted_job import Attached, AttachedRows, HostedJob, HostedUnit
 from ps_server.shard.metrics import ShardMetrics
@@ -39,6 +39,37 @@ from ps_server.shard.threads import Task, Threads
 from ps_server.shard.told_room import check_told
 
 log = logging.getLogger("ps_server")
+
+
+@dataclass
+class Checked:
+    """An exchange that was checked, for those that differ from it in their clock alone.
+
+    job, segment: with which it was; with others it is checked anew
+    commands:     those that stage it, each with the bytes of its payload
+    """
+
+    job: HostedJob | None = None
+    segment: SegmentMap | None = None
+    commands: Sequence[tuple[PushCommand, int]] = ()
+
+    def commands_of(
+        self, job: HostedJob, call: PushCall, principal: str, segment: SegmentMap | None
+    ) -> Sequence[tuple[UnitCommand, int]]:
+        """Returns the commands that stage a call, each with the bytes of its payload. Checks it if need be."""
+        if self.job is job and self.segment is segment:
+            worker, clock = call.worker, call.clock
+            return [
+                (replace(each, worker=worker, clock=clock, principal=principal), size) for each, size in self.commands
+            ]
+        commands = _check(job, call, principal, segment)
+        if job.state.checker.holds_for_all_clocks(call):
+            made = []
+            for each, size in commands:
+                assert isinstance(each, PushCommand), each
+                made.append((each, size))
+            self.commands, self.job, self.segment = made, job, segment
+        return commands
 
 
 class Pushes:
@@ -129,34 +160,39 @@ class Pushes:
                 if isinstance(command, Assign) and command.assignment.next is not None:
                     job.stage_room.make(job.buckets[command.unit].unit.spec, command.assignment.next)
             staged = job.state.execute(command)
-            if staged.fresh and isinstance(command, PushCommand) and job.times.follows_any((command.worker.rank,)):
+            is_fresh = staged.fresh
+            if is_fresh and isinstance(command, PushCommand) and job.times.follows_any((command.worker.rank,)):
                 job.times.staged(command.worker.rank, command.unit, command.clock, self._pulls.now())
-        if staged.fresh:
+        if is_fresh:
             fresh.append(command.unit)
         if armed:
             failpoint("push-staged")
         self._metrics.pushed(job.name, size, staged)
-        if staged.fresh:
+        if is_fresh and job.units[command.unit].waiters:
             self._pulls.release(job, job.units[command.unit])  # or they learn what they wait for now
         return staged
 
-    def exchange(self, job: HostedJob, call: PushCall, principal: str, wanted: PullCall, outbox: Outbox) -> None:
+    def exchange(
+        self, job: HostedJob, call: PushCall, principal: str, wanted: PullCall, outbox: Outbox, checked: Checked
+    ) -> None:
         """Stages the buckets of a call, then begins a pull. The answers go to `outbox`.
 
         If the pull goes into a segment, the calling thread then applies the updates that can be made.
+
+        checked: what is known of an exchange that has differed in its clock alone
         """
-        pull = self._pulls.check(job, wanted, outbox, principal)
+        pull = self._pulls.check(job, wanted, outbox, principal, is_checked=checked.job is job)
         pull.with_pushes = wanted.in_segment
         fresh: list[int] = []
         if not wanted.in_segment:
             try:
-                self._stage_all(job, call, principal, fresh, is_live=True)
+                self._stage_all(job, call, principal, fresh, checked, is_live=True)
             finally:
                 self._updates.schedule(job, fresh)  # apply threads begin while the pull looks at each of its buckets
             self._pulls.ask(job, pull, wanted.buckets)
             return
         try:
-            self._stage_all(job, call, principal, fresh, is_live=True, segment=pull.segment)
+            self._stage_all(job, call, principal, fresh, checked, is_live=True, segment=pull.segment)
             self._pulls.ask(job, pull, wanted.buckets)
         finally:
             self._updates.lend(job, fresh)
@@ -194,12 +230,14 @@ class Pushes:
         call: PushCall,
         principal: str,
         fresh: list[int],
+        checked: Checked | None = None,
         is_live: bool = False,
         segment: SegmentMap | None = None,
     ) -> list[Staged]:
         """Checks all buckets of a call, then stages each: if a bucket is invalid, none is staged.
 
         fresh:   takes the buckets that are staged, also those before another that was refused
+        checked: what is known of a call that has differed in its clock alone; None: nothing
         is_live: the worker was found to be live just now. If it is not any more, its commands are refused
         segment: of a worker that is live; None: not looked up yet, or the payload is in the message
         """
@@ -209,10 +247,8 @@ class Pushes:
                 segment = job.segment(call.worker)
             elif not is_live:
                 job.check_worker(call.worker)
-            indices = [bucket.bucket for bucket in call.buckets]
-            if len(set(indices)) != len(indices):
-                raise named_twice(indices, "a push names each bucket")
-            answers.extend(self._stage(job, *checked, fresh) for checked in _check(job, call, principal, segment))
+            check = _check if checked is None else checked.commands_of
+            answers.extend(self._stage(job, *each, fresh) for each in check(job, call, principal, segment))
         except PSError as error:
             self._metrics.refused(job.name, error)
             raise
@@ -220,7 +256,8 @@ class Pushes:
 
 
 def _check(job: HostedJob, call: PushCall, principal: str, segment: SegmentMap | None) -> list[tuple[UnitCommand, int]]:
-    """Returns the commands that stage a call, each with the bytes of its payload."""
+    """Checks a call; returns the commands that stage it, each with the bytes of its payload."""
+    check_once([bucket.bucket for bucket in call.buckets], "a push names each bucket")
     payloads = _payloads(job, call, segment)
     return [
         (job.state.checker.check(call, bucket, payload, principal), len(payload))
@@ -310,7 +347,8 @@ class Updates:
             if hosted.busy or self._stopping:
                 return None
             if hosted.rule.next() is None:
-                self._note_grace(job, hosted)
+                if hosted.rule.mixes_clocks:
+                    self._note_grace(job, hosted)
                 return None
             hosted.busy = True
         return partial(self._apply, job, hosted)
@@ -345,7 +383,8 @@ class Updates:
                 with job.lock:
                     work = hosted.rule.next()
                     if work is None:
-                        self._note_grace(job, hosted)
+                        if hosted.rule.mixes_clocks:
+                            self._note_grace(job, hosted)
                         hosted.busy = False
                         return
                     is_last = isinstance(work, Add) and hosted.unit.completes(work)

@@ -42,7 +42,7 @@ from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import Outbox
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
-from ps_server.shard.pushes import Pushes, Updates
+from ps_server.shard.pushes import Checked, Pushes, Updates
 from ps_server.shard.row_feeds import RowFeeds
 from ps_server.shard.snapshots import Refusal, Saved, SnapshotTask, TableCopying
 from ps_server.shard.threads import OwnThreads, Threads
@@ -259,16 +259,25 @@ class Shard:
         return self._pushes.push(self._of(call.worker), call, principal)
 
     def exchange(
-        self, push: PushCall | RowsPush, pull: PullCall | RowsPull, outbox: Outbox, principal: str = ""
+        self,
+        push: PushCall | RowsPush,
+        pull: PullCall | RowsPull,
+        outbox: Outbox,
+        principal: str = "",
+        checked: Checked | None = None,
     ) -> None:
-        """Does as `push` or `push_rows`, then as `pull`, for one worker at one clock; rows must be of one table."""
+        """Does as `push` or `push_rows`, then as `pull`, for one worker at one clock; rows must be of one table.
+
+        checked: notes what does not depend on the clock, for an exchange that differs in nothing else; None: of this
+                 one alone
+        """
         job = self._of(push.worker)
         if isinstance(push, RowsPush):
             assert isinstance(pull, RowsPull)
             self._pushes.exchange_rows(job, push, principal, pull, outbox)
         else:
             assert isinstance(pull, PullCall)
-            self._pushes.exchange(job, push, principal, pull, outbox)
+            self._pushes.exchange(job, push, principal, pull, outbox, checked or Checked())
 
     def pull(self, call: PullCall | RowsPull | TablePull, outbox: Outbox, principal: str = "") -> None:
         """Sends buckets, or rows, on the outbox as they are admitted; see Pulls."""

@@ -236,6 +236,7 @@ class PulledBuckets:
 
         def over() -> None:
             budget.release(principal, count)
-            self._copies.release(principal, copy_bytes)
+            if copy_bytes:
+                self._copies.release(principal, copy_bytes)
 
         return over

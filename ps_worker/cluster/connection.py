@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +37,7 @@ from ps_worker.cluster.calls import ShardCalls, open_data_connections
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.row_transport import RowStep, RowTransport
 from ps_worker.cluster.shared_memory import SharedTransport, share_memory, share_rows
-from ps_worker.cluster.transport import Draft, NetworkTransport, ShardStep, Transport, network_pushers, pullers
+from ps_worker.cluster.transport import Draft, NetworkTransport, Transport, network_pushers, pullers
 from ps_worker.model.flat import FlatModel
 from ps_worker.tables.ahead import RowsAhead
 from ps_worker.tables.server_rows import FirstRows, TablePart, TableStep
@@ -130,7 +130,7 @@ class Connection:
             for index, call in self._calls.items()
         }
 
-    @property
+    @cached_property
     def has_drafts(self) -> bool:
         """Whether any transport can send drafts."""
         return any(transport.has_drafts for transport in self._transports.values())
@@ -313,27 +313,32 @@ class Connection:
         # Before any call: with a heartbeat of too low a clock, the coordinator would count a staged step as lost.
         clock = self.clock + 1
         self.clock = clock - is_part
-        trains = any(not bucket.frozen for buckets in self._buckets.values() for bucket in buckets)
-        had = None if begun is None else partial(self._has_had, begun)
         sent = RowStep([], [], [])
         if self._has_tables:
+            had = None if begun is None else partial(self._has_had, begun)
+            trains = any(not bucket.frozen for buckets in self._buckets.values() for bucket in buckets)
             sent = self._rows.step(clock, rows, ranges, ahead, ends=bool(rows) and not trains, had=had)
-        self._last.left = [*(future for future in self._last.left if not future.done()), *sent.ahead]
+        self._last.left = [future for future in self._last.left if not future.done()] + sent.ahead
         pushed = sent.pushed
         if begun is not None:
             pushes = [_skip(push) if self.has_had(push.bucket, begun) else push for push in pushes]
-        steps: list[ShardStep] = []
+        pulled: list[Future[PullResult]] = []
+        commits: list[Future[PullResult]] = []
+        rest: list[BucketPush] = []
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         for index, transport in self._transports.items():
             own = [push for push in pushes if self._shard_of[push.bucket.index] == index]
             if own:
-                steps.append(transport.exchange(clock, own, [push.bucket for push in own], drafted))
-        pushed += [push for step in steps for push in step.pushes]
+                sending = transport.exchange(clock, own, [push.bucket for push in own], drafted)
+                pushed += sending.pushes
+                pulled.append(sending.pull)
+                if sending.commits:
+                    commits.append(sending.pull)
+                rest += sending.rest
         # In one order over all shards.
-        for push in sorted((push for step in steps for push in step.rest), key=lambda push: push.bucket.index):
+        for push in sorted(rest, key=lambda push: push.bucket.index):
             pushed.append(self._transports[self._shard_of[push.bucket.index]].push(push))
-        pulled = [step.pull for step in steps] or sent.ended
-        commits = [step.pull for step in steps if step.commits]
+        pulled = pulled or sent.ended
         self._last.pushed, self._last.commits = pushed, commits
         self._under_way += [*pushed, *pulled]
         return pushed, pulled, commits
@@ -398,10 +403,13 @@ class Connection:
         if self._attending is None:
             await_all(self._under_way)
         else:
-            self._attending.wait(self._under_way, self._attended_now())
-        done = [future for future in self._under_way if future.done()]
-        error = next((raised for future in done if (raised := future.exception()) is not None), None)
-        self._last.left += [future for future in self._under_way if not future.done()]
+            self._attending.wait(self._under_way, self._attending.begun or self._attended_now())
+        error: BaseException | None = None
+        for future in self._under_way:
+            if not future.done():
+                self._last.left.append(future)
+            elif error is None:
+                error = future.exception()
         self._under_way = []
         return error
 

@@ -222,7 +222,7 @@ class RowTransport:
 
         def is_staged(when: float) -> None:
             if not staged.done():
-                staged.set_result(PushResult(size, when, "float32"))
+                staged.set_result(PushResult({"float32": size}, when))
 
         landing = ExchangeLanding(
             *self._landing(asked, messages.write_exchange(push, places), shared), staged=is_staged
@@ -292,7 +292,7 @@ class RowTransport:
         elements
         """
         message = messages.write_push(push)
-        return self._calls[shard].push_rows(message, lambda: PushResult(size, time.perf_counter(), wire), self._pool)
+        return self._calls[shard].push_rows(message, lambda: PushResult({wire: size}, time.perf_counter()), self._pool)
 
     @staticmethod
     def _put(push: RowsPush, rows: RowGradients, room: Room) -> tuple[RowsPush, int]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_protocol.errors import NotShared, PSError, Unsupported
-from ps_protocol.framing import Parts
+from ps_protocol.framing import Parts, Repeated
 from ps_protocol.identity import Identity
 from ps_protocol.job import BLOCK_WIRES, JobSpec
 from ps_protocol.layout import BucketSpec, Layout
@@ -127,7 +127,10 @@ def _over_the_network(transport: str, reason: NotShared) -> tuple[None, set[int]
 
 
 class SharedTransport:
-    """The transport through shared memory to one shard."""
+    """The transport through shared memory to one shard.
+
+    has_drafts: gradients are copied into the segment; otherwise they lie there already
+    """
 
     def __init__(
         self, calls: ShardCalls, worker: Identity, flat: FlatModel, pullers: DaemonPool, timeline: Timeline
@@ -138,11 +141,12 @@ class SharedTransport:
         self._worker = worker
         self._flat = flat
         self._pullers = pullers
-        self._pusher = DaemonPool(0 if flat.in_segment else 1, "push")
-        self._copier = DaemonPool(0 if flat.in_segment else 1, "copy")
+        self.has_drafts, self._in_place = not flat.in_segment, flat.lands_in_place
+        self._pusher, self._copier = (DaemonPool(int(self.has_drafts), name) for name in ("push", "copy"))
         self._copies: dict[int, tuple[int, Draft, Future[None]]] = {}  # by bucket, at which clock it left as a draft
         self._lock = threading.Lock()
         self._next = _Together(-1, None)  # the pushes of the next message
+        self._written: tuple[object, Repeated] | None = None  # the content of the last exchange, and its request
 
     # -- a whole step ------------------------------------------------------------------------------------------------
 
@@ -158,16 +162,14 @@ class SharedTransport:
         Otherwise the pushes are returned as `rest`, to send one by one.
         """
         step = self._timeline.step
-        if not self._flat.in_segment:
+        if self.has_drafts:
             return ShardStep((), self._pull(clock, buckets, step), False, pushes)
-        staged: list[Future[PushResult]] = [Future() for _ in pushes]
-        finite = self._finite(pushes)
+        staged: Future[PushResult] = Future()
 
         def request(missing: list[int]) -> bytes:
             if step is not None:
                 step.sent(push.bucket.index for push in pushes)
-            call = data.push_of(self._worker, clock, pushes, None, finite=finite)
-            return data.write_exchange(call, self._wanted(clock, missing, step))
+            return self._request(clock, pushes, missing, step)
 
         def read(fields: bytes, payload: memoryview | None) -> Sequence[PulledBucket]:
             notice = data.read_notice(fields, exchange=True)
@@ -176,30 +178,39 @@ class SharedTransport:
             return notice.buckets
 
         def all_staged(when: float) -> None:
-            for push, future in zip(pushes, staged, strict=True):
-                if not future.done():
-                    future.set_result(PushResult(self._size(push), when, push.bucket.dtype))
+            if not staged.done():
+                staged.set_result(PushResult(_sizes(pushes), when))
 
         def ended(pull: Future[PullResult]) -> None:
             error = pull.exception()
+            if staged.done():
+                return
             if error is None:
                 all_staged(time.perf_counter())  # otherwise the pull would not have been answered
-                return
-            for future in staged:
-                if not future.done():
-                    future.set_exception(error)
+            else:
+                staged.set_exception(error)
 
         plan = PullPlan(request, read, self._landing(step))
         pull = self._calls.pull("Exchange", plan, clock, buckets, self._pullers)
         pull.add_done_callback(ended)
-        return ShardStep(staged, pull, False, ())
+        return ShardStep((staged,), pull, False, ())
+
+    def _request(
+        self, clock: int, pushes: Sequence[BucketPush], missing: Sequence[int], step: RecordedStep | None
+    ) -> bytes:
+        """Returns an ExchangeRequest. Those of steps that differ in their clock alone are written once."""
+        content, written = (pushes, missing, step is not None), self._written  # once: retries run on another thread
+        again = written[1].at(clock) if written is not None and written[0] == content else None
+        if again is not None:
+            return again
+        push = data.push_of(self._worker, clock, pushes, None, finite=self._finite(pushes))
+        pull = self._wanted(clock, missing, step)
+        request = data.write_exchange(push, pull)
+        repeated = data.repeated_exchange(request, push, pull)
+        self._written = None if repeated is None else (content, repeated)
+        return request
 
     # -- gradients that are copied into the segment ------------------------------------------------------------------
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether gradients are copied into the segment. Otherwise they lie there already."""
-        return not self._flat.in_segment
 
     def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
         """Copies the gradient into the segment, if it is not made there. Returns None: the shard is told only with the
@@ -227,7 +238,7 @@ class SharedTransport:
             with self._lock:
                 if self._next is together:
                     self._next = _Together(-1, None)
-            return PushResult(self._size(push), together.staged(self._send), push.bucket.dtype)
+            return PushResult(_sizes([push]), together.staged(self._send))
 
         return self._pusher.submit(send)
 
@@ -251,9 +262,6 @@ class SharedTransport:
     def _finite(self, pushes: Sequence[BucketPush]) -> set[int]:
         return {push.bucket.index for push in pushes} if self._flat.is_checked else set()
 
-    def _size(self, push: BucketPush) -> int:
-        return 0 if push.empty else push.bucket.nbytes
-
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def pull(self, clock: int, buckets: Sequence[BucketSpec], all_staged: bool = False) -> Future[PullResult]:
@@ -272,7 +280,7 @@ class SharedTransport:
     def _wanted(
         self, clock: int, missing: Sequence[int], step: RecordedStep | None, all_staged: bool = False
     ) -> PullCall:
-        notify_bytes = 0 if self._flat.lands_in_place else NOTIFY_BYTES
+        notify_bytes = 0 if self._in_place else NOTIFY_BYTES
         is_recorded = step is not None
         return PullCall(self._worker, clock, tuple(missing), True, notify_bytes, is_recorded, all_staged=all_staged)
 
@@ -280,7 +288,8 @@ class SharedTransport:
         """Returns the function that adopts a step's pulled buckets from the segment."""
 
         def land(bucket: BucketSpec, pulled: PulledBucket) -> int:
-            self._flat.land_shared(bucket, pulled.wire_format)
+            if pulled.wire_format or not self._in_place:
+                self._flat.land_shared(bucket, pulled.wire_format)
             if step is not None:
                 step.landed(self._calls.index, pulled)
             return bucket.nbytes
@@ -297,6 +306,14 @@ class SharedTransport:
         self._calls.close()
         for pool in (self._pusher, self._copier):
             pool.close()
+
+
+def _sizes(pushes: Sequence[BucketPush]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for push in pushes:
+        if not push.empty:
+            sizes[push.bucket.dtype] = sizes.get(push.bucket.dtype, 0) + push.bucket.nbytes
+    return sizes
 
 
 class _Together:

@@ -56,7 +56,7 @@ class Draft:
 class ShardStep:
     """The calls to one shard for its part of a step.
 
-    pushes:  the pushes that are sent; each is done when the shard has staged it
+    pushes:  those that are sent; each is done when the shard has staged one push, or all of a message
     pull:    done when all buckets have landed
     commits: the pull's call commits drafts and empty pushes
     rest:    the pushes that the caller must still send, bucket by bucket
@@ -231,7 +231,7 @@ class NetworkTransport:
                 if leaving is not None:
                     leaving()
                 self._calls.unary("Push", request)
-                return PushResult(size, time.perf_counter(), wire)
+                return PushResult({wire: size}, time.perf_counter())
 
         return self._pushers.submit(send)
 
@@ -256,7 +256,7 @@ class NetworkTransport:
 
         def send() -> PushResult:
             if draft.is_dropped:
-                return PushResult(0, time.perf_counter(), "")
+                return PushResult({}, time.perf_counter())
             with self._free:
                 payload = self._flat.gradient(leaving, memory=SENDING.memory)
                 message = data.write_push(self._gradient(push, payload, PushKind.DRAFT))
@@ -270,7 +270,7 @@ class NetworkTransport:
                         raise
                     if draft.wait():
                         self._calls.unary("Push", message)
-                return PushResult(size, time.perf_counter(), self._flat.gradient_codec(push.bucket).name)
+                return PushResult({self._flat.gradient_codec(push.bucket).name: size}, time.perf_counter())
 
         return self._pushers.submit(send)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ from ps_worker.model.tracked import (
     watched_gradient,
 )
 
+_VERSION = attrgetter("_version")  # of a tensor: torch counts writes in place there
+
 
 class FlatBuffers:
     """The buffers of the parameters that a job trains, with each parameter's position in them.
@@ -45,6 +49,7 @@ class FlatBuffers:
     segment:        the segment that is shared with shards on this host; None: there is none
     weight_views:   by parameter, its slice of the weights in its shape; empty before the first `lie_in`
     gradient_views: by parameter, its slice of the gradients
+    flat_gradients: by space, the gradients
     elsewhere:      parameters that keep their own memory: on another device (a model spread over several), and
                     DTensors, whose memory torch manages
     """
@@ -67,7 +72,7 @@ class FlatBuffers:
         # By space, the model's weights: the same memory as `_weights`, unless the base is separate
         self._own: dict[str, torch.Tensor] = {}
         self._weights: dict[str, torch.Tensor] = {}  # by space
-        self._gradients: dict[str, torch.Tensor] = {}
+        self.flat_gradients: dict[str, torch.Tensor] = {}
 
     def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
         return is_sharded(tensor) or not _is_same(tensor.device, self.device)
@@ -84,14 +89,14 @@ class FlatBuffers:
         spaces = {space_of(parameter): parameter.dtype for parameter in trained}
         weights, gradients = (segment.weights, segment.gradients) if segment else ({}, {})
         self._weights = {space: self._space(space, dtype, weights) for space, dtype in spaces.items()}
-        self._gradients = {space: self._space(space, dtype, gradients) for space, dtype in spaces.items()}
+        self.flat_gradients = {space: self._space(space, dtype, gradients) for space, dtype in spaces.items()}
         is_separate = self.spec.has_separate_base
         beside = {space: self._space(space, dtype, {}) for space, dtype in spaces.items() if is_separate}
         self._own = beside or self._weights
         for index in self.trained:
             space = space_of(self.spec.parameters[index])
             self.weight_views[index] = self._view(self._own[space], index)
-            self.gradient_views[index] = self._view(self._gradients[space], index)
+            self.gradient_views[index] = self._view(self.flat_gradients[space], index)
         return True
 
     def _space(self, space: str, dtype: str, shared: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -128,33 +133,29 @@ class FlatBuffers:
 
     def gradients(self, bucket: BucketSpec) -> torch.Tensor:
         """Returns a bucket's gradients: (numel,)."""
-        return self._gradients[bucket.space][bucket.start : bucket.start + bucket.numel]
+        return self.flat_gradients[bucket.space][bucket.start : bucket.start + bucket.numel]
 
     def all_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the gradients of all buckets, by space."""
-        return dict(self._gradients)
+        return dict(self.flat_gradients)
 
     def copy_weights(self, back: bool) -> None:
         """Copies all weights to the memory of the gradients. back: the other way round"""
         for space, flat in self._weights.items():
-            source, target = (self._gradients[space], flat) if back else (flat, self._gradients[space])
+            source, target = (self.flat_gradients[space], flat) if back else (flat, self.flat_gradients[space])
             target.copy_(source)
 
     def take_weights(self) -> None:
         """Subtracts all weights from the gradients' memory, in place."""
         for space, flat in self._weights.items():
-            self._gradients[space].sub_(flat)
-
-    def gradient_versions(self, spaces: Iterable[str]) -> list[int]:
-        """Returns torch's `_version` of the gradients of each of these spaces: it counts writes in place."""
-        return [self._gradients[space]._version for space in spaces]
+            self.flat_gradients[space].sub_(flat)
 
     # -- where they lie ----------------------------------------------------------------------------------------------
 
     @property
     def gradients_in_segment(self) -> bool:
         """Whether the gradients' buffers lie in the segment."""
-        return self.segment is not None and _are_same(self._gradients, self.segment.gradients)
+        return self.segment is not None and _are_same(self.flat_gradients, self.segment.gradients)
 
     @property
     def weights_in_segment(self) -> bool:
@@ -172,7 +173,7 @@ class FlatBuffers:
                 f"{parameter.name} is {tensor.dtype} {here} now, and the job trains it as {element} "
                 f"{shape}: convert the model before prepare, or back before optimizer.step()"
             )
-        if not _is_same(tensor.device, device):
+        if tensor.device != device and not _is_same(tensor.device, device):
             raise InvalidRequest(
                 f"{parameter.name} is on {tensor.device} now, and the job trains it on {device}: move the model before "
                 "prepare, or back before optimizer.step()"
@@ -369,11 +370,8 @@ class Gradients:
         for index, tensor in self._buffers.trained.items():
             frozen = not tensor.requires_grad
             tensor.requires_grad_()  # a frozen one takes no hook, and may be thawed later
-            self._hooks.append(tensor.register_post_accumulate_grad_hook(self._on_accumulated(index)))
+            self._hooks.append(tensor.register_post_accumulate_grad_hook(partial(self._accumulated, index)))
             tensor.requires_grad_(not frozen)
-
-    def _on_accumulated(self, index: int) -> Callable[[torch.Tensor], None]:
-        return lambda _: self._accumulated(index)
 
     def release(self) -> None:
         """Removes the hooks, also of gradients that a script still refers to. Such a gradient would keep all buffers
@@ -399,22 +397,25 @@ class Gradients:
 
     def gather(self, indices: Iterable[int]) -> set[int]:
         """Moves these parameters' gradients into the buffers. Returns those that have none in this step."""
-        absent = set()
+        absent, views = set(), self._buffers.gradient_views
         for index in indices:
             gradient = self._buffers.trained[index].grad
             if gradient is None:
                 absent.add(index)
-            elif index in self._buffers.sharded and self._is_here(index):
-                # Unchanged since backward, as far as can be known: torch does not count writes to a local shard
                 continue
-            elif self._adopt(index):
+            if index in self._buffers.sharded:
+                if self._is_here(index):
+                    continue  # unchanged since backward, as far as can be known: torch counts no writes there
+            elif gradient.data_ptr() == views[index].data_ptr():
+                continue
+            if self._adopt(index):
                 # The script has replaced it. (Or it is backward's own, on another device: these cannot be told apart.)
                 self._finite.pop(index, None)
         return absent
 
     def marks(self, spaces: Iterable[str]) -> list[int]:
         """Returns numbers that rise with each change of a gradient in these spaces, whatever code makes it."""
-        return [self._touches, *self._buffers.gradient_versions(spaces)]
+        return [self._touches, *map(_VERSION, map(self._buffers.flat_gradients.__getitem__, spaces))]
 
     def not_finite(self, present: Iterable[int], changed: bool) -> str | None:
         """Returns the name of one of these parameters whose gradient has an infinity or a NaN; None if there is none.
@@ -441,7 +442,7 @@ class Gradients:
         """Whether backward has made a gradient in this bucket that is not finite."""
         return any(self._finite.get(part.parameter) is False for part in bucket.slices)
 
-    def _accumulated(self, index: int) -> None:
+    def _accumulated(self, index: int, _: torch.Tensor) -> None:
         self._adopt(index)
         if self._check and not self._on_gpu:  # where the answer would have to be waited for
             self._finite[index] = is_finite(self._buffers.gradient_views[index])  # now, while it is in the cache

@@ -268,10 +268,11 @@ class StepMaker:
         """Ends the step of one optimizer. Raises InvalidRequest or NonFiniteGradient if it must not be pushed."""
         rows = self.tables.take() if self.tables.are_some else []
         overlap, gradients = self._overlaps[optimizer], self.model.gradients
-        absent = gradients.gather(overlap.parameters)
+        parameters = overlap.parameters
+        absent = gradients.gather(parameters)
         groups = self._groups.read()
         changed, drafts_hold = overlap.finish(gradients.marks(overlap.spaces), absent)
-        name = gradients.not_finite(overlap.parameters - absent, changed or self._is_late)
+        name = gradients.not_finite(parameters - absent, changed or self._is_late)
         if name is None and rows:
             name = self.tables.not_finite(rows)
         if name is not None:
@@ -322,7 +323,8 @@ class StepMaker:
 
     def _gradient_ready(self, parameter: int) -> None:
         """Sends the buckets that are complete with this gradient, if permitted. Runs on autograd's thread."""
-        self._metrics.timer.gradient()
+        if self._metrics.timer.phase != "backward":
+            self._metrics.timer.gradient()
         if self._timeline.step is not None:
             self._timeline.step.gradient(parameter)
         overlap = self._overlaps.get(self.stage.owner.get(parameter, -1))

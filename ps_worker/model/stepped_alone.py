@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -164,4 +166,4 @@ def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _is_in(optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> bool:
-    return any(each is optimizer for each in optimizers)
+    return any(map(partial(is_, optimizer), optimizers))

@@ -137,8 +137,11 @@ class WorkerCheckpoint:
             if self._at_step is not None:
                 settings, self._at_step = self._at_step, None
                 self.set_settings(settings)
-            self._save_captured(True)
-        if self._wanted is not None and self._is_in_loop:
+            if self._captured is not None:
+                self._save_captured(True)
+        if self._wanted is None:
+            return
+        if self._is_in_loop:
             self._troubles.met(
                 "within a batch",
                 "the checkpoint of clock %d is within a batch of several steps: a job that is rolled back to it "

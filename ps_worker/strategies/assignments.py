@@ -268,6 +268,8 @@ class Assignments:
         if self._sent_over is connection:
             return False
         self._sent_over = connection
+        if not self._of_step:
+            return False
         of_step = [each for each in self._of_step if begun is None or not connection.has_had(each.bucket, begun)]
         for assignment in of_step:
             connection.assign(connection.clock + 1, replace(assignment, stage=self._stage))

@@ -186,7 +186,8 @@ class JobTraining:
             self.script.follow()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
-        self._drop_unfinished()  # one that was interrupted: its gradient is here no more
+        if self.unfinished is not None:
+            self._drop_unfinished()  # it was interrupted: its gradient is here no more
         staged = self._step_in_place(index)
         self.stepped = True
         if staged is not None:
@@ -285,8 +286,8 @@ class JobTraining:
         self.data.failed()
 
     def _drop_unfinished(self) -> None:
-        self.unfinished = None
         self.participation.connection.end_step()
+        self.unfinished = None
 
     def _exchange(self, index: int | None) -> None:
         """Pushes a step of one optimizer, or of none, and pulls all weights."""

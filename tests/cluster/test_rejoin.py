@@ -133,8 +133,9 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
     sessions: list[Session] = []
 
     def acknowledged() -> bool:
+        """However many calls its eight buckets travel in."""
         sent = sessions[0]._strategy._training.sent  # type: ignore[attr-defined]
-        return sent is not None and len(sent.pushed) == 8 and all(push.done() for push in sent.pushed)
+        return sent is not None and len(sent.buckets) == 8 and all(push.done() for push in sent.pushed)
 
     def work(which: int) -> None:
         if which == 0:
@@ -155,7 +156,7 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
                     until(lambda clock=clock: cluster.waits("default").get(0) == (clock, [1]))
                     if clock == 1:
                         peer.step(torch.zeros(2 * CELLS))
-                until(acknowledged)
+                until(acknowledged, "the acknowledgement", LEASE / 2)  # while the lease of this peer holds
                 lose(cluster, cable)
                 before = live(cluster)
                 peer.step(torch.zeros(2 * CELLS))

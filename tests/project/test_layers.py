@@ -153,6 +153,7 @@ CORE_MAY_IMPORT = {
     "enum",
     "hmac",
     "math",
+    "operator",
     "typing",
     *_ARRAYS,
 }

@@ -7,15 +7,19 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ps_frames import listener
 from ps_frames.frames import TICKET_BYTES, Kind, write_header
 from ps_frames.listener import TICKET_SECONDS, Tickets
-from ps_frames.server import Opener
+from ps_frames.server import Opener, ServerConnection
+from ps_protocol.convert import hyper_messages
 from ps_protocol.errors import (
+    Backlogged,
     Fenced,
     Forbidden,
     InvalidRequest,
@@ -25,13 +29,16 @@ from ps_protocol.errors import (
     RunEnded,
     UnknownWorker,
 )
-from ps_protocol.framing import Parts
+from ps_protocol.framing import Parts, message_parts
 from ps_protocol.identity import Identity
-from ps_protocol.v1 import data_pb2
+from ps_protocol.v1 import data_pb2, job_pb2
+from ps_runtime import reloading
+from ps_runtime.credentials import Access
 from ps_server.core.limits import Limits
 from ps_server.ops import status
+from ps_server.shard.shard import Shard
 from tests.tools.cluster import Cluster, until
-from tests.tools.frame_client import FrameClient, push_parts, ticket
+from tests.tools.frame_client import FrameClient, clocks_read, push_parts, ticket
 from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 CELLS = 16
@@ -220,6 +227,121 @@ def test_a_ticket_of_a_place_that_is_lost_opens_nothing(shared: Cluster, worker:
 def test_connections_end_with_their_job(shared: Cluster, worker: RawWorker, client: FrameClient) -> None:
     status.end_job(shared.address, worker.spec.name)
     assert client.is_closed()
+
+
+# -- exchanges that differ in their clock alone ----------------------------------------------------------------------
+
+
+def exchange(worker: RawWorker, clock: int, **who: Any) -> Parts:
+    """Of a step without a gradient, and the weights."""
+    left_out = data_pb2.BucketPush(kind=data_pb2.PUSH_KIND_SKIP)
+    push = data_pb2.PushHeader(worker=worker.identity(**who), clock=clock, buckets=[left_out])
+    return Parts(data_pb2.ExchangeRequest(push=push, buckets=[0]).SerializeToString())
+
+
+def test_exchanges_of_one_step_after_the_other_each_count_once(worker: RawWorker, client: FrameClient) -> None:
+    for clock in (1, 2, 3, 3, 4):
+        [(answer, _)] = client.ask(Kind.EXCHANGE, exchange(worker, clock))
+        assert answer.buckets[0].version == clock
+    with pytest.raises(OutOfOrder):
+        client.ask(Kind.EXCHANGE, exchange(worker, 6))
+    with pytest.raises(Forbidden, match="this data connection is that of worker 0"):
+        client.ask(Kind.EXCHANGE, exchange(worker, 5, rank=1))
+    with pytest.raises(Forbidden, match="key"):
+        client.ask(Kind.EXCHANGE, exchange(worker, 5, lease_key=b"another"))
+    assert client.ask(Kind.EXCHANGE, exchange(worker, 5))
+
+
+def test_an_exchange_with_its_gradient_in_it_is_carried_out_and_answered(
+    worker: RawWorker, client: FrameClient
+) -> None:
+    for clock in (1, 2, 3):
+        pushed = gradient(worker, clock)
+        request = data_pb2.ExchangeRequest(push=pushed.header, buckets=[0])
+        [(answer, payload)] = client.ask(Kind.EXCHANGE, message_parts(request, pushed.payload))
+        assert answer.buckets[0].version == clock
+        assert torch.frombuffer(bytearray(payload), dtype=torch.float32).tolist() == [-clock] * CELLS
+
+
+def busy(*_: object) -> None:
+    raise Backlogged("the push before is not applied yet")
+
+
+def test_an_exchange_that_was_refused_is_still_the_next(
+    worker: RawWorker, client: FrameClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker sends it again, with the same bytes."""
+    clocks = clocks_read(monkeypatch)
+    assert client.ask(Kind.EXCHANGE, exchange(worker, 1))
+    for clock in (2, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(Shard, "exchange", busy)
+            with pytest.raises(Backlogged):
+                client.ask(Kind.EXCHANGE, exchange(worker, clock))
+        assert client.ask(Kind.EXCHANGE, exchange(worker, clock))
+    assert clocks == [1]
+
+
+def test_an_exchange_with_other_hyper_parameters_is_made_with_them(worker: RawWorker, client: FrameClient) -> None:
+    expected = 0.0
+    for clock, rate in enumerate((1.0, 1.0, 0.5, 0.5, 0.5, 1.0), 1):
+        group = job_pb2.GroupUpdate(group=0, hyper_parameters=hyper_messages({"lr": rate}))
+        client.ask(Kind.PUSH, push_parts(gradient(worker, clock, kind=data_pb2.PUSH_KIND_DRAFT)))
+        commit = data_pb2.BucketPush(kind=data_pb2.PUSH_KIND_COMMIT)
+        push = data_pb2.PushHeader(worker=worker.identity(), clock=clock, buckets=[commit], groups=[group])
+        request = data_pb2.ExchangeRequest(push=push, buckets=[0])
+        [(_, payload)] = client.ask(Kind.EXCHANGE, Parts(request.SerializeToString()))
+        expected -= rate
+        assert torch.frombuffer(bytearray(payload), dtype=torch.float32).tolist() == [expected] * CELLS
+
+
+def test_nothing_is_kept_of_an_exchange_once_its_connection_has_ended(
+    shared: Cluster, worker: RawWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ServerConnection] = []
+
+    def connection(*arguments: Any) -> ServerConnection:
+        made.append(ServerConnection(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(listener, "ServerConnection", connection)
+    found = ticket(address_of(shared, worker), worker)
+    with FrameClient(found.port, found.ticket) as client:
+        assert client.is_open()
+        assert client.ask(Kind.EXCHANGE, exchange(worker, 1))
+        [opened] = made
+        until(lambda: opened.kept, "the exchange")
+    until(lambda: not opened.kept, "the end of the connection")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["for another job", "ended"])
+def test_an_exchange_like_the_last_is_refused_once_its_token_does_not_permit_it(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.0)
+    token, roles = "a-token-of-some-length", tmp_path / "roles"
+    access, own = Access(token=lambda: token), "cluster another-token-of-some-length"
+
+    def write(line: str) -> None:
+        roles.write_text(f"{line.format(token=token)}\n{own}\n")
+        roles.chmod(0o600)
+
+    write("worker:job {token}")
+    cluster = make_cluster(shards=1, tokens=roles)
+    with joined(cluster.address, vector_job("job", "async", CELLS, 1), access) as [worker]:
+        found = ticket(cluster.address, worker, access)
+        with FrameClient(found.port, found.ticket) as client:
+            assert client.is_open()
+            for clock in (1, 2, 3):
+                assert client.ask(Kind.EXCHANGE, exchange(worker, clock))
+            write("worker:other {token}" if known else "worker:job {token} until=2020-01-01")
+            if known:
+                with pytest.raises(Forbidden):
+                    client.ask(Kind.EXCHANGE, exchange(worker, 4))
+            else:
+                client.send(Kind.EXCHANGE, exchange(worker, 4))
+                assert client.is_closed(), "its worker comes again with a token of now"
+            assert cluster.shards[0].jobs()["job"].buckets[0].rule.version == 3, "of the refused one nothing counts"
 
 
 # -- hostile frames --------------------------------------------------------------------------------------------------

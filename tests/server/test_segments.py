@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,6 @@ from ps_runtime import local_sockets
 from ps_runtime.memory import free_bytes
 from ps_server.shard import segments
 from ps_server.shard.hosted_job import HostedJob
-from ps_server.shard.outbox import Outbox
 from ps_server.shard.segments import attach
 from ps_server.shard.waiting import Pull
 from ps_worker.cluster import shared_memory
@@ -660,9 +660,9 @@ def test_a_worker_is_told_of_weights_early_only_where_it_has_to_take_them_over(
     asked = []
     check = cluster.shards[0]._pulls.check
 
-    def checked(job: HostedJob, call: PullCall, outbox: Outbox, principal: str) -> Pull:
+    def checked(job: HostedJob, call: PullCall, *more: Any, **known: bool) -> Pull:
         asked.append((call.in_segment, call.notify_bytes))
-        return check(job, call, outbox, principal)
+        return check(job, call, *more, **known)
 
     monkeypatch.setattr(cluster.shards[0]._pulls, "check", checked)
     with cluster.connect("sync", transport="shm") as session:

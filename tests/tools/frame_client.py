@@ -7,12 +7,17 @@ import time
 from typing import Any
 
 import grpc
+import pytest
 
 from ps_frames.frames import HEADER_BYTES, Header, Kind, read_header, receive_exactly, write_header
+from ps_protocol.convert import Request
 from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts, split_head
+from ps_protocol.messages import data
+from ps_protocol.messages.data import PullCall, PushCall
 from ps_protocol.v1 import data_pb2
 from ps_runtime.channel import open_channel
+from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.grpc_status import error_from, failure_in
 from tests.tools.raw_worker import RawWorker
 
@@ -20,9 +25,11 @@ SECONDS = 20.0
 ANSWERS = {Kind.PUSH: data_pb2.PushResponse, Kind.PULL: data_pb2.PullResponse, Kind.EXCHANGE: data_pb2.ExchangeResponse}
 
 
-def ticket(address: str, worker: RawWorker, **other: Any) -> data_pb2.OpenDataConnectionResponse:
+def ticket(
+    address: str, worker: RawWorker, access: Access = PLAINTEXT, **other: Any
+) -> data_pb2.OpenDataConnectionResponse:
     """What a shard at an address says of data connections to this worker, or to one that it claims to be."""
-    call = open_channel(address).unary_unary(
+    call = open_channel(address, access).unary_unary(
         "/ps_protocol.v1.DataService/OpenDataConnection",
         request_serializer=data_pb2.OpenDataConnectionRequest.SerializeToString,
         response_deserializer=data_pb2.OpenDataConnectionResponse.FromString,
@@ -103,6 +110,20 @@ class FrameClient:
 
     def _exactly(self, count: int) -> bytes:
         return receive_exactly(self.socket, count, time.monotonic() + SECONDS)
+
+
+def clocks_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list that takes the clocks of the exchanges that shards of this process read from now on. Those that
+    they know by their bytes are not among them."""
+    clocks, read = [], data.read_exchange
+
+    def noting(request: Request) -> tuple[PushCall, PullCall]:
+        push, pull = read(request)
+        clocks.append(push.clock)
+        return push, pull
+
+    monkeypatch.setattr(data, "read_exchange", noting)
+    return clocks
 
 
 def error_of(status: bytes) -> PSError:

@@ -58,7 +58,7 @@ class Finding(AssertionError):
 class _Context:
     """A call that is never over, of gRPC and as the data service sees it."""
 
-    worker = None
+    worker = kept = None
 
     def peer(self) -> str:
         return "ipv4:192.0.2.1:1"

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from ps_frames.frames import nothing
 from ps_protocol.errors import PSError
 from ps_server.shard.outbox import Answer, Lent, Outbox
 
 
 class Answers(Outbox):
-    """An outbox that keeps what it is told."""
+    """An outbox that keeps what it is told. close: a test calls it as the end of the caller does"""
 
     def __init__(self) -> None:
+        self.close: Callable[[], None] = nothing
         self.told: list[Answer] = []
         self.error: PSError | None = None
         self.finished = False
@@ -30,4 +32,5 @@ class Answers(Outbox):
     def fail(self, error: PSError) -> None:
         self.error = error
 
-    def on_close(self, callback: Callable[[], None]) -> None: ...
+    def on_close(self, callback: Callable[[], None]) -> None:
+        self.close = callback

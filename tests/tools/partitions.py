@@ -141,9 +141,10 @@ def lone_shard(
     spec: JobSpec | None = None,
     principal_limit: float = math.inf,
     pulled_limit: float = math.inf,
+    norm_limit: float = math.inf,
 ) -> Shard:
     """A shard that works without threads, with a job like that of `running`; `spec`: another job."""
-    limits = {"principal_limit": principal_limit, "pulled_limit": pulled_limit}
+    limits = {"principal_limit": principal_limit, "pulled_limit": pulled_limit, "norm_limit": norm_limit}
     made = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), **limits)  # type: ignore[arg-type]
     made.create_job(spec or job_spec(mode), [0, 1, 2])
     for rank in range(workers):

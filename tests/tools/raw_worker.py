@@ -238,10 +238,10 @@ class RawWorker:
 
 
 @contextmanager
-def joined(server: str, spec: JobSpec) -> Iterator[list[RawWorker]]:
+def joined(server: str, spec: JobSpec, access: Access = PLAINTEXT) -> Iterator[list[RawWorker]]:
     """All declared workers of a job, with the initial values sent."""
     with ExitStack() as stack:
-        workers = [stack.enter_context(RawWorker(server, spec, rank)) for rank in range(spec.world_size)]
+        workers = [stack.enter_context(RawWorker(server, spec, rank, access)) for rank in range(spec.world_size)]
         workers[0].initialise()
         yield workers
 
