@@ -32,6 +32,7 @@ NAMES = (
     "recovery",
     "launches",
     "feed",
+    "groups",
     "chaos",
 )
 PRIVATE = (

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import shutil
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,11 +15,11 @@ from typing import Any
 from bench.cluster import HERE, Group, Host, servers, trainers
 from bench.feed_peer import Peer
 from bench.feed_reader import Followed
+from bench.link import linked, why_no_link
 from bench.peer_ray import ray_here
 from bench.results import Result, median_ms, result
 from bench.training import Task
 from ps_runtime.free_ports import free_port
-from tests.tools.network import Network, ip
 
 SECONDS = 300.0  # for an answer
 ELEMENT_BYTES = 2  # of bfloat16
@@ -180,30 +177,3 @@ def why_no_ray() -> str:
     except metadata.PackageNotFoundError:
         return "Ray is not installed: pip install --group peers"
     return ""
-
-
-# -- the link --------------------------------------------------------------------------------------------------------
-
-
-def why_no_link() -> str:
-    """Returns why two hosts with a link cannot be made here; empty: they can."""
-    if os.geteuid() != 0:
-        return "a link needs network namespaces, and these need root"
-    missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
-    if missing:
-        return f"a link needs `{missing[0]}`, of iproute2"
-    try:
-        with linked(1000.0):
-            return ""
-    except subprocess.CalledProcessError as error:
-        return f"a link cannot be made here: {error.stderr.decode().strip()}"
-
-
-@contextlib.contextmanager
-def linked(mbit: float) -> Iterator[list[Host]]:
-    """Two hosts of this machine's own, each a network namespace whose interface sends so many Mbit/s."""
-    with Network(2) as network:
-        for number in range(2):
-            shaped = f"tc qdisc add dev eth0 root tbf rate {mbit:g}mbit burst 256kb latency 100ms"
-            ip(f"netns exec {network.name(number)} {shaped}")
-        yield [Host(network.address(number), ("ip", "netns", "exec", network.name(number))) for number in range(2)]

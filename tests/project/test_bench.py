@@ -16,8 +16,9 @@ from torch import nn
 
 from bench import feed, feed_peer
 from bench.__main__ import NAMES, command_line, modules
-from bench.feed_beside import why_no_link, why_no_ray
+from bench.feed_beside import why_no_ray
 from bench.flood import ATTACKS, allowed_ms
+from bench.link import why_no_link
 from bench.peer_part import Part, owned
 from bench.peer_work import Batches, Rounds, Work, check_weights, save_expected
 from bench.peers import reason
@@ -51,6 +52,8 @@ SMALLEST = {
     "feed": "--mb 1 --turns 1 --editions 2 --copies 1 --pairs 1 --turn-seconds 0.5 --layers 1 --width 64 --batch 1"
     " --changes-layers 1 --changes-width 64 --trained 5 --changes-warm-up 2 --updates 1 --readers 4 --relays 2"
     " --relayed-mb 0.1 --seconds 1 --pause-ms 50 --shards 1 --nice 0",
+    "groups": "--layers 1 --width 64 --batch 1 --shards 1 --turns 1 --steps 2 --transport tcp --link-steps 2 --lease 2"
+    " --modes sync --equal-steps 3",
 }
 QUICK = ("scale", "rows", "lowcomm", "crowd", "restore", "launches", "feed")  # which is made of rounds
 
@@ -110,7 +113,22 @@ def has_ray() -> bool:
     return not why_no_ray()
 
 
-SHAPES = {"feed": check_feed}
+def check_groups(found: list[Result]) -> None:
+    """Each part of `bench groups` has ours beside HSDP, and the same weights."""
+    systems = {(line["scenario"], line["system"]): line for line in found}
+    assert systems["one host", "sync"]["ratios"]["HSDP"] > 0
+    link = systems["a link of 100 Mbit/s", "local:8"]
+    assert link["not_measured"] if why_no_link() else link["ratios"]["HSDP"] > 0
+    stopped, killed = (systems[f"a member is {how}", "sync"] for how in ("stopped", "killed"))
+    assert {*stopped["ratios"], *killed["ratios"]} == {"lease"}
+    assert stopped["back_ms"] > 0
+    for name in ("AdamW", "SGD with momentum"):
+        ours, peer = (systems[f"3 steps of {name}", system] for system in ("sync", "HSDP"))
+        assert ours["hsdp_difference"] <= 1e-6
+        assert ours["difference"] <= max(1e-6, 1.1 * peer["difference"]) < 1e-3
+
+
+SHAPES = {"feed": check_feed, "groups": check_groups}
 
 
 # -- that a wrong result is found, and what cannot be measured is said -----------------------------------------------
