@@ -222,8 +222,7 @@ class Cluster:
         """Notes that a worker has a place."""
         self.holders[place.run, worker.rank, place.incarnation] = worker
         run = worker.run
-        job = self.promises.job(run.name)
-        run.had_nobody |= job is not None and job.members._membership._has_nobody
+        run.had_nobody |= place.clock > 0 and not any(each.is_well for each in run.everybody if each is not worker)
         if run.comeback is not None:
             run.comeback.joined(worker.rank, self.world.now)
         run.placement = list(place.result.placement)[: len(run.buckets)]

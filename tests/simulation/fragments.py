@@ -1,7 +1,9 @@
 """A worker's rounds of mode `local:H/F`: it pushes and pulls one fragment of the buckets after the other.
 
 It does as ps_worker.strategies.fragment_exchange: what a fragment's calls do is not waited for until it is due, and
-steps go on meanwhile; with the last fragment the round is over, and all buckets are of the same clock.
+steps go on meanwhile; with the last fragment the round is over, and all buckets are of the same clock. A worker of one
+process looks in each step whether its place is lost. Members of a group meet, and look, where a fragment leaves and
+where it lands.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ class StreamedRound:
         """Ends a step: takes the fragment that is due, and pushes the one that is. Raises PlaceLost."""
         parts = self._fragments
         self._step += 1
+        if len(self._worker.members.hosts) == 1:
+            self._worker.check(place)
         self._land()
         if self._pushed < parts.count and self._step >= parts.leaves(self._pushed):
             self._send(place)
@@ -67,6 +71,8 @@ class StreamedRound:
     def _send(self, place: Place) -> None:
         """Pushes the next fragment, and asks for its weights, at the clock after this round."""
         worker, number, fragment = self._worker, self.number, self._pushed
+        worker.check(place)
+        worker.members.meet()
         if fragment == 0:
             worker.attempt(place, number)
         buckets = [bucket for bucket in self._run.buckets if self._fragments.of(bucket) == fragment]
@@ -82,7 +88,9 @@ class StreamedRound:
         if self._flight is None or self._step < self._fragments.lands(self._pushed - 1):
             return
         place, await_all = self._flight
+        self._worker.check(place)
         await_all()
+        self._worker.members.meet()
         self._flight = None
         if self._has_sent_all:
             number = self.number

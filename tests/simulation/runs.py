@@ -176,7 +176,7 @@ class Run:
     may_end:  why the job may be lost; empty: it may not
     end_is_forgotten: the disk was full when the job ended, and the coordinator died: the next may go on with the job
     over:     its user knows that it is over
-    had_nobody: at some moment no worker that has joined was alive, or was heard of
+    had_nobody: at some moment no worker that has joined was well: each was dead, hung or was cut off
     saved:    it has had a checkpoint: it goes back to one, whatever dies
     lossy:    by bucket, when its shard died first
     writers:  by their row in the weights, the lives that count there
@@ -210,7 +210,7 @@ class Run:
 
     def worker_died(self) -> None:
         """Notes that a worker's process is gone."""
-        self.had_nobody |= not any(worker.host.alive and worker.places for worker in self.everybody)
+        self.had_nobody |= not any(worker.is_well for worker in self.everybody)
 
     @property
     def name(self) -> str:

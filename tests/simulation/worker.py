@@ -156,6 +156,12 @@ class Worker:
         return self.host.alive and bool(self.places)
 
     @property
+    def is_well(self) -> bool:
+        """Whether it has a place, and all its processes live, and none of them hangs or is cut off."""
+        disturbed, hosts = self.cluster.faults.disturbed, self.members.hosts
+        return bool(self.places) and all(h.alive and disturbed.get(h, 0.0) <= self.world.now for h in hosts)
+
+    @property
     def is_training(self) -> bool:
         """Whether it is in the middle of a step, or between two."""
         return self.is_there and self._begun and self._at is self.place
@@ -679,9 +685,6 @@ class Worker:
         place = self._at
         assert place is not None
         try:
-            self.members.meet()  # they compare before a fragment leaves, and before it is mixed in
-            if self.place is not place:
-                raise PlaceLost
             self._streamed.stepped(place)
             return
         except PlaceLost as lost:
@@ -689,6 +692,11 @@ class Worker:
             self._lose(place, lost)
         if begun is None or self._is_to_be_pushed_again(place, begun, begun):  # all that is left of the round, at once
             self._make(0, begun, is_late=True)
+
+    def check(self, place: Place) -> None:
+        """Raises PlaceLost unless a place is this worker's, as far as it has heard."""
+        if self.place is not place:
+            raise PlaceLost
 
     def _lose(self, place: Place, lost: PlaceLost) -> None:
         """Goes on from the place that follows one that was lost in a step."""
