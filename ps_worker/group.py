@@ -22,7 +22,7 @@ import logging
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -38,6 +38,7 @@ from ps_runtime.signals import HEARD_SECONDS, undisturbed
 log = logging.getLogger("ps_worker")
 
 T = TypeVar("T")
+Members = tuple[int, ...]  # some of a group, the lowest first
 Collectives = Generator[Any, None, T]  # an exchange: yields its collectives, one after the other, as each has begun
 
 NOTICE_SECONDS = 30.0  # after which a member says that it waits for the others
@@ -76,13 +77,8 @@ class Group:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks, self.size = tuple(ranks), len(ranks)
-        some: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": len(ranks) < dist.get_world_size()}
-        if some["use_local_synchronization"]:
-            _be_in_as_many(self.ranks)
-        # The others may never come: here torch's own timeout holds. This group stays: torch numbers those of the same
-        # ranks by how many there are: without it the next session's would get a number that is taken.
-        dist.new_group(list(ranks), **some)
-        self._gloo: Any = dist.new_group(list(ranks), timeout=WAIT, **some)
+        self._gloo = _connected(self.ranks)
+        self._parts: dict[Members, Any] = {}  # process groups of some of the members
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
         self.data = self.member, self.size
         self.stages = [0] * self.size
@@ -145,7 +141,8 @@ class Group:
         except BaseException:
             # The others may never come, and a process group waits for its collectives when it is freed, also at the end
             # of the process: it is never freed.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+            for each in (self._gloo, *self._parts.values()):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
             raise
         try:
             work.wait()
@@ -236,18 +233,34 @@ class Group:
 
         return self._make(exchange())
 
-    def hand_out(self, contents: Sequence[tuple[int, torch.Tensor]], take: Callable[[], None]) -> None:
-        """Overwrites tensors on the host, of the same sizes on all members, with the content that one member has.
+    def connect(self, parts: Collection[Members]) -> None:
+        """Connects some of the members with each other: the others take no part in what these hand out.
 
-        contents: the number of that member, and the tensor
+        parts: the same on all members
+        """
+        some = sorted({*parts} - {tuple(range(self.size))})
+        for members in some:
+            if self.member in members and members not in self._parts:
+                self._parts[members] = _connected([dist.get_global_rank(self._gloo, each) for each in members])
+        if some:  # so that what the script makes later of some of these ranks has one name on all of them, too
+            _be_in_as_many(self.ranks)
+
+    def hand_out(
+        self, says: bool, contents: Callable[[bool], Sequence[tuple[Members, torch.Tensor]]], take: Callable[[], None]
+    ) -> None:
+        """Overwrites tensors on the host with the content that another member has.
+
+        says:     whether something is so for this member
+        contents: is called with whether it is so for one member. Returns the tensors that this member has, in the order
+                  that all have, each with its members: the first of them has the content. See `connect`
         take:     is called once all have come, also where this call was interrupted, before the next one
         """
 
         def exchange() -> Collectives[None]:
-            yield from self._meeting()
-            for member, content in contents:
-                source = dist.get_global_rank(self._gloo, member)
-                yield dist.broadcast(content, source, group=self._gloo, async_op=True)
+            [said] = yield from self._meeting(says)
+            for members, content in contents(bool(said)):
+                source = dist.get_global_rank(self._gloo, members[0])
+                yield dist.broadcast(content, source, group=self._parts.get(members, self._gloo), async_op=True)
             take()
 
         self._make(exchange())
@@ -340,6 +353,17 @@ def group_of(given: Any, launched: int = 0) -> Group:
             f"{named}: give it prepare(..., group=mesh), the mesh of all of them"
         )
     return Group(ranks)
+
+
+def _connected(ranks: Sequence[int]) -> Any:
+    """Returns a process group of these ranks, whose collectives wait for as long as it takes. All of them call it."""
+    some: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": len(ranks) < dist.get_world_size()}
+    if some["use_local_synchronization"]:
+        _be_in_as_many(tuple(ranks))
+    # The others may never come: here torch's own timeout holds. This group stays: torch numbers those of the same
+    # ranks by how many there are: without it the next session's would get a number that is taken.
+    dist.new_group(list(ranks), **some)
+    return dist.new_group(list(ranks), timeout=WAIT, **some)
 
 
 def _be_in_as_many(ranks: tuple[int, ...]) -> None:

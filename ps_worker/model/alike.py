@@ -3,8 +3,9 @@ pipeline hold a tied embedding.
 
 owner     The lowest member that holds one. The job has it once: its owner pushes and pulls it, and reads and sets its
           optimizer state.
-others    The other holders get the weights from the owner, over the group, once all members have a step's weights. So
-          all have the same bits, whatever each has computed.
+others    The other holders get the weights from the owner, over gloo, once all members have a step's weights. So all
+          have the same bits, whatever each has computed. Members that do not hold a parameter take no part: of a
+          pipeline with a tied embedding only the first and the last stage move it.
 gradient  The group has reduced it: it is the same on all of them. They compare it in the first step in which it is not
           zero. If optimizers step in this process, they compare the gradients of plain tensors.
 """
@@ -12,7 +13,8 @@ gradient  The group has reduced it: it is the same on all of them. They compare 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import safetensors.torch
 import torch
@@ -21,13 +23,29 @@ from torch.utils.hooks import RemovableHandle
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec
 from ps_protocol.tensors import TORCH_DTYPES, parts_of, whole_of
-from ps_worker.group import Group
+from ps_worker.group import Group, Members
 from ps_worker.model.pipeline_stages import NAMES
 from ps_worker.model.sharded import as_placed, is_sharded, like, local
 from ps_worker.model.tracked import values
 
 # Members compute a gradient in unlike order, where they reduce it themselves: it may differ by rounding.
 TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class _Package:
+    """Parameters of one type that the same members hold alike, in one piece of memory: one broadcast moves them.
+
+    members: the holders, the owner first
+    indices: the parameters, by index
+    content: their weights, one after the other
+    is_base: the weights are those that a round of local steps began with
+    """
+
+    members: Members
+    indices: Sequence[int]
+    content: torch.Tensor
+    is_base: bool
 
 
 class HeldAlike:
@@ -51,6 +69,11 @@ class HeldAlike:
         placed = [index for index in self._others if is_sharded(tensors[index])]
         told = [json.loads(each) for each in group.gather(json.dumps([self._others, placed]).encode())]
         self._shared = sorted({index for each, _ in told for index in each})
+        self._holders = {
+            index: (spec.parameters[index].member, *(m for m, (others, _) in enumerate(told) if index in others))
+            for index in self._shared
+        }
+        group.connect([*self._holders.values()])
         self._hooks: list[RemovableHandle] = []
         trained = {index for index in self._shared if spec.parameters[index].group is not None}
         # Parameters whose gradients no step has compared yet. In local modes not DTensors: the script's gradient may be
@@ -82,34 +105,66 @@ class HeldAlike:
         bases:    in local modes, by parameter of this member, the weights that the round began with; empty: none
         is_first: include parameters that no optimizer steps
         """
-        has_bases = self._spec.local is not None
         shared = [i for i in self._shared if is_first or self._spec.parameters[i].group is not None]
         if not shared:
             return
-        contents: dict[tuple[int, bool], torch.Tensor] = {}
-        for index in shared:
-            for is_base in (False, True) if has_bases and self._spec.parameters[index].group is not None else (False,):
-                contents[index, is_base] = self._content(index, bases if is_base else {})
+        packages: list[_Package] = []
+
+        def contents(bases_differ: bool) -> list[tuple[Members, torch.Tensor]]:
+            packages.extend(self._packed(shared, {}))
+            if bases_differ:
+                trained = [index for index in shared if self._spec.parameters[index].group is not None]
+                packages.extend(self._packed(trained, bases, is_base=True))
+            return [(each.members, each.content) for each in packages]
 
         def take() -> None:
-            for (index, is_base), content in contents.items():
-                whole = whole_of(content, self._spec.parameters[index].element)
-                if index in self._others and is_base:
-                    self.base[id(self._tensors[index])] = whole
-                elif index in self._others:
-                    values(self._tensors[index]).copy_(whole)
+            have_bases = any(each.is_base for each in packages)
+            for package in packages:
+                self._take(package, is_base=package.is_base or not have_bases)
 
-        sent = [(self._spec.parameters[index].member, each) for (index, _), each in contents.items()]
-        self._group.hand_out(sent, take)
+        self._group.hand_out(self._differ(bases), contents, take)
 
-    def _content(self, index: int, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Returns memory for one parameter; on its owner it has the weights."""
-        parameter, tensor = self._spec.parameters[index], self._tensors[index]
-        if parameter.member == self._group.member:
-            own = bases.get(id(tensor), values(tensor))
-            parts = parts_of(own.detach(), trained=parameter.group is not None)
-            return parts.to("cpu", copy=True).contiguous()
-        return torch.empty(parameter.shape, dtype=TORCH_DTYPES[parameter.dtype], device="cpu")
+    def _differ(self, bases: Mapping[int, torch.Tensor]) -> bool:
+        """Returns whether the weights of a parameter that this member owns differ from its base. At the end of a round
+        they are the same, and are sent once.
+        """
+        own = [self._tensors[i] for i in self._shared if self._spec.parameters[i].member == self._group.member]
+        pairs = [(values(tensor), bases[id(tensor)]) for tensor in own if id(tensor) in bases]
+        return not all(torch.equal(weights.to(base.device), base) for weights, base in pairs)
+
+    def _packed(
+        self, shared: Sequence[int], bases: Mapping[int, torch.Tensor], is_base: bool = False
+    ) -> Iterator[_Package]:
+        """Yields memory for those of the parameters that this member holds; on their owner it has the weights."""
+        packages: dict[tuple[Members, torch.dtype], list[int]] = {}
+        for index in shared:
+            members, dtype = self._holders[index], TORCH_DTYPES[self._spec.parameters[index].dtype]
+            if self._group.member in members:
+                packages.setdefault((members, dtype), []).append(index)
+        for (members, dtype), indices in packages.items():
+            content = torch.empty(sum(self._spec.parameters[i].numel for i in indices), dtype=dtype, device="cpu")
+            if members[0] == self._group.member:
+                for index, part in self._parts(indices, content):
+                    tensor, is_trained = self._tensors[index], self._spec.parameters[index].group is not None
+                    part.copy_(parts_of(bases.get(id(tensor), values(tensor)).detach(), trained=is_trained))
+            yield _Package(members, indices, content, is_base)
+
+    def _parts(self, indices: Sequence[int], content: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields the part of each parameter in the content of a package, in the parameter's shape."""
+        sizes = [self._spec.parameters[index].numel for index in indices]
+        for index, part in zip(indices, content.split(sizes), strict=True):
+            yield index, part.view(self._spec.parameters[index].shape)
+
+    def _take(self, package: _Package, is_base: bool) -> None:
+        if package.members[0] == self._group.member:
+            return
+        for index, part in self._parts(package.indices, package.content):
+            parameter, tensor = self._spec.parameters[index], self._tensors[index]
+            whole = whole_of(part, parameter.element)
+            if not package.is_base:
+                values(tensor).copy_(whole)
+            if is_base and self._spec.local is not None and parameter.group is not None:
+                self.base[id(tensor)] = whole
 
     def go_back(self) -> None:
         """Sets parameters of other owners to the weights that the round began with."""

@@ -131,6 +131,17 @@ def test_stages_of_a_pipeline_train_as_a_worker_of_one_process_in_other_modes(
     assert relative_distance(weights(end), weights(expected)) <= 1e-6
 
 
+def test_a_tied_embedding_goes_once_a_step_to_the_stages_that_have_it(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    """The stage between them gets none of it."""
+    options = Options(groups=1, members=3, micro=4, counts=True)
+    begun_and_ended(nursery, shared.address, job, tmp_path, options)
+    moved = [json.loads((tmp_path / f"bytes-0-{member}").read_text()) for member in range(3)]
+    once = Model().words.weight.nbytes
+    assert moved == [[once] * options.steps, [], [once] * options.steps]
+
+
 @pytest.mark.parametrize("mode", ["sync", "local:2"])
 def test_a_tied_embedding_whose_gradient_the_script_does_not_sum_is_refused(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
@@ -273,6 +284,9 @@ class OneOf:
 
     def gather(self, own: bytes) -> list[bytes]:
         return self._members.gather(self.member, own)
+
+    def connect(self, parts: object) -> None:
+        """These only compare."""
 
     def all_through(self, make: Callable[[], Any]) -> Any:
         """The error of one member is that of all."""

@@ -52,6 +52,7 @@ class Options:
     clip:      the norm that all gradients together are clipped to, where it is not 0
     sums:      the script sums the gradient of the tied embedding
     reads:     leaves what it gets of a loader
+    counts:    leaves the bytes that this member has sent and received of what several hold alike
     loses:     as in train_in_group
     mode, connected, prepared: as of connect and prepare
     holds:     the clocks at which it waits
@@ -70,6 +71,7 @@ class Options:
     clip: float = 0.0
     sums: bool = True
     reads: bool = False
+    counts: bool = False
     loses: str = ""
     steps: int = 6
     mode: str = "sync"
@@ -175,6 +177,7 @@ class Member:
         self.directory, self.group, self.member, self.options = directory, group, member, options
         self.share, self.shares = group, options.groups
         self.more: dict[str, Any] = {"bucket_bytes": 64, **options.prepared}
+        self.bytes: list[int] = []
         self.parts = [Model(group)]  # those of the other groups are given group 0's
         self.ends: Any = None
         if options.members:
@@ -224,6 +227,8 @@ class Member:
                 seen = sorted({int(number) for number in loader})
                 (self.directory / f"seen-{self.group}-{self.member}").write_text(json.dumps(seen))
             self.leave("begin")
+            if self.options.counts:
+                self.count_bytes()
             try:
                 self.steps(session)
             except InvalidRequest as error:
@@ -231,7 +236,18 @@ class Member:
                     raise
                 (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
                 return
+            (self.directory / f"bytes-{self.group}-{self.member}").write_text(json.dumps(self.bytes))
             self.leave("end")
+
+    def count_bytes(self) -> None:
+        """Notes the size of each broadcast of this process from now on: the script itself makes none."""
+        broadcast = dist.broadcast
+
+        def noted(tensor: torch.Tensor, *given: Any, **more: Any) -> Any:
+            self.bytes.append(tensor.nbytes)
+            return broadcast(tensor, *given, **more)
+
+        dist.broadcast = noted
 
     def steps(self, session: Session) -> None:
         options, size = self.options, ROWS // self.shares
