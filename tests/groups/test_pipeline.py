@@ -131,6 +131,60 @@ def test_stages_of_a_pipeline_train_as_a_worker_of_one_process_in_other_modes(
     assert relative_distance(weights(end), weights(expected)) <= 1e-6
 
 
+def test_a_fragment_of_stages_without_another_group_changes_nothing_where_it_is_averaged_at_once(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    """Each stage has pieces in both fragments, and of the tied embedding one of them has none."""
+    outer = {"warm_up": 0, "lr": 1.0, "momentum": 0.0, "nesterov": False, "delay": 0}
+    options = replace(ONE, mode="local:4/2", steps=9, prepared={"outer": outer})
+    _, end = begun_and_ended(nursery, shared.address, job, tmp_path, options)
+    assert relative_distance(weights(end), one_process(options)) <= 1e-6
+
+
+@pytest.mark.parametrize("non_finite", ["refuse", "skip"])
+def test_a_gradient_of_one_stage_that_is_not_finite_is_pushed_by_none(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, non_finite: str
+) -> None:
+    """Refused: all raise, and the script makes the step again. Left out: all leave it out."""
+    options = replace(ONE, poison=3, non_finite=non_finite)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = ended(groups)
+    refused = {path.name: path.read_text() for path in tmp_path.glob("refused-*")}
+    assert refused.keys() == ({"refused-0-0", "refused-0-1"} if non_finite == "refuse" else set())
+    assert all("the gradient of norm.bias is not finite" in text for text in refused.values())
+    assert relative_distance(weights(found), one_process(options)) <= 1e-6
+
+
+def test_stages_have_the_same_bits_of_what_they_share_on_a_narrow_wire(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    """What the wire rounds off of the tied embedding is kept by the stage that pushes it."""
+    wires = {"gradient_wire": "int8", "weight_wire": "int8"}
+    options = Options(prepared=wires, connected={"transport": "tcp"}, optimizer="SGD", steps=12)
+    _, end = begun_and_ended(nursery, shared.address, job, tmp_path, options)
+    expected = one_process(options)
+    moved = relative_distance(one_process(replace(options, steps=0)), expected)
+    assert 0 < relative_distance(weights(end), expected) < moved / 10
+
+
+def test_late_steps_of_a_pipeline_count_on_all_stages_where_an_update_waits_for_a_quorum(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    options = Options(connected={"quorum": 1}, slow=2, holds=[4])
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        until(lambda: groups.are_held(2, (1,)), "group 1 to stand at clock 2")
+        until(lambda: groups.are_held(4, (0,)), "group 0 to go on without it")
+        groups.let_go(2)
+        until(lambda: groups.are_held(4), "group 1 to come to clock 4")
+        rules = [bucket.rule for shard in shared.shards for bucket in shard.jobs()[job].buckets.values()]
+        pushed = [rule.pushed for rule in rules if rule.version]
+        assert pushed == [{0: 4, 1: 4}] * len(pushed)
+        groups.let_go(4)
+        found = groups.ended()
+    for first in (0, 2):
+        assert {name for name in joined(found[first:][:2]) if name in NAMES} == NAMES
+
+
 def test_a_tied_embedding_goes_once_a_step_to_the_stages_that_have_it(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.utils.data import DataLoader
 
 import ps_torch
-from ps_torch import InvalidRequest, Session
+from ps_torch import InvalidRequest, NonFiniteGradient, Session
 from tests.scripts.train_in_group import LOST_STEP, lose_place
 from tests.scripts.train_with_state import hold
 
@@ -53,7 +53,9 @@ class Options:
     sums:      the script sums the gradient of the tied embedding
     reads:     leaves what it gets of a loader
     counts:    leaves the bytes that this member has sent and received of what several hold alike
-    loses:     as in train_in_group
+    loses, non_finite: as in train_in_group
+    poison:    the clock before which a gradient of the last stage of group 0 is not finite, once
+    slow:      the clock at which group 1 waits, and no other
     mode, connected, prepared: as of connect and prepare
     holds:     the clocks at which it waits
     steps:     the clock at which it ends
@@ -73,6 +75,9 @@ class Options:
     reads: bool = False
     counts: bool = False
     loses: str = ""
+    poison: int = -1
+    non_finite: str = "refuse"
+    slow: int = -1
     steps: int = 6
     mode: str = "sync"
     connected: dict[str, Any] = field(default_factory=dict)
@@ -161,6 +166,8 @@ def one_process(options: Options) -> dict[str, torch.Tensor]:
     own = trained(model)
     optimizer = make_optimizer(options.optimizer, own.values())
     for step in range(options.steps):
+        if step == options.poison and options.non_finite == "skip":
+            continue
         words, wanted = batch(step)
         loss(model(words), wanted).backward()
         if options.clip:
@@ -176,7 +183,7 @@ class Member:
     def __init__(self, directory: Path, group: int, member: int, options: Options) -> None:
         self.directory, self.group, self.member, self.options = directory, group, member, options
         self.share, self.shares = group, options.groups
-        self.more: dict[str, Any] = {"bucket_bytes": 64, **options.prepared}
+        self.more: dict[str, Any] = {"bucket_bytes": 64, "non_finite": options.non_finite, **options.prepared}
         self.bytes: list[int] = []
         self.parts = [Model(group)]  # those of the other groups are given group 0's
         self.ends: Any = None
@@ -252,9 +259,9 @@ class Member:
     def steps(self, session: Session) -> None:
         options, size = self.options, ROWS // self.shares
         schedule = self.schedule() if hasattr(self, "line") else None
-        step = session.clock
+        step, poisoned = session.clock, {options.poison}
         while step < options.steps:
-            if step in options.holds:
+            if step in options.holds or (step == options.slow and self.group == 1):
                 self.leave(str(step))
                 hold(self.directory, 10 * self.group + self.member, step)
             words, wanted = (each[self.share * size :][:size] for each in batch(step))
@@ -273,9 +280,16 @@ class Member:
                     dist.all_reduce(local(gradient), group=self.ends)
             if options.clip:
                 self.clip()
+            if step in poisoned:
+                poisoned.remove(step)
+                if self.group == 0 and self.parts[-1].is_last:
+                    self.own["norm.bias"].grad[0] = float("nan")
             if step == LOST_STEP and options.loses and (self.group, self.member) == (options.groups - 1, 1):
                 lose_place(session, options.loses, lambda: None)
-            self.optimizer.step()
+            try:
+                self.optimizer.step()
+            except NonFiniteGradient as error:
+                (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
             self.optimizer.zero_grad()
             step = min(step + 1, session.clock)  # a rollback takes it back
 
