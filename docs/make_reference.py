@@ -43,13 +43,13 @@ OPTIMIZER_METHODS = ("step", "state_dict", "load_state_dict", "add_param_group")
 
 # By module for a framework: its public names. These are extras, so the sources are read, and not imported.
 FRAMEWORKS = {
-    "accelerate": ("connect",),
+    "accelerate": ("connect", "join"),
     "engines.answers": ("TellsVersion",),
     "engines.huggingface": ("FollowingModels", "GenerationServer"),
     "engines.sglang": ("DiskFollower",),
     "engines.vllm": ("FeedTransferEngine", "FollowInfo", "WantedVersion", "register"),
     "huggingface": ("OnServers", "PsTrainer"),
-    "lightning": ("ParameterServerStrategy", "FabricParameterServerStrategy"),
+    "lightning": ("ParameterServerStrategy", "ParameterServerGroupStrategy", "FabricParameterServerStrategy"),
     "ray": ("PsConfig", "ParameterServer"),
 }
 

@@ -88,6 +88,12 @@ def launched_member() -> int | None:
     return int(rank) if is_launched() and os.environ.get(GROUP_SIZE, "1") != "1" and rank.isdigit() else None
 
 
+def launched_group_size() -> int:
+    """Returns how many processes a launcher has started as this worker; 1 where it does not say."""
+    size = os.environ.get(GROUP_SIZE, "")
+    return int(size) if size.isdigit() else 1
+
+
 def report_started() -> None:
     """Tells the launcher that all declared workers have joined."""
     path = os.environ.get(STARTED_FILE)

@@ -1,5 +1,10 @@
-"""Lightning on parameter servers: a strategy for Trainer, whose name is "ps", and one for Fabric. Needs `lightning`."""
+"""Lightning on parameter servers: a strategy for Trainer, whose name is "ps", one for groups of processes, and one for
+Fabric. Needs `lightning`."""
 
-from ps_worker.lightning import FabricParameterServerStrategy, ParameterServerStrategy
+from ps_worker.lightning import (
+    FabricParameterServerStrategy,
+    ParameterServerGroupStrategy,
+    ParameterServerStrategy,
+)
 
-__all__ = ["FabricParameterServerStrategy", "ParameterServerStrategy"]
+__all__ = ["FabricParameterServerStrategy", "ParameterServerGroupStrategy", "ParameterServerStrategy"]

@@ -8,6 +8,14 @@
 Under torchrun Accelerate would start torch.distributed and wrap the model in DistributedDataParallel. Gradients would
 then be reduced twice, and async would wait at every step. Therefore Accelerate sees only the rank of this launch, which
 `accelerator.is_main_process`, `print` and `save` need.
+
+In a process that is a member of a group Accelerate sees the processes of the group, and cuts the model over them. Then
+it comes first:
+
+    session = ps_torch.accelerate.connect()
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer, loader = ps_torch.accelerate.join(session, accelerator, model, optimizer, loader)
 """
 
 from __future__ import annotations
@@ -16,10 +24,15 @@ import logging
 import weakref
 from typing import Any
 
+import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate import accelerator as accelerators
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
 
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_runtime.launch_id import launched_group_size
 from ps_runtime.rank import hide_launcher_variables
 from ps_worker.connecting import connect as connect_session
 from ps_worker.session import Session
@@ -37,9 +50,9 @@ LAUNCHED = (
 def connect(*arguments: Any, **settings: Any) -> Session:
     """Returns a session as `ps_torch.connect` does. Accelerate then sees one process, of this worker's rank.
 
-    The launcher's variables are removed from os.environ, except in mode ddp, where Accelerate works as usual. Call it
-    before Accelerator or TrainingArguments are made. A loader that only `accelerator.prepare` gets is not divided among
-    the workers: the log warns of it, once.
+    The launcher's variables are removed from os.environ, except in mode ddp, where Accelerate works as usual, and in a
+    member of a group, where Accelerate sees the group. Call it before Accelerator or TrainingArguments are made. A
+    loader that only `accelerator.prepare` gets is not divided among the workers: the log warns of it, once.
 
     Args:
         arguments, settings: As for `ps_torch.connect`.
@@ -49,9 +62,69 @@ def connect(*arguments: Any, **settings: Any) -> Session:
     """
     session = connect_session(*arguments, **settings)
     if session.mode != "ddp":
-        hide_launcher(session)
+        if launched_group_size() == 1:
+            hide_launcher(session)
         _watched.watch(session)
     return session
+
+
+def join(session: Session, accelerator: Accelerator, *things: Any, **options: Any) -> Any:
+    """Joins the job with what `accelerator.prepare` has cut by FSDP2: the processes of this group are one worker.
+
+    Args:
+        session: From `connect`.
+        accelerator: It has a FullyShardedDataParallelPlugin(fsdp_version=2).
+        things: The model and the optimizers that `accelerator.prepare` has returned, schedulers, and plain loaders: a
+            loader gets this process' share of the data.
+        options: Those of `Session.prepare`, such as bucket_bytes and gradient_wire.
+
+    Returns:
+        The things, in the order given, ready to train. Optimizers and schedulers stay Accelerate's.
+
+    Raises:
+        Unsupported: The accelerator cuts the model in a way that groups do not have.
+        PSError: As in `Session.prepare`.
+    """
+    _refuse_other_cuts(accelerator)
+    plain = []
+    for thing in things:
+        match thing:
+            case AcceleratedOptimizer():
+                plain.append(thing.optimizer)
+            case AcceleratedScheduler():
+                plain.append(thing.scheduler)
+            case _:
+                plain.append(thing)
+    made = session.prepare(*plain, group=dist.group.WORLD, **options)
+    joined = []
+    for thing, prepared in zip(things, made if len(things) > 1 else (made,), strict=True):
+        if isinstance(thing, AcceleratedOptimizer):
+            thing.optimizer = prepared
+        joined.append(thing if isinstance(thing, AcceleratedOptimizer | AcceleratedScheduler) else prepared)
+    return joined[0] if len(joined) == 1 else tuple(joined)
+
+
+def _refuse_other_cuts(accelerator: Accelerator) -> None:
+    """Raises Unsupported for what Accelerate does with several processes and a group does not have."""
+    if not accelerator.is_fsdp2:
+        raise Unsupported(
+            "the processes of a group train a model that Accelerate has cut by FSDP2: give Accelerator a "
+            "FullyShardedDataParallelPlugin(fsdp_version=2). Accelerate leaves the plugin out on CPUs. Here it has "
+            f"{accelerator.distributed_type.value}"
+        )
+    plugin, parallel = accelerator.state.fsdp_plugin, accelerator.parallelism_config
+    if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
+        raise Unsupported("FullyShardedDataParallelPlugin(cpu_offload=True): leave it out, servers hold the moments")
+    if accelerator.scaler is not None:
+        raise Unsupported('mixed_precision="fp16" has a GradScaler, which groups are not tried with: use "bf16"')
+    for name in ("dp_replicate_size", "tp_size", "cp_size", "sp_size"):
+        size = 1 if parallel is None else vars(parallel)[name]
+        if size > 1:
+            raise Unsupported(
+                f"ParallelismConfig({name}={size}): with Accelerate the processes of a group cut the model by "
+                "dp_shard_size alone. The groups of the job are its replicas; tensor parallel is for a loop of your "
+                "own (docs/groups.md)"
+            )
 
 
 def hide_launcher(session: Session) -> None:

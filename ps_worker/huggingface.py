@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, 
 from transformers import Trainer, TrainerCallback
 
 from ps_protocol.errors import Unsupported
+from ps_runtime.launch_id import launched_group_size
 from ps_worker.accelerate import connect, divides_itself, hide_launcher
 from ps_worker.data.loaders import rebuilt
 from ps_worker.session import Session
@@ -59,6 +60,11 @@ class OnServers:
         self._stepper: Any = None  # the optimizer that the session has prepared
         self._scheduler_given = False
         if self._on_servers:
+            if launched_group_size() > 1:
+                raise Unsupported(
+                    "the Trainer trains one process a worker, and its launcher has started this one as a member of a "
+                    "group: train with Accelerate and ps_torch.accelerate.join, or leave --group out"
+                )
             hide_launcher(session)
             divides_itself()
         super().__init__(*arguments, **more)

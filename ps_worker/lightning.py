@@ -1,36 +1,59 @@
 """Lightning on parameter servers: a strategy for Trainer, and one for Fabric. Needs the package `lightning`.
 
     trainer = Trainer(strategy="ps", ...)                             # after `import ps_torch.lightning`
+    trainer = Trainer(strategy=ParameterServerGroupStrategy(...))     # in place of ModelParallelStrategy
     fabric = Fabric(strategy=FabricParameterServerStrategy(), ...)
 
-Each worker is one process with one device, started by `ps-worker run`, torchrun or another launcher. Lightning's own
-collectives become those of the session, so that metrics logged with `sync_dist=True` are means over all workers.
+With the first and the last each worker is one process with one device, started by `ps-worker run`, torchrun or another
+launcher; with the second a worker is a group of processes. Lightning's own collectives become those of the session, so
+that metrics logged with `sync_dist=True` are means over all workers.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies import Strategy as TrainerStrategy
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_runtime.launch_id import launched_group_size
+from ps_runtime.rank import TORCHRUN
 from ps_worker.connecting import connect
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.session import Session
 
 NAME = "ps"
+
+
+def _refuse_group(instead: str) -> None:
+    """Raises Unsupported where a launcher has started this process as one of several that are a worker."""
+    if launched_group_size() > 1:
+        raise Unsupported(
+            f"the launcher has started {launched_group_size()} processes as this worker, and this strategy trains one "
+            f"process a worker: take {instead}"
+        )
+
+
+def _say_steps(session: Session, trainer: Any) -> None:
+    """Tells those who watch how many steps there will be, where one optimizer makes a known number of them."""
+    steps = trainer.estimated_stepping_batches - trainer.global_step
+    if len(trainer.optimizers) == 1 and 0 < steps < math.inf:
+        session.progress(total=session.clock + int(steps))
 
 
 class _OnSession:
@@ -43,14 +66,14 @@ class _OnSession:
         # It decides which worker logs; Lightning itself reads launchers' variables.
         rank_zero_only.rank = self.session.rank
 
-    def _prepare(self, *things: Any) -> tuple[Any, ...]:
+    def _prepare(self, *things: Any, **more: Any) -> tuple[Any, ...]:
         if self._joined:
             raise InvalidRequest(
                 "this strategy's session has its models already, and a session has them once: train again with a new "
                 "strategy, over connect(job=...) with another name. Of several models hand all to session.prepare "
                 "first, with their optimizers; Fabric's setup takes them then as they are"
             )
-        prepared = self.session.prepare(*things, **self._options)
+        prepared = self.session.prepare(*things, **self._options, **more)
         self._joined = True
         rank_zero_only.rank = self.session.rank
         return prepared  # type: ignore[no-any-return]
@@ -169,6 +192,7 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
     lr_scheduler_configs: Any
 
     def __init__(self, session: Session | None = None, **options: Any) -> None:
+        _refuse_group("ParameterServerGroupStrategy, which is Lightning's ModelParallelStrategy on servers")
         _OnSession.__init__(self, session, options)
         ParallelStrategy.__init__(self, parallel_devices=[self.session.device])
 
@@ -192,10 +216,7 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
     def on_train_start(self) -> None:
         """Announces the number of steps, for status, if one optimizer makes a known number of them."""
         super().on_train_start()
-        trainer = self.lightning_module.trainer
-        steps = trainer.estimated_stepping_batches - trainer.global_step
-        if len(self.optimizers) == 1 and 0 < steps < math.inf:
-            self.session.progress(total=self.session.clock + int(steps))
+        _say_steps(self.session, self.lightning_module.trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the weights of the job, with every acknowledged update, on the worker that writes checkpoints."""
@@ -217,6 +238,173 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
         TrainerStrategy.teardown(self)
 
 
+class ParameterServerGroupStrategy(ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy where its processes are one worker: a group, as `ps-worker run --group` starts.
+
+    `configure_model` cuts the module over `self.device_mesh`, as without servers. `trainer.global_rank`, `world_size`
+    and `device_mesh` are those of this group; metrics with `sync_dist`, decisions and paths are those of all processes
+    of all groups. Group 0 writes checkpoints, by its own processes.
+
+    Args:
+        arguments, more: As for ModelParallelStrategy: data_parallel_size, tensor_parallel_size,
+            save_distributed_checkpoint. `devices` of the Trainer need not be given.
+        session: From `ps_torch.connect`; by default a new one.
+        prepare_options: Options of `Session.prepare`, such as bucket_bytes and gradient_wire.
+
+    Raises:
+        InvalidRequest: No launcher has started this process as a member of a group.
+    """
+
+    optimizers: Any  # these are Lightning's
+    lr_scheduler_configs: Any
+
+    def __init__(
+        self,
+        *arguments: Any,
+        session: Session | None = None,
+        prepare_options: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        if TORCHRUN.count_given() < 2:
+            raise InvalidRequest(
+                "ParameterServerGroupStrategy trains in processes that are started as a group: by ps-worker run "
+                "--group N, or by a torchrun for each group (docs/groups.md)"
+            )
+        super().__init__(*arguments, **more)
+        self._everyone = _OnSession(session, prepare_options or {})
+        self._is_alone = False  # whether this group does something that the others do not
+        self.session = self._everyone.session
+        self.cluster_environment = environment = TorchElasticEnvironment()  # it reads the variables of a group
+        self.parallel_devices = [self.session.device] * environment.world_size()
+
+    @property
+    def root_device(self) -> torch.device:
+        """The session's device."""
+        return self.session.device
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the process that writes what one process writes: the first one of group 0."""
+        return self.global_rank == 0 and self.session.rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """This process' share of the data, for the DistributedSampler that Lightning puts into loaders."""
+        self._join()
+        own = super().distributed_sampler_kwargs
+        count, rank = own["num_replicas"], own["rank"]
+        if not self._everyone._joined:  # `validate` before `fit`: the group goes through all of the data
+            return {"num_replicas": count, "rank": rank}
+        return {"num_replicas": self.session.world_size * count, "rank": self.session.rank * count + rank}
+
+    def set_world_ranks(self) -> None:
+        """Tells Lightning the process' place in its group, and which process logs."""
+        super().set_world_ranks()
+        rank_zero_only.rank = self.session.rank * self.world_size + self.global_rank
+
+    def load_checkpoint(self, checkpoint_path: Any, **more: Any) -> dict[str, Any]:
+        """Loads the group's pieces of a checkpoint: before it joins, as an optimizer on servers has no state to load
+        into."""
+        if self._everyone._joined:
+            raise InvalidRequest("a group loads a checkpoint before it joins: give fit(..., ckpt_path=...)")
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, **more)
+        return loaded
+
+    def _join(self) -> None:
+        """Joins the job, once. Lightning makes loaders ready after it has loaded a checkpoint: no hook is between."""
+        if self._everyone._joined or not self.optimizers:
+            return
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        things = self.lightning_module, *self.optimizers, *schedulers
+        prepared = self._everyone._prepare(*things, group=self.device_mesh)
+        self.optimizers = list(prepared[1 : 1 + len(self.optimizers)])
+        self.set_world_ranks()
+        for callback in self.lightning_module.trainer.checkpoint_callbacks:  # decided by each group for itself so far
+            if getattr(callback, "dirpath", None) is not None:
+                callback.dirpath = self.session.broadcast(os.fspath(callback.dirpath))
+
+    def on_train_start(self) -> None:
+        """Says how many steps there will be, for those who watch, where one optimizer makes a known number of them."""
+        self._join()
+        super().on_train_start()
+        _say_steps(self.session, self.lightning_module.trainer)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Returns a loader of batches on the session's device; the loader itself where nothing is trained."""
+        self._join()
+        return self._everyone.process_dataloader(dataloader)
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Returns a context in which backward only adds to the gradients: for accumulation."""
+        return self.session.no_sync()
+
+    # -- over all processes of all groups, once they have joined -------------------------------------------------------
+
+    @property
+    def _is_with_all(self) -> bool:
+        return self._everyone._joined and not self._is_alone
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A `with` block in which collectives are those of this group."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
+    def barrier(self, name: str | None = None) -> None:
+        """Returns when every process has called it."""
+        if self._is_with_all:
+            self.session.barrier()
+        else:
+            super().barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Returns the value of one process, for all. Raises Unsupported for a value that a session cannot send."""
+        return self._everyone.broadcast(obj, src) if self._is_with_all else super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Returns the mean over processes, or the sum, the largest, the smallest. Raises Unsupported for others."""
+        if self._is_with_all:
+            return self._everyone.reduce(tensor, group, reduce_op)
+        return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Returns the tensors of all processes, stacked by group and then by member. Raises Unsupported."""
+        if self._is_with_all:
+            return self._everyone.all_gather(tensor, group, sync_grads)
+        gathered: torch.Tensor = super().all_gather(tensor, group, sync_grads)
+        return gathered
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Returns one decision for all processes: whether all of them decided so, or any."""
+        if self._is_with_all:
+            return self._everyone.reduce_boolean_decision(decision, all)
+        decided: bool = super().reduce_boolean_decision(decision, all)
+        return decided
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the weights of the job: DTensors, or whole tensors where one file is written."""
+        if not self._everyone._joined:
+            state: dict[str, Any] = super().lightning_module_state_dict()
+            return state
+        weights = self.session.global_weights(self.lightning_module)
+        if self._save_distributed_checkpoint:
+            return weights
+        whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in weights.items()}
+        return {name: each.cpu() for name, each in whole.items()} if self.global_rank == 0 else {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint, by the processes of group 0."""
+        path = Path(self.broadcast(os.fspath(filepath)))
+        if self.session.rank == 0:
+            with self._alone():
+                super().save_checkpoint(checkpoint, path, storage_options)
+
+
 class FabricParameterServerStrategy(_OnSession, FabricStrategy):
     """Trains with Fabric in the session's mode: `Fabric(strategy=FabricParameterServerStrategy())`.
 
@@ -230,6 +418,7 @@ class FabricParameterServerStrategy(_OnSession, FabricStrategy):
     """
 
     def __init__(self, session: Session | None = None, **options: Any) -> None:
+        _refuse_group("a loop of your own, with session.prepare(..., group=mesh)")
         _OnSession.__init__(self, session, options)
         FabricStrategy.__init__(self)
         self._trained: list[nn.Module] = []  # the script's own modules that the session has prepared

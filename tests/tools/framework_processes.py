@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from ps_runtime.free_ports import free_port
 from tests.tools.cluster import Cluster
 
 Weights = list[list[float]]
@@ -36,16 +37,25 @@ def run_workers(
 ) -> list[Any]:
     """What module.function(*arguments) returns in each worker, by rank. Raises AssertionError with its traceback.
 
-    more: mode ("sync" with a cluster, else "single") and workers (2 with a cluster, else 1)
+    more: mode ("sync" with a cluster, else "single"), workers (2 with a cluster, else 1), and members: of each worker,
+    which is a group of processes then; they come one group after the other
     """
     count = more.pop("workers", 2 if cluster else 1)
+    members = more.pop("members", 0)
     mode = more.pop("mode", "sync" if cluster else "single")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in PRELOADED if importlib.util.find_spec(name.split(".")[0])])
     begun = []
-    for rank in range(count):
+    ports: set[int] = set()
+    for number in range(count * (members or 1)):
+        rank = number // (members or 1)
+        if members and number % members == 0:
+            ports.add(port := free_port(taken=ports))
         here, there = context.Pipe(duplex=False)
-        variables = {"PS_MODE": mode, "PS_RANK": str(rank), "PS_WORLD_SIZE": str(count), "PS_LOCAL_RANK": str(rank)}
+        variables = {"PS_MODE": mode, "PS_RANK": str(rank), "PS_WORLD_SIZE": str(count), "PS_LOCAL_RANK": str(number)}
+        if members:  # as `ps-worker run --group` tells them
+            place = {"RANK": str(number % members), "WORLD_SIZE": str(members), "LOCAL_RANK": str(number)}
+            variables |= place | {"PS_GROUP_SIZE": str(members), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         if cluster is not None:
             variables |= {"PS_SERVER": cluster.address, "PS_JOB": job[-100:], "PS_METRICS_HOST": "127.0.0.1"}
         process = context.Process(target=_work, args=(there, variables, module, function, arguments, more), daemon=True)
