@@ -50,7 +50,7 @@ FRAMEWORKS = {
     "engines.vllm": ("FeedTransferEngine", "FollowInfo", "WantedVersion", "register"),
     "huggingface": ("OnServers", "PsTrainer"),
     "lightning": ("ParameterServerStrategy", "ParameterServerGroupStrategy", "FabricParameterServerStrategy"),
-    "ray": ("PsConfig", "ParameterServer"),
+    "ray": ("PsConfig", "ParameterServer", "ActorGroups"),
 }
 
 # A line that explains one or more names: "rank: from 0", "tls_cert, tls_key: this worker's certificate and key".

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from ps_worker.ray import ParameterServer, WorkerProcess, WorkerSettings
+from ps_worker.ray import ActorGroups, ParameterServer, WorkerProcess, WorkerSettings
 from ps_worker.ray import __getattr__ as __getattr__  # imports Ray Train when PsConfig is asked for
 
 if TYPE_CHECKING:
     from ps_worker.ray import PsConfig
 
-__all__ = ["ParameterServer", "PsConfig", "WorkerProcess", "WorkerSettings"]
+__all__ = ["ActorGroups", "ParameterServer", "PsConfig", "WorkerProcess", "WorkerSettings"]

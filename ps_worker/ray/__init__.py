@@ -6,21 +6,25 @@
         settings = servers.settings(mode="ssp:4")
         ray.get([train.remote(settings) for _ in range(8)])         # train begins with settings.apply()
 
+    ActorGroups(servers, settings, start, groups=2, members=2).run(lambda actor: actor.train.remote())  # groups
+
 deployment.py What travels between the processes: what servers to start, what a worker is told, which process it is
 actors.py    The coordinator and a shard, each an actor of Ray that has one server process
 server_actors.py `ParameterServer`: the actors of one cluster, and where Ray puts them
+actor_groups.py `ActorGroups`: actors that several at a time are one worker
 train.py     `PsConfig`: the backend for Ray Train
 """
 
 from typing import TYPE_CHECKING, Any
 
+from ps_worker.ray.actor_groups import ActorGroups
 from ps_worker.ray.deployment import WorkerProcess, WorkerSettings
 from ps_worker.ray.server_actors import ParameterServer
 
 if TYPE_CHECKING:
     from ps_worker.ray.train import PsConfig
 
-__all__ = ["ParameterServer", "PsConfig", "WorkerProcess", "WorkerSettings"]
+__all__ = ["ActorGroups", "ParameterServer", "PsConfig", "WorkerProcess", "WorkerSettings"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from ps_launch.own_servers import server_options
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.modes import parse_mode
-from ps_runtime.launch_id import LAUNCH_ID
+from ps_runtime.launch_id import GROUP_SIZE, LAUNCH_ID
 from ps_runtime.settings import set_environment
 
 # The files of `ps-server dev-certs`, and of anything that names its files so.
@@ -109,6 +109,27 @@ class WorkerProcess:
 
 
 @dataclass(frozen=True)
+class MemberPlace:
+    """The place of a process in a group: several processes that are one worker.
+
+    member:  which of them it is, from 0
+    size:    how many there are
+    address: HOST:PORT at which they meet, on the first one's node
+    """
+
+    member: int
+    size: int
+    address: str
+
+    def variables(self) -> dict[str, str]:
+        """Returns what `torch.distributed` and `prepare` read."""
+        host, _, port = self.address.rpartition(":")
+        # Ray has a process see its own GPUs alone, so each is the first one.
+        own = {"RANK": str(self.member), "WORLD_SIZE": str(self.size), "LOCAL_RANK": "0", GROUP_SIZE: str(self.size)}
+        return {**own, "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
+
+
+@dataclass(frozen=True)
 class WorkerSettings:
     """The settings of a job's workers. They may be passed to any actor or task.
 
@@ -128,11 +149,14 @@ class WorkerSettings:
         if parse_mode(self.mode) is None:
             raise InvalidRequest(f"mode {self.mode} has no servers: use sync, ssp:K or async")
 
-    def apply(self, rank: int | None = None, world_size: int | None = None) -> WorkerProcess:
+    def apply(
+        self, rank: int | None = None, world_size: int | None = None, *, member: MemberPlace | None = None
+    ) -> WorkerProcess:
         """Sets the PS_* variables of this process, so that `ps_torch.connect()` and the frameworks find them.
 
         Args:
             rank, world_size: Those of a worker of a job that is not elastic.
+            member: The place in a group, if several processes are this worker; torch's variables are set, too.
 
         Returns:
             The identity of this process, for `ParameterServer.report_end`.
@@ -150,5 +174,6 @@ class WorkerSettings:
         switches = {"PS_ELASTIC": "1" if self.elastic else "", "PS_INSECURE": "1" if self.insecure else ""}
         files = self.certificates.unpack() if self.certificates is not None else {}
         more = {f"PS_{name.upper()}": str(value) for name, value in self.more.items()}
-        set_environment({**more, **own, **switches, **place, **files})
+        in_group = member.variables() if member is not None else {GROUP_SIZE: ""}
+        set_environment({**more, **own, **switches, **place, **files, **in_group})
         return WorkerProcess(self.job, self.launch, socket.gethostname(), os.getpid())

@@ -77,7 +77,7 @@ class ParameterServer:
         self._launch = new_launch_id()
         options = deployment.options()
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        find = ray.remote(num_cpus=0, scheduling_strategy=here)(_free_address)
+        find = ray.remote(num_cpus=0, scheduling_strategy=here)(free_address)
         self.address: str = ray.get(find.remote())
         host = self.address.rpartition(":")[0]
         if not (is_loopback(host) or own is not None or deployment.insecure):
@@ -215,8 +215,8 @@ class ParameterServer:
         self.stop()
 
 
-def _free_address() -> str:
-    """Returns an unused address of this node, which the coordinator keeps."""
+def free_address() -> str:
+    """Returns an unused address of this node: for the coordinator, which keeps it, and for the members of a group."""
     host = ray.util.get_node_ip_address()
     return f"[{host}]:{free_port(host)}" if ":" in host else f"{host}:{free_port(host)}"
 

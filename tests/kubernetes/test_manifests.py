@@ -16,7 +16,7 @@ import ps_server.cli
 import ps_worker.cli
 from ps_runtime.settings import unknown_variables
 from ps_server.ops.health_port import LIVE, READY
-from tests.tools.kubernetes import FILES, OVERLAYS, Template, base, one, read, relays, templates
+from tests.tools.kubernetes import FILES, OVERLAYS, Template, base, one, read, relays, templates, with_groups
 from tests.tools.launching import ROOT
 from tests.tools.prometheus_rule import TARGET, rule
 
@@ -366,6 +366,39 @@ def test_the_workers_of_volcano_are_those_of_the_base() -> None:
     assert words(ours)[:-1] == words(base_workers)[:-1]
     assert ours.spec["volumes"] == base_workers.spec["volumes"]
     assert variables(ours).keys() == variables(base_workers).keys()
+
+
+def test_workers_that_are_groups_are_started_alike_by_a_job_a_jobset_and_a_trainjob(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the pods of the first one do is tried in test_pods.py."""
+    objects = with_groups([*base(), *JOBSET, *KUBEFLOW])
+    assert objects != [*base(), *JOBSET, *KUBEFLOW]
+    of_job, job_set, train = (
+        one(objects, kind, name)["spec"]
+        for kind, name in (("Job", "workers"), ("JobSet", "char-gpt"), ("TrainJob", "char-gpt"))
+    )
+    of_set = jobs_of(job_set)["node"]
+    containers = [each["template"]["spec"]["containers"][0] for each in (of_job, of_set)]
+    told = {"NAMESPACE": "ps", "JOB_COMPLETION_INDEX": "1"}
+    for name, value in {"PS_SERVER": "h:1", "PS_LAUNCH_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    trainer = train["trainer"]
+    for container, pods in zip((*containers, trainer), (of_job, of_set, train["trainer"]), strict=True):
+        assert container["command"] == ["ps-worker"]
+        words = [re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], word) for word in container["args"]]
+        read_as = ps_worker.cli.parser().read(words)
+        assert (read_as.workers, read_as.group, read_as.first_rank, read_as.mode) == (1, 2, 1, "sync")
+        assert read_as.max_restarts > 0, "a group is started again as a whole"
+        assert read_as.world_size == pods.get("completions", pods.get("numNodes")), "a pod is a group"
+        resources = container.get("resources", container.get("resourcesPerNode"))
+        assert resources["requests"]["cpu"] == str(read_as.group)
+    variables_of_job = {each["name"]: each.get("value") for each in containers[0]["env"]}
+    assert variables_of_job["OMP_NUM_THREADS"] == "1"
+    assert of_set["completionMode"] == of_job["completionMode"] == "Indexed", "their pods have an index"
+    for name, wanted in (("jobset", "../../jobset"), ("trainjob", "../../kubeflow")):
+        folder = yaml.safe_load((FILES / "groups" / name / "kustomization.yaml").read_text())
+        assert (folder["resources"], folder["components"]) == ([wanted], ["../../components/groups"])
 
 
 def test_the_ray_jobs_script_knows_its_arguments_and_writes_where_all_nodes_see_it() -> None:

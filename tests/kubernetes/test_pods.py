@@ -12,10 +12,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.tools.container_place import ContainerPlace
-from tests.tools.kubernetes import FILES, Object, base, copy_of_the_files, kubectl, one, read, relays, render
+from tests.tools.kubernetes import (
+    FILES,
+    Object,
+    base,
+    copy_of_the_files,
+    kubectl,
+    one,
+    read,
+    relays,
+    render,
+    with_groups,
+)
+from tests.tools.launching import kill_family
 from tests.tools.network import network_of
 from tests.tools.pods import END_SECONDS, LoopbackPlace, Place, Pods, wait_ready
 
@@ -139,6 +152,50 @@ def test_pods_without_root_or_a_root_to_write_to_train_through_the_death_of_a_sh
                     refused = pods.run_in(pod, "touch", path)
                     assert "Read-only file system" in refused.stderr, (pod.name, path, refused.stderr)
             trains_through_the_death_of_a_shard(pods)
+
+
+GROUPS = ["--steps=100000", "--checkpoint-every=10", "--batch-size=1", "--width=16", "--hidden=32", "--block=8"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(480)
+def test_a_pod_that_is_a_group_starts_it_again_as_a_whole_and_comes_back_itself(tmp_path: Path) -> None:
+    """The component `groups` over the base, on loopback: a member is killed, and then a whole pod."""
+    objects = with_groups([*base(), *read(*sorted((FILES / "components" / "cert-manager").glob("[ac]*.yaml")))])
+    arguments = one(objects, "Job", "workers")["spec"]["template"]["spec"]["containers"][0]["args"]
+    arguments += GROUPS
+    pods = Pods(objects, tmp_path, LoopbackPlace(tmp_path, MOST_PODS))
+    try:
+        wait_ready(pods, "coordinator", "shards")
+        [coordinator], [_, other] = pods.of("coordinator"), pods.of("workers")
+
+        def joined() -> list[int]:
+            return [int(clock) for clock in re.findall(r"worker 1 joins at clock (\d+)", coordinator.log)]
+
+        def steps() -> int:
+            return len(re.findall(r"step \d+/100000", pods.of("workers")[0].log))
+
+        pods.until(lambda: steps() >= 1, "both groups to train")
+        assert joined() == [0]
+        members = [
+            each for each in psutil.Process(other.process.pid).children(True) if "examples" in str(each.cmdline())
+        ]
+        assert len(members) == 2
+        members[1].kill()
+        pods.until(lambda: "its group ends, and is started again" in other.log, "the launcher to see it")
+        pods.until(lambda: len(joined()) == 2, "the group")
+        assert not members[0].is_running()
+        assert pods.replaced == [], "the pod stays"
+
+        before = steps()
+        kill_family(other.process.pid)
+        pods.until(lambda: len(joined()) == 3, "another pod with the group")
+        assert pods.replaced == ["workers-1"]
+        pods.until(lambda: steps() > before + 1, "further steps")
+        assert 0 < joined()[1] < joined()[2]
+        assert not pods.ended
+    finally:
+        pods.close()
 
 
 def owner(process: Path) -> int:

@@ -16,7 +16,17 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.tools.kubernetes import FILES, OVERLAYS, Object, copy_of_the_files, kubectl, one, render, templates
+from tests.tools.kubernetes import (
+    FILES,
+    OVERLAYS,
+    Object,
+    copy_of_the_files,
+    kubectl,
+    one,
+    render,
+    templates,
+    with_groups,
+)
 from tests.tools.launching import ROOT
 
 pytestmark = pytest.mark.kubernetes
@@ -29,6 +39,7 @@ MODELS = {  # by API group and version: the module, and the text before the kind
     "trainer.kubeflow.org/v1alpha1": ("kubeflow_trainer_api.models", "TrainerV1alpha1"),
 }
 # No package has the schemas of these: their pods are held to that of a Pod.
+OTHERS = ("kubeflow", "jobset", "groups/jobset", "groups/trainjob", "volcano", "ray")
 PODS_ALONE = ("batch.volcano.sh/v1alpha1", "ray.io/v1")
 
 
@@ -56,7 +67,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def rendered(files: Path) -> dict[str, list[Object]]:
     overlays = [f"overlays/{name}{suffix}" for name in OVERLAYS for suffix in ("", "-with-relays")]
-    return {name: render(files / name) for name in (*overlays, "kubeflow", "jobset", "volcano", "ray")}
+    return {name: render(files / name) for name in (*overlays, *OTHERS)}
 
 
 def refusals(manifest: Object, version: str) -> list[str]:
@@ -106,10 +117,7 @@ def lost(given: Any, known: Any, place: str = "") -> list[str]:
     "name",
     [
         *(f"overlays/{name}{more}" for name in OVERLAYS for more in ("", "-with-relays")),
-        "kubeflow",
-        "jobset",
-        "volcano",
-        "ray",
+        *OTHERS,
     ],
 )
 def test_kubernetes_takes_every_object(rendered: dict[str, list[Object]], name: str, version: str) -> None:
@@ -169,6 +177,25 @@ def test_what_is_wrong_is_refused(
         inside = inside[key]
     inside[last] = value
     assert refusals(manifest, VERSIONS[-1])
+
+
+def test_the_component_for_groups_changes_the_workers_alone_and_as_the_tests_without_kubectl_take_it(
+    files: Path, rendered: dict[str, list[Object]]
+) -> None:
+    folder = files / "overlays" / "groups"
+    shutil.copytree(files / "overlays" / "demo", folder)
+    overlay = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    overlay["components"].append("../../components/groups")
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    for name, plain, kind in (
+        ("overlays/groups", "overlays/demo", "Job"),
+        ("groups/jobset", "jobset", "JobSet"),
+        ("groups/trainjob", "kubeflow", "TrainJob"),
+    ):
+        found = render(folder) if name == "overlays/groups" else rendered[name]
+        assert found == with_groups(rendered[plain])
+        assert [each["kind"] for each in found if each not in rendered[plain]] == [kind]
+        assert [wrong for each in found for wrong in refusals(each, VERSIONS[-1])] == []
 
 
 def test_with_volcano_there_are_its_workers_alone(rendered: dict[str, list[Object]]) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import ps_server.cli
 import ps_worker.cli
 from ps_runtime.command_line import CommandLine
 from tests.scripts.train_on_slurm import BATCH, SAMPLES
-from tests.tools.launching import ROOT
+from tests.tools.launching import ROOT, environment, script
 from tests.tools.slurm import FILES, Slurm, missing, until
 
 SCRIPT = str(ROOT / "tests" / "scripts" / "train_on_slurm.py")
@@ -60,6 +61,54 @@ def test_the_files_wait_for_the_signal_that_they_ask_for() -> None:
         assert "#SBATCH --signal=B:TERM@60" in text
         assert "#SBATCH --requeue" in text
         assert "\ntrap told TERM\n" in text
+
+
+def as_task(number: int, count: int) -> dict[str, str]:
+    """What Slurm tells one of some tasks on one node."""
+    names = {"SLURM_PROCID": number, "SLURM_NTASKS": count, "SLURM_LOCALID": number, "SLURM_JOB_ID": 4711}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {"PATH": path, "SLURM_STEP_ID": "0", **{name: str(value) for name, value in names.items()}}
+
+
+TOLD = "say(*(os.environ[name] for name in ('PS_RANK', 'PS_WORLD_SIZE', 'RANK', 'WORLD_SIZE', 'PS_GROUP_SIZE')))"
+
+
+def test_a_task_of_the_batch_file_is_a_launcher_of_a_group_that_starts_it_again_as_a_whole(tmp_path: Path) -> None:
+    """With GROUP set: the twin of the test below, which needs a Slurm."""
+    text = (FILES / "train.sbatch").read_text()
+    [command] = re.findall(r"bash -c '(exec ps-worker run .*?)' group\)", text, re.DOTALL)
+    fails_once = """
+said = os.environ["PS_RESTART_COUNT"] == "0"
+if said and os.environ["RANK"] == "1":
+    sys.exit("no such sample")
+while said:
+    time.sleep(0.01)
+"""
+    path = script(tmp_path, fails_once + TOLD)
+    own = environment(**as_task(1, 3), GROUP="2", PS_SERVER="127.0.0.1:1", PS_MODE="sync", PS_STARTED_FILE="")
+    words = ["bash", "-c", command, "group", path]
+    done = subprocess.run(words, env=own, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[1.0] 1 3 0 2 2", "[1.1] 1 3 1 2 2"]
+    assert "member 1 of group 1 failed" in done.stderr
+    assert "is started again" in done.stderr
+
+
+def test_the_script_of_the_page_tells_each_task_which_member_of_which_group_it_is(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "groups.md").read_text()
+    [member] = re.findall(r"\$ cat member\.sh\n(.*?exec python \"\$@\"\n)", page, re.DOTALL)
+    (tmp_path / "member.sh").write_text(member)
+    path = script(tmp_path, TOLD + "\nsay(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])")
+    found = []
+    for number in range(4):
+        words = ["bash", str(tmp_path / "member.sh"), path]
+        done = subprocess.run(
+            words, env=environment(**as_task(number, 4)), capture_output=True, text=True, timeout=60, check=True
+        )
+        found.append(done.stdout.splitlines())
+    assert [told for told, _ in found] == ["0 2 0 2 2", "0 2 1 2 2", "1 2 0 2 2", "1 2 1 2 2"]
+    meetings = [where for _, where in found]
+    assert meetings[0] == meetings[1] != meetings[2] == meetings[3]
 
 
 # -- under Slurm -----------------------------------------------------------------------------------------------------
@@ -133,6 +182,26 @@ def test_a_job_on_two_nodes_that_is_requeued_goes_on_from_its_checkpoint_and_los
         of_pass = [each[number * per_pass : (number + 1) * per_pass] for each in made]
         used = sorted(sample for each in of_pass for samples in each for sample in samples)
         assert used == list(range(SAMPLES)), f"in pass {number} each sample comes once"
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(600)
+def test_a_group_of_which_a_process_is_killed_is_started_again_and_the_job_goes_on(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    job = slurm.submit("train.sbatch", SCRIPT, "60", "0.1", str(tmp_path), GROUP="2")
+    log = f"ps-train-{job}"
+    until(lambda: (tmp_path / "1-1").exists() and len((tmp_path / "1-1").read_text().splitlines()) >= 5, "steps")
+    first = dict(re.findall(r"^\[(\d\.\d)\] worker \d begins .* in process (\d+)", slurm.log(log), re.MULTILINE))
+    assert first.keys() == {"0.0", "0.1", "1.0", "1.1"}
+    os.kill(int(first["1.1"]), signal.SIGKILL)
+    assert slurm.await_end(job) == "COMPLETED"
+    said = slurm.log(log)
+    assert "its group ends, and is started again" in said
+    begins = re.findall(r"^\[(\d\.\d)\] worker \d begins at clock (\d+)", said, re.MULTILINE)
+    assert [member for member, _ in begins].count("0.0") == 1, "the other group went on"
+    assert [int(clock) > 0 for member, clock in begins if member == "1.0"] == [False, True]
+    assert len(set(re.findall(r"worker \d ends at clock \d+ with (\w+)", said))) == 1
 
 
 @pytest.mark.slurm

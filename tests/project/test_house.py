@@ -32,7 +32,9 @@ FRAMEWORKS = {
     "ps_torch/huggingface.py": "transformers",
     "ps_worker/lightning.py": "lightning",
     "ps_torch/lightning.py": "lightning",
-    **dict.fromkeys(("ps_worker/ray/__init__.py", "ps_worker/ray/actors.py", "ps_worker/ray/server_actors.py"), "ray"),
+    **dict.fromkeys(
+        (f"ps_worker/ray/{name}.py" for name in ("__init__", "actor_groups", "actors", "server_actors")), "ray"
+    ),
     "ps_worker/ray/train.py": "ray",
     "ps_torch/ray.py": "ray",
 }

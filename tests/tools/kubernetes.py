@@ -6,7 +6,7 @@ import copy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -66,6 +66,31 @@ def relays() -> tuple[Object, ...]:
     folder = FILES / "components" / "relay"
     listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
     return tuple(read(*(folder / name for name in listed)))
+
+
+def with_groups(objects: Iterable[Object]) -> list[Object]:
+    """The objects as the component `groups` patches them: no kubectl is needed for what it asks for."""
+    patched = copy.deepcopy(list(objects))
+    component = yaml.safe_load((FILES / "components" / "groups" / "kustomization.yaml").read_text())
+    for patch in component["patches"]:
+        target = patch["target"]
+        for each in patched:
+            if (
+                each["kind"] == target["kind"]
+                and target.get("name", each["metadata"]["name"]) == each["metadata"]["name"]
+            ):
+                for change in yaml.safe_load(patch["patch"]):
+                    _replace(each, change)
+    return patched
+
+
+def _replace(inside: Any, change: Object) -> None:
+    assert change["op"] == "replace"
+    *above, last = [int(key) if key.isdigit() else key for key in change["path"].strip("/").split("/")]
+    for key in above:
+        inside = inside[key]
+    assert inside[last] is not None
+    inside[last] = change["value"]
 
 
 @dataclass(frozen=True)
