@@ -6,14 +6,19 @@ processes are on this machine: see each part for what that means. Times are from
 `optimizer.step()` returned. A shard copies a bucket for an edition before that, in the step: the part about training
 says what that costs. `worst` is the largest time of all editions.
 
+A reader on the shards' host maps their memory, and one elsewhere gets messages. Where a part has "ours" and "ours, in
+messages", it measures both: the second reader is on this host, too, and is shown no directory in which memory could be
+handed over. Each of them follows a cluster of its own.
+
 **one host**: until a reader has the edition in its model, in turns with other ways from a trainer to a reader, which
 load the same weights into the same model. A peer's time divided by ours is `÷ ours`, and ours by plain sockets, which
 carry the same bytes into a buffer, `÷ sockets`. The folder is on the local disk, in the page cache, and not on a
-network. Peers make their bfloat16 copy after the step, and ours is made in it.
+network. Peers make their bfloat16 copy after the step, and ours is made in it. A reader's own memory, after the last
+edition and less that before it subscribed, is divided by two copies of the weights; pages that it has mapped are the
+shards'.
 
 **a relay's host**: the same for a reader of a relay on this host, which maps the relay's memory, and for one that gets
-messages of this relay, in turns. Its own memory, after the last edition and less that before it subscribed, is divided
-by two copies of the weights; pages that it has mapped are the relay's.
+messages of this relay, in turns. Its own memory is measured in the same way.
 
 **training**: steps a second with readers, divided by those without, in pairs of turns; a turn's first step does not
 count. One reader follows a GPT that computes on one of the cores, for which trainer, shards and reader compete where
@@ -40,7 +45,7 @@ request waited for its block to begin; `worst` its longest time, which has whate
 the same loop while training stands still.
 
 **memory**: the peak of a reader with a model, less that of its process before it subscribes (interpreter, torch),
-divided by two copies of its weights."""
+divided by two copies of its weights. Editions come in messages: pages that are mapped would count as the reader's."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ from typing import Any
 from bench.cluster import HERE, Group, Host, servers, trainers
 from bench.feed_peer import Peer
 from bench.feed_reader import Followed
+from bench.feed_ways import EDITIONS_IN_MEMORY, ELEMENT_BYTES, OURS, WAYS, check_way, reader_result
 from bench.link import linked, why_no_link
 from bench.peer_ray import ray_here
-from bench.results import Result, median_ms, result
+from bench.results import Result, median_ms
 from bench.training import Task
 from ps_runtime.free_ports import free_port
 
 SECONDS = 300.0  # for an answer
-ELEMENT_BYTES = 2  # of bfloat16
 WARMUP = 3
 LEARNING_RATE = 1e-6  # on the link: that of fine-tuning
 PEERS = {
@@ -40,19 +40,23 @@ class Seen:
 
     seconds: from each update until a model had it
     part:    bytes that came, for each byte of weights; None: as many
+    private: bytes of memory of the reader alone at the end, beyond those of before it began; None: they do not count
     """
 
     seconds: list[float]
     part: float | None = None
+    private: int | None = None
 
 
 def same_host(arguments: argparse.Namespace) -> list[Result]:
-    """Measures: a feed and its peers, on this machine; the systems take turns."""
+    """Measures: a feed in both ways and its peers, on this machine; the systems take turns."""
     task = _task(arguments)
     reason = why_no_ray()
     kinds = "sockets", "folder", "gloo", *(() if reason else ("ray",))
     with tempfile.TemporaryDirectory(prefix="feed-") as folder:
-        found = _measure(arguments, task, [HERE, HERE], kinds, folder, arguments.editions)
+        found = _measure(arguments, task, [HERE, HERE], WAYS, kinds, folder, arguments.editions)
+    for way, directory in WAYS.items():
+        check_way(way, bool(directory), found[way].part)
     lines = _lines(arguments, "one host", found)
     return [*lines, _line(arguments, "one host", PEERS["ray"], None, not_measured=reason)] if reason else lines
 
@@ -65,7 +69,7 @@ def slow_link(arguments: argparse.Namespace) -> list[Result]:
     if reason:
         return [_line(arguments, scenario, each, None, not_measured=reason) for each in ("ours", PEERS["copied"])]
     with linked(arguments.link_mbit) as hosts, tempfile.TemporaryDirectory() as folder:
-        found = _measure(arguments, task, hosts, ("copied",), folder, arguments.copies)
+        found = _measure(arguments, task, hosts, {OURS: ""}, ("copied",), folder, arguments.copies)
     return _lines(arguments, scenario, found, learning_rate=LEARNING_RATE)
 
 
@@ -79,33 +83,54 @@ def _measure(
     arguments: argparse.Namespace,
     task: Task,
     hosts: Sequence[Host],
+    ways: Mapping[str, str],
     kinds: Sequence[str],
     folder: str,
     count: int,
 ) -> dict[str, Seen]:
-    """What each system does; they take turns. hosts: the trainer's, with the servers, and the reader's"""
+    """What each system does; they take turns.
+
+    hosts: the trainer's, with the servers, and the reader's
+    ways:  of a feed, by system: see WAYS. Each has a cluster of its own: a shard copies editions into memory files as
+           long as any reader maps them
+    """
     with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(servers([hosts[0]] * arguments.shards))
-        training = stack.enter_context(trainers(hosts[:1], replace(task, server=cluster.address)))
-        followed = Followed([cluster.address], model=task.parameters, vector=task.vector)
-        reader = stack.enter_context(Group(hosts[1:], "bench.feed_reader", [asdict(followed)]))
+        ours = {way: stack.enter_context(_followed(arguments, task, hosts, shared)) for way, shared in ways.items()}
         peers = {kind: stack.enter_context(_peer(kind, task, hosts, folder)) for kind in kinds}
-        for group in (reader, *peers.values()):
+        for group in (*(reader for _, reader in ours.values()), *peers.values()):
             group.answers(SECONDS)
-        reader.run(SECONDS, open=True)
-        found: dict[str, list[Seen]] = {kind: [] for kind in ("ours", *kinds)}
+        for _, reader in ours.values():
+            reader.run(SECONDS, open=True)
+        found: dict[str, list[Seen]] = {system: [] for system in (*ways, *kinds)}
         version = WARMUP
         for _ in range(arguments.turns):
-            found["ours"].append(followed_steps(training, reader, version, arguments.editions))
+            for way, (training, reader) in ours.items():
+                found[way].append(followed_steps(training, reader, version, arguments.editions))
             version += arguments.editions
             for kind, group in peers.items():
                 found[kind].append(_published(group, count))
-    return {kind: _together(seen[1:] or seen) for kind, seen in found.items()}
+    return {system: _together(seen[1:] or seen) for system, seen in found.items()}
+
+
+@contextlib.contextmanager
+def _followed(
+    arguments: argparse.Namespace, task: Task, hosts: Sequence[Host], shared: str
+) -> Iterator[tuple[Group, Group]]:
+    """A trainer with servers of its own, and a process that will follow it."""
+    with servers([hosts[0]] * arguments.shards) as cluster:
+        followed = Followed([cluster.address], model=task.parameters, vector=task.vector, shared_directory=shared)
+        with (
+            trainers(hosts[:1], replace(task, server=cluster.address)) as training,
+            Group(hosts[1:], "bench.feed_reader", [asdict(followed)]) as reader,
+        ):
+            yield training, reader
 
 
 def _together(seen: Sequence[Seen]) -> Seen:
     parts = [each.part for each in seen if each.part is not None]
-    return Seen([seconds for each in seen for seconds in each.seconds], statistics.median(parts) if parts else None)
+    private = [each.private for each in seen if each.private is not None]
+    seconds = [seconds for each in seen for seconds in each.seconds]
+    return Seen(seconds, statistics.median(parts) if parts else None, max(private, default=None))
 
 
 @contextlib.contextmanager
@@ -125,9 +150,11 @@ def followed_steps(training: Group, reader: Group, version: int, count: int) -> 
     reader.tell(until=version + count)
     [stepped] = training.run(SECONDS, steps=count)
     [answer] = reader.answers(SECONDS)
+    [there] = reader.run(SECONDS, until=version + count)  # only its memory is asked for
     ends = {version + number: stepped["began"] + end for number, end in enumerate(stepped["ends"], 1)}
     seconds = [loaded - ends[each] for each, loaded in answer["loaded"] if each in ends]
-    return Seen(seconds, answer["received"] / max(1, answer["elements"]))
+    private = there["memory"]["private"] - there["memory"]["private_before"]
+    return Seen(seconds, answer["received"] / max(1, answer["elements"]), private)
 
 
 def _published(group: Group, count: int) -> Seen:
@@ -140,34 +167,27 @@ def _published(group: Group, count: int) -> Seen:
 
 
 def _lines(arguments: argparse.Namespace, scenario: str, found: Mapping[str, Seen], **more: Any) -> list[Result]:
-    ours = statistics.median(found["ours"].seconds)
+    medians = {system: statistics.median(seen.seconds) for system, seen in found.items()}
     lines = []
     for kind, seen in found.items():
-        took = statistics.median(seen.seconds)
-        ratios = {"ours": took / ours}
-        if "sockets" in found:
-            ratios["sockets"] = took / statistics.median(found["sockets"].seconds)
+        ratios = {each: medians[kind] / medians[each] for each in (*WAYS, "sockets") if each in found}
         lines.append(_line(arguments, scenario, PEERS.get(kind, kind), seen, ratios=ratios, **more))
     return lines
 
 
 def _line(arguments: argparse.Namespace, scenario: str, system: str, seen: Seen | None, **more: Any) -> Result:
+    size = int(arguments.mb * 1e6)
     if seen is not None:
         more["worst_ms"] = round(1e3 * max(seen.seconds), 2)
         more["editions"] = len(seen.seconds)
         if seen.part is not None:
             more["received_part"] = round(seen.part, 4)
-    return result(
-        "feed",
-        system,
-        wire="bfloat16",
-        workers=1,
-        shards=arguments.shards if system == "ours" else 0,
-        size=2 * int(arguments.mb * 1e6),
-        ms=None if seen is None else median_ms(seen.seconds),
-        scenario=scenario,
-        **more,
-    )
+        if seen.private is not None:
+            more["private_bytes"], more["held_bytes"] = seen.private, EDITIONS_IN_MEMORY * size
+            more["ratios"] = {**more["ratios"], "two copies": seen.private / more["held_bytes"]}
+    shards = arguments.shards if system in WAYS else 0
+    ms = None if seen is None else median_ms(seen.seconds)
+    return reader_result(scenario, system, shards, ELEMENT_BYTES * size, ms, **more)
 
 
 def why_no_ray() -> str:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from bench.cluster import HERE, START_SECONDS, Group, servers, trainers
 from bench.feed_reader import Followed
 from bench.feed_training import host_of_others, relays
+from bench.feed_ways import EDITIONS_IN_MEMORY, ELEMENT_BYTES, OURS, WAYS, reader_result
 from bench.machine import cpu_seconds
 from bench.results import MIB, THREADS, Result, median_ms, result
 from bench.talk import answer, end, own_output
@@ -34,11 +35,10 @@ from ps_protocol.changes import apply_change, encode_change
 from ps_protocol.tensors import bytes_of
 
 SECONDS = 300.0  # for an answer
-ELEMENT_BYTES = 2  # of bfloat16
 BUCKET_BYTES = 4 * MIB
 BLOCK = 64
 CLIENTS = 2  # of a relay, at the same time
-EDITIONS_IN_MEMORY = 2
+ALONE = "without editions"
 MOST_COUNTED = 256  # updates that bfloat16 tells apart
 
 
@@ -212,35 +212,37 @@ def main() -> None:
 
 
 def requests(arguments: argparse.Namespace) -> list[Result]:
-    """Measures: requests in a loop while weights change beneath them, and while training stands still."""
-    elements, pause = int(arguments.mb * 1e6) // ELEMENT_BYTES, arguments.pause_ms / 1e3
-    if arguments.seconds > MOST_COUNTED * pause:
+    """Measures: requests in a loop while weights change beneath them, in both ways, and while training stands still."""
+    if arguments.seconds > MOST_COUNTED * arguments.pause_ms / 1e3:
         raise SystemExit(f"--seconds must be less than {MOST_COUNTED} of --pause-ms: bfloat16 counts no further")
+    return [line for way in WAYS for line in _requests(arguments, way)]
+
+
+def _requests(arguments: argparse.Namespace, way: str) -> list[Result]:
+    elements, pause = int(arguments.mb * 1e6) // ELEMENT_BYTES, arguments.pause_ms / 1e3
     task = Task("counted", "sync", parameters=elements, batch=2, pauses=(pause,))
     found = {}
-    with (
-        servers([HERE] * arguments.shards) as cluster,
-        trainers([HERE], replace(task, server=cluster.address)) as training,
-        Group([HERE], "bench.feed_reader", [asdict(Followed([cluster.address], model=elements))]) as reader,
-    ):
-        reader.answers(SECONDS)
-        reader.run(SECONDS, open=True)
-        for name in ("without editions", "ours"):
-            reader.tell(answer=arguments.seconds)
-            if name == "ours":
-                training.run(SECONDS, seconds=arguments.seconds - pause)
-            [found[name]] = reader.answers(SECONDS)
+    with servers([HERE] * arguments.shards) as cluster:
+        followed = Followed([cluster.address], model=elements, shared_directory=WAYS[way])
+        with (
+            trainers([HERE], replace(task, server=cluster.address)) as training,
+            Group([HERE], "bench.feed_reader", [asdict(followed)]) as reader,
+        ):
+            reader.answers(SECONDS)
+            reader.run(SECONDS, open=True)
+            for name in (ALONE, way):
+                reader.tell(answer=arguments.seconds)
+                if name == way:
+                    training.run(SECONDS, seconds=arguments.seconds - pause)
+                [found[name]] = reader.answers(SECONDS)
     return [
-        result(
-            "feed",
+        reader_result(
+            "requests of a model that follows",
             name,
-            wire="bfloat16",
-            workers=1,
-            shards=arguments.shards,
-            size=2 * ELEMENT_BYTES * elements,
-            ms=round(1e3 * seen["median"], 3),
-            ratios={"without editions": seen["longest"] / found["without editions"]["longest"]},
-            scenario="requests of a model that follows",
+            arguments.shards,
+            2 * ELEMENT_BYTES * elements,
+            round(1e3 * seen["median"], 3),
+            ratios={ALONE: seen["longest"] / found[ALONE]["longest"]},
             worst_ms=round(1e3 * seen["longest"], 3),
             stalled_ms=round(1e3 * seen["entry"], 3),
             requests=seen["requests"],
@@ -249,11 +251,12 @@ def requests(arguments: argparse.Namespace) -> list[Result]:
             **({"violations": seen["torn"]} if seen["torn"] else {}),
         )
         for name, seen in found.items()
+        if name != ALONE or way == OURS  # it is the same
     ]
 
 
 def memory(arguments: argparse.Namespace) -> list[Result]:
-    """Measures: the peak of a process that follows, with whole editions and with changes."""
+    """Measures: the peak of a process that follows in messages, with whole editions and with changes."""
     elements = int(arguments.mb * 1e6) // ELEMENT_BYTES
     task = Task("vectors", "sync", parameters=elements, batch=2, lr=1e-6, pauses=(arguments.pause_ms / 1e3,))
     held, lines = EDITIONS_IN_MEMORY * ELEMENT_BYTES * elements, []
@@ -273,16 +276,13 @@ def memory(arguments: argparse.Namespace) -> list[Result]:
                 [answered] = reader.answers(SECONDS)
             sizes = answered["memory"]
             lines.append(
-                result(
-                    "feed",
+                reader_result(
+                    "memory of a reader's process",
                     system,
-                    wire="bfloat16",
-                    workers=1,
-                    shards=arguments.shards,
-                    size=2 * ELEMENT_BYTES * elements,
-                    ms=None,
+                    arguments.shards,
+                    2 * ELEMENT_BYTES * elements,
+                    None,
                     ratios={"two copies": (sizes["peak"] - sizes["imports"]) / held},
-                    scenario="memory of a reader's process",
                     not_measured="it is about memory",
                     peak_bytes=sizes["peak"],
                     imports_bytes=sizes["imports"],

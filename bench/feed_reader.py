@@ -35,7 +35,7 @@ class Followed:
     model:    elements of the model that the weights are put into, in vectors of `vector`; 0: none
     readers:  in this process, without a model
     changes:  as ps_torch.subscribe takes it
-    shared_directory: where a relay may hand over its memory; empty: all comes in messages
+    shared_directory: where a server on this host may hand over its memory; empty: all comes in messages
     """
 
     servers: list[str]

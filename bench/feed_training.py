@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from bench.cluster import HERE, START_SECONDS, Group, Host, servers, trainers
 from bench.feed_reader import Followed
-from bench.results import Result, median_ms, result, step_times
+from bench.feed_ways import OURS, WAYS, reader_result
+from bench.results import Result, median_ms, step_times
 from bench.talk import end
 from bench.training import Task, weight_bytes
 
@@ -22,10 +23,14 @@ SECONDS = 300.0  # for an answer
 
 
 def one_reader(arguments: argparse.Namespace) -> list[Result]:
-    """Measures: a GPT's steps, with a reader of each edition on the same host, and without."""
+    """Measures: a GPT's steps, with a reader of each edition on the same host in both ways, and without."""
+    return [_one_reader(arguments, way) for way in WAYS]
+
+
+def _one_reader(arguments: argparse.Namespace, way: str) -> Result:
     task = Task("gpt", "sync", batch=arguments.batch, layers=arguments.layers, width=arguments.width)
     with servers([HERE] * arguments.shards) as cluster:
-        followed = Followed([cluster.address])
+        followed = Followed([cluster.address], shared_directory=WAYS[way])
         with (
             trainers([HERE], replace(task, server=cluster.address)) as training,
             Group([HERE], "bench.feed_reader", [asdict(followed)]) as reader,
@@ -39,7 +44,7 @@ def one_reader(arguments: argparse.Namespace) -> list[Result]:
                 reader.run(SECONDS, close=True)
 
             seconds = _in_turns(arguments, training, following)
-    return [_line(arguments, task, "1 reader", seconds, readers=1)]
+    return _line(arguments, task, way.replace(OURS, "1 reader"), seconds, readers=1)
 
 
 def many_readers(arguments: argparse.Namespace) -> list[Result]:
@@ -88,16 +93,13 @@ def _line(
     arguments: argparse.Namespace, task: Task, system: str, seconds: dict[str, list[float]], **more: Any
 ) -> Result:
     ratios = [without / using for without, using in zip(seconds["without"], seconds["with"], strict=True)]
-    return result(
-        "feed",
+    return reader_result(
+        "training, steps a second",
         system,
-        wire="bfloat16",
-        workers=1,
-        shards=arguments.shards,
-        size=weight_bytes(task),
-        ms=median_ms(seconds["with"]),
+        arguments.shards,
+        weight_bytes(task),
+        median_ms(seconds["with"]),
         ratios={"without": statistics.median(ratios)},
-        scenario="training, steps a second",
         alone_ms=median_ms(seconds["without"]),
         pairs=[round(each, 3) for each in ratios],
         **more,

@@ -132,7 +132,7 @@ class EditionArrays:
     versions: by bucket
     timeline: which of several series of updates the version counts; another begins when the job is rolled back
     timelines: by bucket: where workers share no clock, each shard may have another one
-    checksums: by bucket: the checksum of its elements that the shard sent with it
+    checksums: by bucket: the checksum of its elements that the shard sent with it; of mapped ones there is none
     files:     the sealed memory files of this process in which spaces lie, if they do
     """
 
@@ -239,7 +239,7 @@ class Arriving:
         self._files: dict[str, MemoryFile] = {}  # those of `before`, and those that are to be sealed
         self._own: set[str] = set()  # spaces that are new in this edition
         self._empty: set[str] = set()  # those of them of which nothing has come
-        self._mapped: set[str] = set()  # spaces that a relay has handed over
+        self._mapped: set[str] = set()  # spaces that a server has handed over
         self._lock = threading.Lock()
         self.nbytes = self.whole = self.elements = 0
         itemsizes = {each.space: DATA_TYPES[contents.dtype(each)].itemsize for each in contents.buckets.values()}
@@ -266,7 +266,7 @@ class Arriving:
                 self._empty.add(space)
         taken_over = [] if before is None else [each.index for each in frozen if each.index not in newer]
         if before is not None:
-            self._checksums = {each: before.checksums[each] for each in taken_over}
+            self._checksums = {each: before.checksums[each] for each in taken_over if each in before.checksums}
             self._versions = {each: before.versions.get(each, 0) for each in taken_over}
             self._timelines = {each: before.timelines[each] for each in taken_over if each in before.timelines}
         self.missing = contents.buckets.keys() - set(taken_over)
@@ -293,31 +293,36 @@ class Arriving:
         self._took(sent, timeline, len(elements))
 
     def map(self, sent: EditionBucket, timeline: int, memory: npt.NDArray[np.uint8], what: str) -> None:
-        """Takes a bucket that lies in memory which a relay has handed over, and has checked. Raises Damaged.
+        """Takes a bucket that lies in memory which a server has handed over. Raises Damaged.
+
+        A file that has all of a space is kept as it is. The elements are copied where the space lies on several shards,
+        or where only a part of it is wanted.
 
         memory: all bytes of the file
         """
         bucket = self._awaited(sent, what)
         size, lies = self._contents.size(bucket), sent.lies
-        expected = bucket.start * (size // bucket.numel), self._spaces[bucket.space].nbytes
-        if lies is None or (lies.offset, memory.nbytes) != expected:
+        if lies is None or lies.offset + size > memory.nbytes:
             raise Damaged(
-                f"{what}: expected bucket {sent.bucket} at byte {expected[0]} of {expected[1]}, got {lies} of "
-                f"{memory.nbytes}"
+                f"{what}: expected {size} bytes of bucket {sent.bucket} in a file of {memory.nbytes}, got {lies}"
             )
+        is_whole = (lies.offset, memory.nbytes) == (
+            bucket.start * (size // bucket.numel),
+            self._spaces[bucket.space].nbytes,
+        )
         with self._lock:
-            if bucket.space in self._empty:
+            if is_whole and bucket.space in self._empty:
                 self._spaces[bucket.space] = memory
-                self._empty.discard(bucket.space)
                 self._mapped.add(bucket.space)
+            self._empty.discard(bucket.space)
         if bucket.space not in self._mapped:
             self._place(bucket)[:] = memory[lies.offset : lies.offset + size]
-        elif self._spaces[bucket.space] is not memory:
-            raise Damaged(f"{what}: bucket {sent.bucket} lies in another file than others of its space")
+        elif self._spaces[bucket.space] is not memory or not is_whole:
+            raise Damaged(f"{what}: bucket {sent.bucket} lies in another file than others of its space, or elsewhere")
         self._took(sent, timeline, size)
 
     def file_size(self, sent: EditionBucket, what: str) -> int:
-        """Returns the bytes of the file in which a bucket has to lie. Raises Damaged if it was not asked for."""
+        """Returns the most bytes of the file in which a bucket lies. Raises Damaged if it was not asked for."""
         return self._spaces[self._awaited(sent, what).space].nbytes
 
     def _awaited(self, sent: EditionBucket, what: str) -> BucketSpec:
@@ -329,7 +334,8 @@ class Arriving:
     def _took(self, sent: EditionBucket, timeline: int, size: int) -> None:
         with self._lock:
             self._versions[sent.bucket], self._timelines[sent.bucket] = sent.version, timeline
-            self._checksums[sent.bucket] = sent.checksum
+            if sent.lies is None:
+                self._checksums[sent.bucket] = sent.checksum
             self.missing.discard(sent.bucket)
             self.nbytes += len(sent.payload)
             self.elements += size
@@ -427,7 +433,7 @@ class Incoming:
         return self._arriving.place(bucket)
 
     def take(self, files: HandedOver | None, bucket: EditionBucket, timeline: int) -> None:
-        """Takes a bucket, which may lie in memory that a relay has handed over."""
+        """Takes a bucket, which may lie in memory that a server has handed over."""
         if files is not None and bucket.lies is not None:
             size = self._arriving.file_size(bucket, self._what)
             self._arriving.map(bucket, timeline, files.file(bucket.lies.file, size), self._what)

@@ -114,7 +114,7 @@ class Subscription:
     period: seconds between two editions, at least
     access: needs the role of a reader
     changes: True: changes of buckets in place of whole ones; False: never; None: while the network is slow
-    shared_directory: where a relay on this host may hand over the memory of its editions; None: all comes in messages
+    shared_directory: where a server on this host may hand over the memory of its editions; None: all comes in messages
     told:   is called, in the subscription's thread, at each new edition, at an error, and at the end
     room:   the memory into which editions are received
 
@@ -518,7 +518,7 @@ class Subscription:
                 least = version if shard.has_one_version or shard.is_relayed else shard.lowest
                 bases = {} if base is None else base.bases(wanted, shard.timeline)
                 what = self._job, shard.run, shard.timeline, least, self._wire, wanted, bases, PART_BYTES
-                with self._handover.offered(shard.is_relayed and not self._is_damaged) as files:
+                with self._handover.offered(not self._is_damaged) as files:
                     call = EditionCall(*what, None if files is None else files.offer, sparse=True)
                     reader.pull(call, partial(came.take, files), partial(alive, reader.index), came.place)
             else:

@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 NONCE_BYTES = 32
 SOCKET_PREFIX = "ps-torch-"  # of a socket's name, before 32 hexadecimal digits
 HANDED_OVER = b"\0"  # the data byte that carries the descriptor: SCM_RIGHTS needs at least one
-MOST_FILES = 64  # of an edition that a relay hands over
-HANDOVER_SECONDS = 10.0  # how long worker and shard wait for each other at the socket
+MOST_FILES = 64  # of an edition that a shard or a relay hands over
+HANDOVER_SECONDS = 10.0  # how long the two ends wait for each other at the socket
+RETRY_SECONDS = 60.0  # after which memory is handed over again where that has failed
 
 
 @dataclass(frozen=True)
 class MappingOffer:
-    """A reader's offer to map an edition: where a relay on its host can hand the memory over.
+    """A reader's offer to map an edition: where a shard or a relay on its host can hand the memory over.
 
     location: the name of the socket in the shared directory
     socket_inode: the inode number of that file
-    nonce: the secret that the relay shows there
+    nonce: the secret that the other end shows there
     reader: a number that all offers of this reader share; 0: a reader of an earlier version
     """
 

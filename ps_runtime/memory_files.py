@@ -12,6 +12,7 @@ import fcntl
 import itertools
 import mmap
 import os
+import threading
 import weakref
 
 import numpy as np
@@ -26,7 +27,7 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 _POPULATED_BYTES = 2**22  # at a time: meanwhile no other thread of this process runs Python
 
 
-class MemoryFile:
+class SharedFile:
     """A new memory file of `size` bytes, from 1. The kernel allocates its memory as it is filled.
 
     number: counts the memory files of this process; descriptors are reused, this number is not
@@ -43,9 +44,27 @@ class MemoryFile:
             weakref.finalize(self, os.close, self.descriptor)
             os.fchmod(self.descriptor, 0o600)
             os.ftruncate(self.descriptor, size)
-            self._memory = mmap.mmap(self.descriptor, size)
+            self._map()
         except OSError as error:
             raise NotShared(f"no memory file of {size} bytes can be made ({error.strerror})") from None
+
+    def _map(self) -> None:
+        """Maps it as this process needs it. Raises OSError."""
+
+    def _add_seals(self) -> None:
+        """Raises NotShared if the kernel does not seal it."""
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        try:
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+        except OSError as error:
+            raise NotShared(f"a memory file cannot be sealed ({error.strerror})") from None
+
+
+class MemoryFile(SharedFile):
+    """A memory file that is mapped to be filled."""
+
+    def _map(self) -> None:
+        self._memory = mmap.mmap(self.descriptor, self.size)
 
     def fill(self) -> Bytes:
         """Returns the file's bytes, to be written. No reference to them may be left when `seal` is called."""
@@ -57,17 +76,44 @@ class MemoryFile:
         Raises NotShared, and leaves the file unsealed, if a reference to the result of `fill` is left, or if the kernel
         does not seal it. Raises OSError if it cannot be mapped again: then its bytes are of no use to this process.
         """
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         try:
             self._memory.close()  # the kernel seals nothing that is mapped for writing
         except BufferError:
             raise NotShared("a memory file is still in use where it was filled") from None
         try:
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
-        except OSError as error:
-            self._memory = mmap.mmap(self.descriptor, self.size)
-            raise NotShared(f"a memory file cannot be sealed ({error.strerror})") from None
+            self._add_seals()
+        except NotShared:
+            self._map()
+            raise
         return mapped(self.descriptor, self.size, populate=False)
+
+
+class WrittenFile(SharedFile):
+    """A memory file that is filled by writing to its descriptor: whoever does that waits for no page that is not there
+    yet, and nothing keeps the kernel from sealing it. Thread-safe.
+
+    content: its bytes, also while it is filled
+    """
+
+    def _map(self) -> None:
+        self.content: Bytes = mapped(self.descriptor, self.size, populate=False)
+        self._is_sealed, self._sealing = False, threading.Lock()
+
+    def write(self, offset: int, content: memoryview) -> None:
+        """Fills a part of it. Raises NotShared where there is no memory for that."""
+        try:
+            while content:
+                written = os.pwrite(self.descriptor, content, offset)
+                offset, content = offset + written, content[written:]
+        except OSError as error:
+            raise NotShared(f"a memory file cannot be filled ({error.strerror})") from None
+
+    def seal(self) -> None:
+        """Seals it against all changes; it may be sealed already. Raises NotShared if the kernel does not seal it."""
+        with self._sealing:
+            if not self._is_sealed:
+                self._add_seals()
+                self._is_sealed = True
 
 
 def mapped(descriptor: int, size: int, lease: int | None = None, populate: bool = True) -> Bytes:

@@ -25,7 +25,6 @@ from ps_server.core.thread_shares import POOLS_OF_EACH
 from ps_server.ops.health_port import HealthPort
 from ps_server.ops.relay_gauges import relay_gauges
 from ps_server.ops.security_gauges import security_gauges
-from ps_server.relay.mapped import MOST_READERS
 from ps_server.relay.relayed import Relayed
 from ps_server.relay.upstream import Upstream
 from ps_server.relay_config import RelayConfig
@@ -37,6 +36,7 @@ from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.own_ports import OwnPorts
 from ps_server.rpc.relay_service import RelayClusterService, RelayFeedService
 from ps_server.rpc.relay_site import RelaySite
+from ps_server.shard.mapped import MOST_READERS
 
 log = logging.getLogger("ps_server")
 

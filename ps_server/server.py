@@ -22,6 +22,7 @@ from grpc_health.v1.health import HealthServicer
 from ps_frames.listener import Where
 from ps_protocol.convert import Origin
 from ps_protocol.errors import TryLater
+from ps_protocol.handover import MOST_FILES
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.background import guarded
@@ -69,6 +70,7 @@ from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from ps_server.rpc.views import Views
 from ps_server.rpc.worker_services import DataLeaseService, MembershipService, RoundService
+from ps_server.shard.mapped import MOST_READERS
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.native_loops import use_native_loops
 from ps_server.shard.shard import Shard
@@ -82,6 +84,8 @@ log = logging.getLogger("ps_server")
 
 OTHERS_LOOK_SECONDS = 0.2
 _LEAST_STATE_BYTES = 64 * 2**20  # where next to nothing is free, or nothing is known
+# For readers of this host, while they read one job: two editions, whose files are open twice each, as they are mapped.
+_SHARED_FILES = MOST_READERS + 2 * 2 * MOST_FILES
 _LEAST_FEED_BYTES = 256 * 2**20  # 64 readers of rows
 
 
@@ -121,7 +125,7 @@ class Server:
         self._config = config
         self.process = secrets.randbits(63)  # a restarted process has another number
         exposed = config.is_exposed()
-        allow_many_files(config.limits.connections)
+        allow_many_files(config.limits.connections + _SHARED_FILES)
         authenticator = Authenticator(config.tokens)
         token = authenticator.cluster_token if authenticator.is_required else None
         self._access = Access(config.tls, token, config.insecure)

@@ -101,7 +101,7 @@ SETTINGS = (
         TRANSPORTS[0],
     ),
     Setting("wire", "how gradients and weights travel: int4, say, or PUSH,PULL", wire_formats, metavar="FORMAT"),
-    Setting("shared_directory", "where shared memory is handed over to shards", Path, DEFAULT_SHARED_DIRECTORY),
+    Setting("shared_directory", "where memory is shared with servers on this host", Path, DEFAULT_SHARED_DIRECTORY),
     NATIVE,
     *access_settings(),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),

@@ -19,7 +19,7 @@ class FeedFigures:
     elements: the bytes of these editions if all had been sent whole
     trouble:  why no newer edition comes; empty: no reason is known
     refused:  on a shard, how many editions it has not made, by reason; not in any message
-    mapped:   how many readers map a relay's memory
+    mapped:   how many readers of this host map the server's memory
     held:     bytes of it that only these readers still use
     """
 

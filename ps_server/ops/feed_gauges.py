@@ -17,6 +17,8 @@ _OF_FEED: tuple[tuple[str, str, Callable[[FeedFigures], float | None]], ...] = (
     ("ps_edition_behind", "Updates that it lacks.", lambda feed: None if feed.version is None else feed.behind),
     ("ps_edition_bytes", "Memory of editions.", lambda feed: feed.nbytes),
     ("ps_feed_readers", "Readers that have an edition or wait for one.", lambda feed: feed.readers),
+    ("ps_feed_mapped_readers", "Readers of this host that have memory of editions mapped.", lambda feed: feed.mapped),
+    ("ps_edition_held_bytes", "What these have of editions that are kept no more.", lambda feed: feed.held),
     ("ps_feed_sent_bytes_total", "Bytes that readers were sent.", lambda feed: feed.sent),
     ("ps_feed_element_bytes_total", "The same, as if all had been sent whole.", lambda feed: feed.elements),
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
-from ps_runtime.metrics import Gauges, Sample
+from ps_runtime.metrics import Gauges
 from ps_server.core.feed_figures import FeedFigures, of_all_wires
 from ps_server.ops.feed_gauges import feed_gauges
 from ps_server.relay.relayed import Relayed
@@ -22,20 +20,4 @@ def relay_gauges(relayed: Relayed) -> Gauges[Feeds]:
                 jobs.setdefault(job.name, []).append(job.figures)
         return {name: of_all_wires(wires) for name, wires in jobs.items()}
 
-    def samples(read: Callable[[FeedFigures], float]) -> Callable[[Feeds], Iterable[Sample]]:
-        return lambda feeds: [((name,), read(figures)) for name, figures in feeds.items()]
-
-    mapped = "Readers that have this relay's memory mapped.", ("job",), samples(lambda feed: feed.mapped)
-    held = (
-        "Memory that readers have mapped, of editions that it keeps no more.",
-        ("job",),
-        samples(lambda feed: feed.held),
-    )
-    return Gauges(
-        followed,
-        [
-            *feed_gauges(lambda feeds: feeds, "ps_edition_age_seconds", "Since it was the newest."),
-            ("ps_feed_mapped_readers", *mapped),
-            ("ps_edition_held_bytes", *held),
-        ],
-    )
+    return Gauges(followed, feed_gauges(lambda feeds: feeds, "ps_edition_age_seconds", "Since it was the newest."))

@@ -2,7 +2,6 @@
 
 followed.py   One job in one wire format: its last editions, and their readers
 kept.py       An edition that a relay keeps, and its readers
-mapped.py     Memory of editions that a relay hands over to readers of its host
 room.py       The memory into which a relay receives: an edition only if there is room for it
 sending.py    One reader that gets one edition
 relayed.py    The jobs of a relay: each is followed while it has readers

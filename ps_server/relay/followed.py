@@ -21,9 +21,9 @@ from ps_protocol.messages.editions import EditionCall, WeightsHere
 from ps_runtime.background import guarded
 from ps_server.core.feed_figures import FeedFigures
 from ps_server.relay.kept import KeptEdition, Reader
-from ps_server.relay.mapped import MappedFiles
 from ps_server.relay.room import EditionRoom
 from ps_server.relay.sending import RelaySender
+from ps_server.shard.mapped import MappedFiles
 from ps_server.shard.outbox import Outbox
 from ps_server.shard.shared_changes import BucketChanges
 

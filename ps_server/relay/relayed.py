@@ -16,9 +16,9 @@ from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_server.core.limits import check_feeds
 from ps_server.relay.followed import FollowedJob
-from ps_server.relay.mapped import MappedFiles
 from ps_server.relay.room import EditionRoom
 from ps_server.relay.upstream import Upstream
+from ps_server.shard.mapped import MappedFiles
 from ps_server.shard.outbox import Outbox
 
 IDLE_SECONDS = 60.0  # how long a job is followed after the last call of a reader

@@ -4,18 +4,13 @@ killed.
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 
 from ps_feed.edition import Arriving, ReceivingRoom
-from ps_feed.mapping import RETRY_SECONDS
-from ps_protocol.errors import LimitExceeded, NotShared
+from ps_protocol.errors import LimitExceeded
 from ps_runtime.memory import free_bytes
 from ps_runtime.memory_files import MemoryFile
-from ps_runtime.troubles import Troubles
-
-log = logging.getLogger("ps_server")
+from ps_server.shard.mapped import NewFiles
 
 
 class EditionRoom(ReceivingRoom):
@@ -31,24 +26,13 @@ class EditionRoom(ReceivingRoom):
     """
 
     def __init__(self, is_shared: bool = False) -> None:
-        self._is_shared, self._again = is_shared, 0.0  # when it is tried again where that has failed
-        self._troubles = Troubles(log, None)
+        self._files = NewFiles(MemoryFile) if is_shared else None
         self._arriving: set[Arriving] = set()
         self._lock = threading.Lock()
 
     def memory(self, size: int) -> MemoryFile | None:
         """See ReceivingRoom."""
-        if not self._is_shared or time.monotonic() < self._again:
-            return None
-        try:
-            file = MemoryFile(size)
-        except NotShared as error:
-            text = "readers of this host get editions in messages, and not as memory: %s"
-            self._troubles.met(None, text, error)
-            self._again = time.monotonic() + RETRY_SECONDS
-            return None
-        self._troubles.over(None)
-        return file
+        return None if self._files is None else self._files.make(size)
 
     def check(self, arriving: Arriving) -> None:
         """See ReceivingRoom."""

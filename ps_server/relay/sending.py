@@ -17,8 +17,8 @@ from ps_protocol.handover import MappingOffer
 from ps_protocol.messages.editions import BucketPlace, EditionBegin, EditionPart
 from ps_server.failpoints import failpoint
 from ps_server.relay.kept import KeptEdition
-from ps_server.relay.mapped import MappedFiles
 from ps_server.shard.bucket_messages import BucketMessages
+from ps_server.shard.mapped import MappedFiles
 from ps_server.shard.outbox import Lent, Outbox
 
 SIGN_SECONDS = 0.25  # between two signs of life while a reader waits

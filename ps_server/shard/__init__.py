@@ -2,12 +2,15 @@
 
 bucket_messages.py Splits a bucket of an edition into messages for one reader
 shared_changes.py The changes between copies of a bucket, for readers that have an older one
+copied_buckets.py Copies a bucket for an edition: into memory of its own or into a memory file
 editions.py   Editions: unchanging copies of a job's weights, for readers that follow training
 feed_bytes.py The memory that the feeds of one principal may take, over all jobs
+feed_context.py What the feeds of one shard have in common
 feed_tally.py Counts the editions and bytes that readers of a job's weights get, for status and metrics
 hosted.py     The jobs that a shard has: made, restored from checkpoints, and dropped
 hosted_job.py A job on a shard: the state of `core`, with locks, segments and waiting pulls
 last_weights.py The last weights of a job that has ended, for readers that follow it
+mapped.py     Shares the memory of editions with readers on the host of a shard or a relay
 metrics.py    A shard's metrics for Prometheus
 native_loops.py Chooses between the compiled library for tables and numpy
 outbox.py     The outbox: the interface for the answers to one call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from ps_protocol.framing import Buffer
 from ps_protocol.messages.editions import EditionBucket, EditionPart, in_messages
 from ps_server.shard.outbox import Lent, Outbox
 
@@ -17,6 +18,7 @@ class BucketMessages:
     most:   bytes of a payload in one message; 0: all of it
     about:  returns the fields of a message that do not depend on the bucket: the job's progress
     then:   queues whatever follows the bucket
+    copies: each message has a copy of its part of the payload: after `drop` nothing refers to that any more
     """
 
     def __init__(
@@ -26,13 +28,15 @@ class BucketMessages:
         most: int,
         about: Callable[[], EditionPart],
         then: Callable[[], None],
+        copies: bool = False,
     ) -> None:
-        self._outbox, self._about, self._then = outbox, about, then
-        self._first, self._later = in_messages(bucket, most)
+        self._outbox, self._about, self._then, self._copies = outbox, about, then, copies
+        first, self._later = in_messages(bucket, most)
+        self._first = [first._replace(payload=bytes(first.payload)) if copies else first]  # until it is sent
 
     def first(self) -> Lent:
         """Returns the first message, which the caller sends."""
-        return Lent(self._about()._replace(bucket=self._first), None)
+        return Lent(self._about()._replace(bucket=self._first.pop()), None)
 
     def go_on(self) -> None:
         """Queues the next message, or calls `then` if none is left. Call it when a message has left."""
@@ -43,5 +47,20 @@ class BucketMessages:
 
     @contextlib.contextmanager
     def _more(self) -> Iterator[Lent]:
-        yield Lent(self._about()._replace(more=self._later.pop()), None)
+        yield Lent(self._about()._replace(more=self._part()), None)
         self.go_on()
+
+    def _part(self) -> Buffer | None:
+        """Returns what the next message brings; None: the payload was dropped."""
+        later = self._later  # `drop` puts another list in its place
+        if not later:
+            return None
+        part = later.pop()
+        return bytes(part) if self._copies else part
+
+    def drop(self, then: Callable[[], None]) -> None:
+        """Sends no further message, and forgets the payload. Any thread may call it.
+
+        then: is called in place of what follows the bucket
+        """
+        self._then, self._later = then, []

@@ -18,23 +18,22 @@ from __future__ import annotations
 
 import math
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property, partial
-
-import torch
+from dataclasses import dataclass, replace
+from functools import partial
 
 from ps_protocol.changes import Change
 from ps_protocol.errors import LimitExceeded, OutOfOrder, PSError, TryLater, anew
-from ps_protocol.layout import BucketSpec
-from ps_protocol.tensors import PLAIN, bytes_of
+from ps_protocol.tensors import PLAIN
 from ps_runtime.background import guarded, note_error
 from ps_runtime.memory import free_bytes
+from ps_runtime.memory_files import WrittenFile
 from ps_server.core.feed_figures import FeedFigures
 from ps_server.core.unit import Bucket
+from ps_server.shard.copied_buckets import CopiedBucket, EditionFiles, Piece, memory_files
 from ps_server.shard.feed_tally import FeedTally
+from ps_server.shard.mapped import MappedFiles, NewFiles
 from ps_server.shard.shared_changes import BucketChanges
 
 MOST = 2
@@ -42,41 +41,7 @@ KEPT_SECONDS = 10.0  # for which an edition that nobody reads is kept for others
 HELD_SECONDS = 10.0  # for which readers may hold an edition that others wait to replace
 RETRY_SECONDS = 0.05  # after which a reader that finds no room asks again
 
-Piece = tuple[int, str]  # a bucket by its index, and the type in which its elements travel
 Over = Callable[[PSError | None], None]  # called when all that a reader wants is copied, or with why it never will be
-
-
-def piece_of(bucket: BucketSpec, wire: str) -> Piece:
-    """Returns the piece of a bucket for a wire format: it applies only to trained float32 weights, all others keep
-    their type.
-    """
-    return bucket.index, wire if bucket.dtype == "float32" and not bucket.frozen else bucket.dtype
-
-
-class CopiedBucket:
-    """A bucket of an edition: its index, the updates that it has, and its elements as they travel.
-
-    is_trained:  an optimizer steps it
-    wire_format: of the elements; empty: the bucket's own type
-    """
-
-    def __init__(self, bucket: Bucket, dtype: str) -> None:
-        """The caller keeps the bucket from being stepped."""
-        (version, weights), codec = bucket.shown(), PLAIN[dtype]
-        encoded = codec.encode(weights)
-        self.index, self.version, self.is_trained = bucket.index, version, bucket.is_trained
-        self.wire_format = codec.wire_format(bucket.spec)
-        self._values: torch.Tensor = weights.clone() if encoded is weights else encoded
-
-    @property
-    def payload(self) -> memoryview:
-        """The elements, as bytes."""
-        return bytes_of(self._values)
-
-    @cached_property
-    def checksum(self) -> int:
-        """The CRC-32 of the payload. Whoever sends the bucket first computes it, and not the thread that copies."""
-        return zlib.crc32(self.payload)
 
 
 @dataclass(frozen=True)
@@ -87,12 +52,14 @@ class WantedEdition:
     least:   without a version, those that each bucket is to have at least
     pieces:  the buckets, and how each is to travel
     changes: the reader accepts changes since an older version
+    maps:    the memory that readers of this host have mapped, if this reader is one of them; None: it is elsewhere
     """
 
     version: int | None
     least: int
     pieces: frozenset[Piece]
     changes: bool = False
+    maps: MappedFiles | None = None
 
 
 class TakenEdition:
@@ -100,10 +67,12 @@ class TakenEdition:
 
     version:  see WantedEdition
     has_room: makes room before a bucket is copied, if there is none yet. Raises PSError if there can be none
+    files:    those in which it is to lie, as far as it is copied from now on; None: in none
     """
 
     def __init__(self, version: int | None, has_room: Callable[[TakenEdition, float], None]) -> None:
         self.version, self._has_room = version, has_room
+        self.files: EditionFiles | None = None
         self.error: PSError | None = None
         self.began: float | None = None  # when the first bucket was copied
         self.used = 0.0
@@ -157,6 +126,8 @@ class TakenEdition:
                 if dtype not in dtypes:
                     dtypes.add(dtype)
                     self.unchecked.add((index, dtype))
+            if self.files is not None:
+                self.files.add(wanted.pieces - self._copied.keys())
 
     def give_back(self, reader: object, now: float) -> None:
         """Forgets a reader, and what only this reader wants and is not copied yet."""
@@ -191,6 +162,11 @@ class TakenEdition:
             raise anew(self.error or TryLater("this edition was given up"))
         return copied
 
+    def copies(self) -> dict[Piece, CopiedBucket]:
+        """Returns all that is copied."""
+        with self._lock:
+            return dict(self._copied)
+
     def look(self, bucket: Bucket, now: float) -> None:
         """Copies a bucket if its moment is now. If that is past, readers that want it are told that it is.
 
@@ -209,7 +185,9 @@ class TakenEdition:
         try:
             self._has_room(self, now)
             dtypes = tuple(self._missing.get(index, ()))
-            copied = {(index, dtype): CopiedBucket(bucket, dtype) for dtype in dtypes}
+            files = self.files
+            places = {dtype: None if files is None else files.place((index, dtype)) for dtype in dtypes}
+            copied = {(index, dtype): CopiedBucket(bucket, dtype, place) for dtype, place in places.items()}
         except PSError as error:
             self.fail(error)
             return
@@ -218,6 +196,8 @@ class TakenEdition:
             self.fail(PSError("the edition cannot be copied on this shard; its log says why"))
             return
         with self._lock:
+            if self.error is not None:  # it was given up meanwhile
+                return
             self._copied |= copied
             left = self._missing.get(index, set()) - set(dtypes)
             self._missing.pop(index, None)
@@ -275,7 +255,7 @@ class TakenEdition:
             if self.error is not None:
                 return
             self.error = error
-            self._copied, self._missing = {}, {}
+            self._copied, self._missing, self.files = {}, {}, None
             calls = [over for _, over in self._readers.values()]
         for over in calls:
             guarded("edition", partial(over, error))
@@ -299,6 +279,9 @@ class Editions:
         self._pieces: set[Piece] = set()  # what readers have asked for, as long as they are heard of
         self._changes: dict[Piece, BucketChanges] = {}
         self._keeps_newest = False  # for changes
+        # What readers of this host have, where such follow the job, and when one of these has asked last:
+        self._mapped: dict[MappedFiles, float] = {}
+        self._new_files = NewFiles(WrittenFile)
         self.waiting: tuple[TakenEdition, ...] = ()
         self.tally = FeedTally()
 
@@ -338,10 +321,14 @@ class Editions:
             self._followed = now
             self._pieces |= wanted.pieces
             self._keeps_newest |= wanted.changes
+            if wanted.maps is not None:
+                self._mapped[wanted.maps] = now
             edition = next((each for each in reversed(self._kept) if each.serves(wanted)), None)
             if edition is None:
                 edition = TakenEdition(wanted.version, self._make_room)
                 self._kept.append(edition)
+            if self._mapped and edition.files is None:
+                edition.files = EditionFiles(lambda index: self._buckets[index].spec, self._new_files)
             edition.hand_to(reader, wanted, over)
             self._note_waiting()
         return edition
@@ -376,7 +363,7 @@ class Editions:
         The newest edition stays as long as a reader that asks for changes follows the job. The edition before it stays
         while the newest is being read: what is sent of that may be what changed since.
         """
-        if not self._kept and not self._pieces:
+        if not self._kept and not self._pieces and not self._mapped:
             return
         with self._lock:
             if any(each.is_read for each in self._kept):
@@ -388,6 +375,9 @@ class Editions:
             self._kept = [
                 each for each in self._kept if each.is_read or each in bases or now - each.used < KEPT_SECONDS
             ]
+            self._mapped = {
+                each: asked for each, asked in self._mapped.items() if now - asked <= KEPT_SECONDS or each.held_bytes()
+            }
             if not is_followed:
                 self._pieces.clear()
                 self._changes.clear()
@@ -422,9 +412,15 @@ class Editions:
 
         readers: that have an edition or wait for one; lowest: the lowest version of the job's buckets now
         """
-        if not self._kept and now - self._followed > KEPT_SECONDS:
+        with self._lock:
+            mapped, own = list(self._mapped), [file for each in self._kept for file in memory_files(each.copies())]
+        for each in mapped:
+            each.look()
+        held = sum(each.held_bytes(own) for each in mapped)
+        if not self._kept and not held and now - self._followed > KEPT_SECONDS:
             return None
-        return self.tally.figures(readers, lowest, self.nbytes, now)
+        seen = self.tally.figures(readers, lowest, self.nbytes, now)
+        return replace(seen, mapped=sum(each.readers for each in mapped), held=held)
 
     def copied_now(
         self, pieces: frozenset[Piece], locked: Callable[[int], AbstractContextManager[Bucket]]

@@ -15,7 +15,8 @@ from typing import ClassVar
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
 from ps_server.core.limits import check_feeds
 from ps_server.core.unit import Bucket
-from ps_server.shard.editions import KEPT_SECONDS, CopiedBucket, Over, Piece, TakenEdition, WantedEdition
+from ps_server.shard.copied_buckets import CopiedBucket, Piece
+from ps_server.shard.editions import KEPT_SECONDS, Over, TakenEdition, WantedEdition
 from ps_server.shard.hosted_job import Feed, HostedJob
 
 log = logging.getLogger("ps_server")

@@ -18,8 +18,7 @@ from ps_protocol.framing import Buffer
 from ps_protocol.messages.rows import FeedPart, RoundBegin, RowsWatch
 from ps_protocol.row_ids import ID_BYTES
 from ps_protocol.tensors import bytes_of, row_codec
-from ps_server.shard.feed_bytes import FeedBytes
-from ps_server.shard.hosted import HostedJobs
+from ps_server.shard.feed_context import FeedContext
 from ps_server.shard.hosted_job import HostedJob, HostedTable
 from ps_server.shard.outbox import Lent, Outbox
 from ps_server.shard.pulls import MESSAGE_BYTES, wire_format_of
@@ -175,23 +174,10 @@ class ShardFeed:
 
 
 class RowFeeds:
-    """The feeds of rows of one shard. Methods may be called from any thread.
+    """The feeds of rows of one shard. Methods may be called from any thread."""
 
-    wake:  called when `needs_ticks` has become true
-    limit: the largest number of feeds of one job; one principal may have half of it
-    taken: counts the memory of the feeds of each principal
-    """
-
-    def __init__(
-        self,
-        hosted: HostedJobs,
-        clock: Callable[[], float],
-        wake: Callable[[], None],
-        limit: float,
-        taken: FeedBytes,
-    ) -> None:
-        self._hosted, self._clock, self._wake, self._limit = hosted, clock, wake, limit
-        self._taken = taken
+    def __init__(self, context: FeedContext) -> None:
+        self._hosted, self._clock, self._wake, self._limit, self._taken = context
         self._open: set[ShardFeed] = set()
         self._lock = threading.Lock()
 

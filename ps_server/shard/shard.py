@@ -37,6 +37,7 @@ from ps_server.core.server_figures import ShardFigures
 from ps_server.core.snapshot import Part, RestoreProgress, RestoreRequest, ShardSnapshot, Snapshot, SnapshotRequest
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.feed_bytes import FeedBytes
+from ps_server.shard.feed_context import FeedContext
 from ps_server.shard.hosted import HostedJobs, TablePlaces
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
@@ -60,7 +61,7 @@ class Shard:
 
     threads:     run updates, writes of snapshots, and the ticker; NoThreads: the calling thread runs them, see `tick`
     clock:       returns the time in seconds, from an arbitrary zero
-    shared_directory: where workers on this host hand over their segments
+    shared_directory: where workers on this host hand over their segments, and readers take over editions
     staged_limit: bytes of a job that may be staged; None: derived from its size
     checkpoints: the store of checkpoints; None: the servers make none
     index:       the index of the shard, after which its part of a checkpoint is named
@@ -103,9 +104,8 @@ class Shard:
         limits = staged_limit, norm_limit
         tables = TablePlaces(index, table_limit, row_files)
         self._hosted = HostedJobs(index, limits, self.principals, self._threads, self._pulls, metrics, tables)
-        taken = FeedBytes(feed_bytes)
-        self.feeds = RowFeeds(self._hosted, clock, wake, feed_limit, taken)
-        self.weight_feeds = WeightFeeds(self._hosted, clock, wake, feed_limit, taken)
+        feeds = FeedContext(self._hosted, clock, wake, feed_limit, FeedBytes(feed_bytes))
+        self.feeds, self.weight_feeds = RowFeeds(feeds), WeightFeeds(feeds, shared_directory)
         self._notify_at = clock() + NOTICE_AFTER_SECONDS
         self._troubles = Troubles(log, "snapshot")
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)
@@ -139,6 +139,7 @@ class Shard:
         self._threads.stop()
         for job in self.jobs().values():
             self._pulls.fail(job, TryLater("the shard is stopping"))
+        self.weight_feeds.stop()
 
     def statistics(self) -> ShardStatistics:
         """Returns the shard's statistics."""

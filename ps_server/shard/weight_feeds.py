@@ -1,7 +1,8 @@
 """Feeds of weights: each reader is sent one edition, bucket after bucket, once it is complete.
 
 A message is made when the one before has left, so a reader takes the memory of one message beside the edition, which
-it shares with others (editions.py).
+it shares with others (editions.py). A reader on this host is handed the edition's memory in place of messages with its
+elements (mapped.py).
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 from ps_protocol.changes import Change
 from ps_protocol.errors import InvalidRequest, OutOfOrder, PSError, TryLater, anew
+from ps_protocol.handover import MappingOffer
 from ps_protocol.job import WIRES, JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.editions import (
+    BucketPlace,
     EditionBegin,
     EditionBucket,
     EditionCall,
@@ -27,10 +32,11 @@ from ps_protocol.messages.editions import (
 from ps_protocol.tensors import BLOCKS, PLAIN
 from ps_server.failpoints import failpoint
 from ps_server.shard.bucket_messages import BucketMessages
-from ps_server.shard.editions import CopiedBucket, Over, Piece, TakenEdition, WantedEdition, piece_of
-from ps_server.shard.feed_bytes import FeedBytes
-from ps_server.shard.hosted import HostedJobs
+from ps_server.shard.copied_buckets import CopiedBucket, Piece, piece_of, shared_pieces
+from ps_server.shard.editions import Over, TakenEdition, WantedEdition
+from ps_server.shard.feed_context import FeedContext
 from ps_server.shard.hosted_job import Feed, HostedJob
+from ps_server.shard.mapped import MappedFiles
 from ps_server.shard.outbox import Lent, Outbox
 
 SIGN_SECONDS = 0.25  # between two signs of life while an edition is not complete
@@ -164,6 +170,8 @@ class EditionSender:
     most:   bytes of a payload in one message; 0: all of it
     sparse: changes may be sparse
     give_back: is called once the stream is over, or is to count no more
+    handed: where the reader waits for memory of the edition, and what readers of the job have mapped; None: it gets
+            payloads
     """
 
     def __init__(
@@ -177,8 +185,11 @@ class EditionSender:
         most: int,
         sparse: bool,
         give_back: Callable[[], None],
+        handed: tuple[MappingOffer, MappedFiles] | None = None,
     ) -> None:
-        self._most, self._sparse, self._give_back = most, sparse, give_back
+        self._most, self._sparse, self._give_back, self._handed = most, sparse, give_back, handed
+        self._lies: dict[Piece, tuple[EditionBucket, int]] = {}  # what was handed over, and its bytes
+        self._messages: BucketMessages | None = None  # of a bucket in a file, which they refer to
         self._source, self._bases, self.outbox, self.caller = source, bases, outbox, caller
         self._wanted, self._now = wanted, now
         self._edition: TakenEdition | None = None
@@ -200,6 +211,8 @@ class EditionSender:
         """Sends the edition, or why there is none. May be called twice."""
         with self._lock:
             self._result = self._result or (error,)
+            if self._begun and error is not None and self._messages is not None:
+                self._messages.drop(partial(self._fail, anew(error)))
             if self._begun or self._edition is None:
                 return
             self._begun = True
@@ -214,6 +227,7 @@ class EditionSender:
         now = lowest(self._source)
         try:
             trained = [each.version for each in map(edition.copy, self._left) if each.is_trained]
+            self._hand_over(edition)
         except PSError as error:
             self._fail(error)
             yield Lent(EditionPart(now), None)
@@ -221,6 +235,22 @@ class EditionSender:
         begin = EditionBegin(min(trained, default=0), self._source.timeline, len(self._left))
         yield Lent(EditionPart(now, begin), None)
         self._lend_next(edition)
+
+    def _hand_over(self, edition: TakenEdition) -> None:
+        """Hands over the memory of what lies in files."""
+        if self._handed is None:
+            return
+        offer, mapped = self._handed
+        copies = edition.copies()  # what is handed over has the versions of these, also where `edition` gets newer ones
+        shared = shared_pieces(copies, self._wanted.pieces)
+        numbers = mapped.hand_over(offer, shared, {name for name, _ in shared.lies.values()})
+        if numbers is None:
+            return
+        for piece, (name, offset) in shared.lies.items():
+            copied, place = copies[piece], BucketPlace(numbers[name], offset)
+            # Nobody needs a checksum of memory that is shared, and to compute it takes long.
+            sent = EditionBucket(copied.index, copied.version, copied.wire_format, 0, b"", lies=place)
+            self._lies[piece] = sent, len(copied.payload)
 
     def _lend_next(self, edition: TakenEdition) -> None:
         """Queues the next bucket only, so that an error that comes meanwhile does not wait behind all of them."""
@@ -240,15 +270,28 @@ class EditionSender:
             self._fail(error)
             yield Lent(about(), None)
             return
+        if piece in self._lies:
+            del copied
+            sent, whole = self._lies[piece]
+            yield Lent(about()._replace(bucket=sent), None)
+            self._source.sent(0, whole)
+            self._lend_next(edition)
+            return
         base = self._bases.get(copied.index)
         change = None if base is None else self._source.change(piece, base, copied, self._sparse)
         head = copied.index, copied.version, copied.wire_format, copied.checksum
         sent = EditionBucket(*head, copied.payload)
         if change is not None:
             sent = sent._replace(payload=change.payload, base=base, sparse=change.is_sparse)
-        messages = BucketMessages(self.outbox, sent, self._most, about, partial(self._lend_next, edition))
+        in_file, size, whole = change is None and copied.lies is not None, len(sent.payload), len(copied.payload)
+        messages = BucketMessages(self.outbox, sent, self._most, about, partial(self._lend_next, edition), in_file)
+        # A reader may never take the message: what is given up is not to stay for it, above all no whole file.
+        del copied, sent, change
+        self._messages = messages if in_file else None
+        if edition.error is not None:
+            self._over(edition.error)
         yield messages.first()
-        self._source.sent(len(sent.payload), len(copied.payload))
+        self._source.sent(size, whole)
         messages.go_on()
 
     def tick(self, now: float) -> None:
@@ -281,21 +324,15 @@ class EditionSender:
 class WeightFeeds:
     """The feeds of weights of one shard. Methods may be called from any thread.
 
-    wake:  is called when `needs_ticks` has become true
-    limit: the largest number of feeds of one job, those of rows included; one principal may have half of it
-    taken: counts the memory of the feeds of each principal, those of rows included
+    shared_directory: where readers of this host wait for the memory of editions; None: all is sent
     """
 
-    def __init__(
-        self,
-        hosted: HostedJobs,
-        clock: Callable[[], float],
-        wake: Callable[[], None],
-        limit: float,
-        taken: FeedBytes,
-    ) -> None:
-        self._hosted, self._clock, self._wake, self._limit = hosted, clock, wake, limit
-        self._taken = taken
+    def __init__(self, context: FeedContext, shared_directory: Path | None = None) -> None:
+        self._hosted, self._clock, self._wake, self._limit, self._taken = context
+        self._directory = shared_directory
+        # By job and wire format, what readers have mapped. That stays in memory, and counts, also when a job has ended.
+        self._mapped: dict[tuple[str, str], MappedFiles] = {}
+        self._lock = threading.Lock()
 
     def describe(self, asked: WeightsAsked) -> WeightsHere:
         """Returns what this shard has of a job's weights. Raises NotFound, RunEnded, TryLater, or InvalidRequest."""
@@ -326,10 +363,11 @@ class WeightFeeds:
         """
         _check_wire(call.wire)
         source = self._source(call.job, call.run)
-        wanted = _wanted(call, source)
+        handed = self._handed(call)
+        wanted = replace(_wanted(call, source), maps=None if handed is None else handed[1])
         bases = {index: call.bases[index] for index in source.specs if index in call.bases}  # it may name any number
         give_back = self._taken.take(caller, _message_bytes(wanted, source, call.part_bytes))
-        how = call.part_bytes, call.sparse, give_back
+        how = call.part_bytes, call.sparse, give_back, handed
         feed = EditionSender(source, wanted, bases, outbox, caller, self._clock, *how)
         try:
             source.add(feed, self._limit)
@@ -347,6 +385,14 @@ class WeightFeeds:
             raise
         outbox.on_close(feed.forget)
 
+    def _handed(self, call: EditionCall) -> tuple[MappingOffer, MappedFiles] | None:
+        """Returns what is needed to hand memory over to a reader of this host; None: it is elsewhere."""
+        if self._directory is None or call.mapping is None:
+            return None
+        with self._lock:
+            mapped = self._mapped.setdefault((call.job, call.wire), MappedFiles(self._directory))
+        return (call.mapping, mapped) if mapped.sees(call.mapping) else None
+
     def _source(self, name: str, run: str) -> EditionSource:
         """Returns a job, or what is left of it. Raises NotFound, RunEnded, or TryLater."""
         last = self._hosted.last(name, run)
@@ -359,6 +405,7 @@ class WeightFeeds:
 
     def tick(self, now: float) -> None:
         """Sends signs of life, and forgets editions that nobody reads. For one thread."""
+        self._forget_mapped()
         for job in self._hosted.all().values():
             job.editions.tick(now)
             if job.readers:
@@ -366,6 +413,22 @@ class WeightFeeds:
                     readers = [each for each in job.readers if isinstance(each, EditionSender)]
                 for reader in readers:
                     reader.tick(now)
+
+    def stop(self) -> None:
+        """Forgets what readers have mapped, which stays theirs."""
+        with self._lock:
+            for mapped in self._mapped.values():
+                mapped.close()
+            self._mapped.clear()
+
+    def _forget_mapped(self) -> None:
+        """Forgets what readers had mapped, once they have given all of it back."""
+        jobs = self._hosted.all()
+        with self._lock:
+            for key, mapped in list(self._mapped.items()):
+                mapped.look()
+                if key[0] not in jobs and not mapped.held_bytes():
+                    self._mapped.pop(key).close()
 
     def _begun(self, name: str, run: str) -> HostedJob:
         """Returns a job that has its initial weights here."""

@@ -24,7 +24,8 @@ from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import AddWorker
 from ps_server.core.partition import JobPartition
-from ps_server.shard.editions import TakenEdition, WantedEdition, piece_of
+from ps_server.shard.copied_buckets import piece_of
+from ps_server.shard.editions import TakenEdition, WantedEdition
 from ps_server.shard.weight_feeds import JobSource
 from ps_worker.cluster import told_buffers
 from tests.tools.cases import cases

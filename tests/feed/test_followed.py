@@ -101,7 +101,7 @@ class Followed:
 
 
 @pytest.fixture
-def followed(shared: Cluster, job: str) -> Iterator[Followed]:
+def followed(shared: Cluster, job: str, far: None) -> Iterator[Followed]:
     with shared.connect("sync", job=job) as session, ps.subscribe(shared.address, job) as feed:
         FollowedTrainer(session)
         yield Followed(feed.wait_for().arrays)

@@ -33,9 +33,10 @@ from ps_runtime.local_sockets import listen, reach
 from ps_runtime.memory_files import MemoryFile
 from ps_server.config import ServerConfig
 from ps_server.ops import status
-from ps_server.relay import mapped, relayed
-from ps_server.relay.mapped import MappedFiles
+from ps_server.relay import relayed
 from ps_server.relay.room import EditionRoom
+from ps_server.shard import mapped
+from ps_server.shard.mapped import MappedFiles
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.followed_trainer import FollowedModel, FollowedTrainer, relay
 from tests.tools.launching import Commands
@@ -311,7 +312,7 @@ def test_a_relay_connects_to_nothing_but_the_socket_of_its_own_users_reader(tmp_
         assert relays.hand_over(good, edition, ["float32"]) is None
         (tmp_path / good.location).chmod(0o600)
         assert relays.hand_over(good, edition, ["float32"]) == {"float32": 0}
-        with pytest.raises(NotShared, match=f"{2 * mmap.PAGESIZE} bytes where {mmap.PAGESIZE} are needed"):
+        with pytest.raises(NotShared, match=f"{2 * mmap.PAGESIZE} bytes where {mmap.PAGESIZE} are the most"):
             waiting.file(0, mmap.PAGESIZE)
         assert not waiting._files, "what has another size is not even mapped"
         assert relays.hand_over(good, edition, ["float32"]) == {"float32": 0}
@@ -359,7 +360,7 @@ def test_a_relay_that_could_make_no_memory_file_says_so_once_and_tries_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = EditionRoom(is_shared=True)
-    monkeypatch.setattr("ps_server.relay.room.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("ps_server.shard.mapped.RETRY_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.delattr(os, "memfd_create")
         assert [room.memory(1), room.memory(1)] == [None, None]

@@ -37,6 +37,7 @@ from tests.tools.followed_trainer import relay
 SIZES = {index: CONTENTS.size(bucket) for index, bucket in CONTENTS.buckets.items()}
 
 
+@pytest.mark.usefixtures("far")
 @pytest.mark.parametrize("changes", [False, True])
 @pytest.mark.parametrize("relays", [0, 1])
 def test_buckets_come_in_messages_as_small_as_a_reader_wants(

@@ -25,7 +25,7 @@ from tests.tools.documented_metrics import documented
 from tests.tools.followed_trainer import FollowedTrainer, relay
 
 SAME = {"ps_edition_version", "ps_edition_behind", "ps_edition_bytes", "ps_feed_readers"}
-SAME |= {"ps_feed_sent_bytes_total", "ps_feed_element_bytes_total"}
+SAME |= {"ps_feed_sent_bytes_total", "ps_feed_element_bytes_total", "ps_feed_mapped_readers", "ps_edition_held_bytes"}
 
 
 def shown(cluster: Cluster, job: str) -> str:
@@ -36,6 +36,7 @@ def shown(cluster: Cluster, job: str) -> str:
     return own[0].removeprefix("  weights are read: ") if own else ""
 
 
+@pytest.mark.usefixtures("far")
 def test_status_says_in_one_line_how_a_job_is_read(shared: Cluster, job: str, trainer: FollowedTrainer) -> None:
     assert shown(shared, job) == ""
     with (
@@ -112,6 +113,7 @@ def test_a_job_in_several_wire_formats_counts_as_one() -> None:
     assert of_all_wires([replace(one, version=None), FeedFigures()]).version is None
 
 
+@pytest.mark.usefixtures("far")
 def test_an_edition_that_could_not_be_received_keeps_no_memory(
     shared: Cluster, job: str, trainer: FollowedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

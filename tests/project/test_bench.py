@@ -92,19 +92,24 @@ def check_feed(found: list[Result]) -> None:
     host, near, training, changed, link, unchanged, requests, memory = scenarios
     for peer in ("plain sockets", "safetensors in a folder", "broadcast over gloo"):
         assert systems[host, peer]["ratios"]["ours"] > 0
-    assert systems[host, "ours"]["editions"] == 2
+    for way in ("ours", "ours, in messages"):
+        assert systems[host, way]["editions"] == 2
+        assert set(systems[host, way]["ratios"]) == {"ours", "ours, in messages", "sockets", "two copies"}
+        assert systems[requests, way]["editions"] > 1
+        assert systems[requests, way]["torn"] == 0
+    assert systems[host, "ours"]["received_part"] == 0
+    assert systems[host, "ours, in messages"]["received_part"] > 0
     assert systems[host, "Ray's object store"]["not_measured" if not has_ray() else "ms"]
     assert set(systems[near, "ours"]["ratios"]) == {"ours", "two copies"}
     assert systems[near, "messages of the same relay"]["ratios"]["ours"] > 0
-    assert set(systems[training, "1 reader"]["ratios"]) == {"without"}
+    for readers in ("1 reader", "1 reader, in messages", "4 readers, 2 relays"):
+        assert set(systems[training, readers]["ratios"]) == {"without"}
     assert systems[training, "4 readers, 2 relays"]["least_editions"] >= 1
     parts = [line["ratios"]["bfloat16 bytes"] for line in found if line["scenario"] == changed]
     assert 0 < parts[0] < parts[1] < parts[2] < 1
     copied = systems[link, "safetensors, copied"]
     assert copied["not_measured"] if why_no_link() else copied["ratios"]["ours"] > 0
     assert systems[unchanged, "ours"]["answers_per_core"] > 0
-    assert systems[requests, "ours"]["editions"] > 1
-    assert systems[requests, "ours"]["torn"] == 0
     assert set(systems[memory, "changes"]["ratios"]) == {"two copies"}
 
 

@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "ps_server.relay": {
         "ps_server.core",
         "ps_server.shard.bucket_messages",
+        "ps_server.shard.mapped",
         "ps_server.shard.outbox",
         "ps_server.shard.shared_changes",
         "ps_server.failpoints",

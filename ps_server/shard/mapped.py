@@ -1,9 +1,9 @@
-"""Shares the memory of editions with readers on the relay's host: see MappingOffer in feed.proto.
+"""Shares the memory of editions with readers on the host of a shard or a relay: see MappingOffer in feed.proto.
 
-The relay connects to a socket of the reader, sends a descriptor, and waits for nothing. The connection stays open as
-long as the reader has the memory mapped. Mapped memory counts as the relay's own, even for an edition that the relay no
-longer keeps. So slow readers could use up all memory. Therefore past MOST_HELD mapped editions, readers get payloads
-instead.
+The server connects to a socket of the reader, sends a descriptor, and waits for nothing. The connection stays open as
+long as the reader has the memory mapped. Mapped memory counts as the server's own, even for an edition that the server
+no longer keeps. So slow readers could use up all memory. Therefore past MOST_HELD mapped editions, readers get payloads
+instead. This module needs no torch: relays use it, too.
 """
 
 from __future__ import annotations
@@ -13,15 +13,22 @@ import re
 import select
 import socket
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from ps_feed.edition import EditionArrays
 from ps_protocol.errors import NotShared
-from ps_protocol.handover import HANDOVER_SECONDS, MOST_FILES, NONCE_BYTES, SOCKET_PREFIX, MappingOffer
+from ps_protocol.handover import (
+    HANDOVER_SECONDS,
+    MOST_FILES,
+    NONCE_BYTES,
+    RETRY_SECONDS,
+    SOCKET_PREFIX,
+    MappingOffer,
+)
 from ps_runtime.local_sockets import reach
-from ps_runtime.memory_files import MemoryFile
+from ps_runtime.memory_files import SharedFile
 from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_server")
@@ -29,6 +36,45 @@ log = logging.getLogger("ps_server")
 MOST_HELD = 3  # mapped editions, beside the one that is being shared
 MOST_READERS = 1024  # files that are mapped, counted for each reader
 _NAME = re.compile(re.escape(SOCKET_PREFIX) + r"[0-9a-f]{32}")
+_IN_MESSAGES = "readers of this host get editions in messages, and not as memory: %s"
+
+F = TypeVar("F", bound=SharedFile)
+
+
+class InFiles(Protocol):
+    """An edition that lies in memory files, or some of it."""
+
+    @property
+    def files(self) -> Mapping[str, SharedFile]:
+        """By space of the job, the sealed file in which it lies."""
+
+
+class NewFiles(Generic[F]):
+    """Makes memory files for editions. Where that fails it says so once, and tries again after RETRY_SECONDS.
+
+    kind: makes one of so many bytes; raises NotShared
+    """
+
+    def __init__(self, kind: Callable[[int], F]) -> None:
+        self._kind, self._again = kind, 0.0
+        self._troubles = Troubles(log, None)
+
+    def make(self, size: int) -> F | None:
+        """Returns a file; None: none can be made."""
+        if time.monotonic() < self._again:
+            return None
+        try:
+            file = self._kind(size)
+        except NotShared as error:
+            self.failed(error)
+            return None
+        self._troubles.over(None)
+        return file
+
+    def failed(self, error: NotShared) -> None:
+        """Notes that a file could not be made, or gets no memory: none is made for RETRY_SECONDS."""
+        self._troubles.met(None, _IN_MESSAGES, error)
+        self._again = time.monotonic() + RETRY_SECONDS
 
 
 class _Lease(NamedTuple):
@@ -49,18 +95,28 @@ class MappedFiles:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._leases: dict[int, _Lease] = {}  # by the descriptor of the connection
+        # The bytes of the most that a reader was handed of an edition: one that has what never changes gets less later.
+        self._largest = 0
         self._ends = select.poll()
         self._lock = threading.Lock()
         self._troubles = Troubles(log, None)
 
-    def hand_over(self, offer: MappingOffer, edition: EditionArrays, spaces: Collection[str]) -> dict[str, int] | None:
+    def sees(self, offer: MappingOffer) -> bool:
+        """Whether the reader seems to be on this host: its socket is there."""
+        try:
+            return self._directory is not None and _is_name(offer) and (self._directory / offer.location).is_socket()
+        except OSError:  # it is not allowed to look there, say
+            return False
+
+    def hand_over(self, offer: MappingOffer, edition: InFiles, spaces: Collection[str]) -> dict[str, int] | None:
         """Shares the memory of an edition's spaces with a reader. Returns the number of each; None: send payloads
         instead.
         """
         files = [(space, edition.files[space]) for space in sorted(spaces) if space in edition.files]
         directory = self._directory
+        size = sum(file.size for _, file in files)
         is_possible = 0 < len(files) == len(spaces) <= MOST_FILES
-        if directory is None or not is_possible or not self._has_room(edition, len(files)):
+        if directory is None or not is_possible or not self._has_room(edition, len(files), size):
             return None
         made: list[_Lease] = []
         try:
@@ -70,13 +126,14 @@ class MappedFiles:
             for lease in made:
                 lease.connection.close()
             if isinstance(error, NotShared) or not _is_away(directory, error):
-                self._troubles.met(None, "readers of this host get editions in messages, and not as memory: %s", error)
+                self._troubles.met(None, _IN_MESSAGES, error)
             return None
         self._troubles.over(None)
         with self._lock:
             for lease in made:
                 self._leases[lease.connection.fileno()] = lease
                 self._ends.register(lease.connection, select.POLLIN)
+            self._largest = max(self._largest, size)
         return {space: number for number, (space, _) in enumerate(files)}
 
     @property
@@ -91,7 +148,7 @@ class MappedFiles:
             for descriptor, _ in self._ends.poll(0) if self._leases else ():
                 self._forget(descriptor)
 
-    def held_bytes(self, others_than: Collection[MemoryFile] = ()) -> int:
+    def held_bytes(self, others_than: Collection[SharedFile] = ()) -> int:
         """Returns the bytes that readers have mapped. others_than: files that are not counted"""
         own = {each.number for each in others_than}
         with self._lock:
@@ -104,15 +161,19 @@ class MappedFiles:
             for descriptor in list(self._leases):
                 self._forget(descriptor)
 
-    def _has_room(self, edition: EditionArrays, files: int) -> bool:
+    def _has_room(self, edition: InFiles, files: int, size: int) -> bool:
+        """Whether readers may have so many more files mapped, of so many bytes."""
         self.look()
-        own = edition.files.values()
-        most = MOST_HELD * sum(file.size for file in own)
-        return len(self._leases) + files <= MOST_READERS and self.held_bytes(own) <= most
+        most = MOST_HELD * max(self._largest, size)
+        return len(self._leases) + files <= MOST_READERS and self.held_bytes(edition.files.values()) <= most
 
     def _forget(self, descriptor: int) -> None:
         self._ends.unregister(descriptor)
         self._leases.pop(descriptor).connection.close()
+
+
+def _is_name(offer: MappingOffer) -> bool:
+    return _NAME.fullmatch(offer.location) is not None
 
 
 def _is_away(directory: Path, error: OSError) -> bool:
@@ -121,9 +182,9 @@ def _is_away(directory: Path, error: OSError) -> bool:
     return is_unseen or isinstance(error, ConnectionError)
 
 
-def _handed_over(directory: Path, offer: MappingOffer, file: MemoryFile, number: int) -> _Lease:
+def _handed_over(directory: Path, offer: MappingOffer, file: SharedFile, number: int) -> _Lease:
     """Sends a reader one file. Raises NotShared, or OSError; waits for nothing, as the message fits into any buffer."""
-    if not _NAME.fullmatch(offer.location) or len(offer.nonce) != NONCE_BYTES:
+    if not _is_name(offer) or len(offer.nonce) != NONCE_BYTES:
         raise NotShared(
             f"a socket's name is {SOCKET_PREFIX} and 32 hexadecimal digits, a nonce has {NONCE_BYTES} bytes"
         )

@@ -1,0 +1,214 @@
+"""A bucket of an edition, copied: into memory of its own, or into a memory file that readers of this host can map.
+
+While such readers follow a job, its editions lie in memory files. Each file has what readers have asked for of one flat
+space in one element type, bucket after bucket without padding. It is sealed once all of that is copied, and handed over
+then (MappingOffer in feed.proto). The thread that steps a bucket writes it to the file's descriptor. So it waits for no
+page, maps nothing that would keep the kernel from sealing the file, and makes one pass over memory: what it converts is
+in the processor's cache when it is written.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Collection, Mapping, Set
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from ps_protocol.errors import NotShared
+from ps_protocol.handover import MOST_FILES
+from ps_protocol.layout import BucketSpec
+from ps_protocol.tensors import PLAIN, Cast, bytes_of
+from ps_runtime.memory_files import SharedFile, WrittenFile
+from ps_server.core.unit import Bucket
+from ps_server.shard.mapped import NewFiles
+
+Piece = tuple[int, str]  # a bucket by its index, and the type in which its elements travel
+_CONVERTED_BYTES = 2**20  # at a time, so that they are in the cache when they are written
+
+
+def piece_of(bucket: BucketSpec, wire: str) -> Piece:
+    """Returns the piece of a bucket for a wire format: it applies only to trained float32 weights, all others keep
+    their type.
+    """
+    return bucket.index, wire if bucket.dtype == "float32" and not bucket.frozen else bucket.dtype
+
+
+class EditionFile(NamedTuple):
+    """A memory file, and the pieces of an edition for which it has room. failed: is told where it gets no memory"""
+
+    memory: WrittenFile
+    pieces: frozenset[Piece]
+    failed: Callable[[NotShared], None]
+
+
+class FilePlace(NamedTuple):
+    """Where a piece lies in a file, in bytes."""
+
+    file: EditionFile
+    offset: int
+    size: int
+
+
+class _Scratch(threading.local):
+    """Memory of one thread, into which it converts."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory for so many elements, until the next call."""
+        if not self._memory.numel():
+            self._memory = torch.empty(_CONVERTED_BYTES, dtype=torch.uint8)
+        return self._memory[: numel * dtype.itemsize].view(dtype)
+
+
+_scratch = _Scratch()
+
+
+class CopiedBucket:
+    """A bucket of an edition: its index, the updates that it has, and its elements as they travel.
+
+    is_trained:  an optimizer steps it
+    wire_format: of the elements; empty: the bucket's own type
+    space:       the flat space in which it lies
+    place:       where it is to lie in a memory file; None: in memory of its own
+    lies:        where it does
+    """
+
+    def __init__(self, bucket: Bucket, dtype: str, place: FilePlace | None = None) -> None:
+        """The caller keeps the bucket from being stepped."""
+        (version, weights), codec = bucket.shown(), PLAIN[dtype]
+        self.index, self.version, self.is_trained = bucket.index, version, bucket.is_trained
+        self.wire_format, self.space = codec.wire_format(bucket.spec), bucket.spec.space
+        self.lies = place if place is not None and _is_written(weights, codec, place) else None
+        self._own: torch.Tensor | None = None
+        if self.lies is None:
+            encoded = codec.encode(weights)
+            self._own = weights.clone() if encoded is weights else encoded
+
+    @property
+    def payload(self) -> memoryview:
+        """The elements, as bytes."""
+        if self._own is not None:
+            return bytes_of(self._own)
+        assert self.lies is not None
+        file, offset, size = self.lies
+        return file.memory.content[offset : offset + size].data
+
+    @cached_property
+    def checksum(self) -> int:
+        """The CRC-32 of the payload. Whoever sends the bucket first computes it, and not the thread that copies."""
+        return zlib.crc32(self.payload)
+
+
+def _is_written(weights: torch.Tensor, codec: Cast, place: FilePlace) -> bool:
+    """Writes elements to their place. Returns False where the file gets no memory: they have to lie elsewhere."""
+    step = weights.numel() if weights.dtype == codec.torch_dtype else _CONVERTED_BYTES // codec.torch_dtype.itemsize
+    offset = place.offset
+    try:
+        for part in weights.split(step):
+            content = bytes_of(codec.encode(part, _scratch.memory))
+            place.file.memory.write(offset, content)
+            offset += len(content)
+    except NotShared as error:
+        place.file.failed(error)
+        return False
+    return True
+
+
+class EditionFiles:
+    """The memory files of one edition, MOST_FILES at most. For one thread at a time, apart from `place`.
+
+    specs: the job's buckets, by index
+    new:   makes the files
+    """
+
+    def __init__(self, specs: Callable[[int], BucketSpec], new: NewFiles[WrittenFile]) -> None:
+        self._specs, self._new = specs, new
+        self._places: dict[Piece, FilePlace] = {}
+        self._files = 0
+
+    def add(self, pieces: Set[Piece]) -> None:
+        """Makes files for pieces of which nothing is copied; those that have a place keep it. Makes none where not all
+        of these could have one.
+        """
+        spaces: dict[tuple[str, str], list[tuple[BucketSpec, Piece]]] = {}
+        for piece in pieces - self._places.keys():
+            spec = self._specs(piece[0])
+            spaces.setdefault((spec.space, piece[1]), []).append((spec, piece))
+        if self._files + len(spaces) > MOST_FILES:
+            return
+        for (_, dtype), found in spaces.items():
+            found.sort(key=lambda each: each[0].start)
+            sizes = {piece: PLAIN[dtype].size(spec.numel) for spec, piece in found}
+            memory = self._new.make(sum(sizes.values()))
+            if memory is None:
+                return
+            self._files += 1
+            file, offset = EditionFile(memory, frozenset(sizes), self._new.failed), 0
+            for piece, size in sizes.items():
+                self._places[piece] = FilePlace(file, offset, size)
+                offset += size
+
+    def place(self, piece: Piece) -> FilePlace | None:
+        """Returns where a piece is to be copied to; None: into memory of its own."""
+        return self._places.get(piece)
+
+
+class SharedPieces(NamedTuple):
+    """What of an edition can be handed over to a reader: see mapped.InFiles.
+
+    files: all sealed files of the edition, each under a name
+    lies:  by piece that the reader wants, the name of its file, and the offset there
+    """
+
+    files: Mapping[str, SharedFile]
+    lies: Mapping[Piece, tuple[str, int]]
+
+
+def shared_pieces(copied: Mapping[Piece, CopiedBucket], wanted: Collection[Piece]) -> SharedPieces:
+    """Returns what can be handed over of the pieces that a reader wants. Those of one space all lie in files, or none.
+
+    copied: all that is copied of the edition; nothing is there of one that was given up
+    """
+    if not all(piece in copied for piece in wanted):
+        return SharedPieces({}, {})
+
+    def lies_in(piece: Piece, number: int) -> bool:
+        found = copied.get(piece)
+        return found is not None and found.lies is not None and found.lies.file.memory.number == number
+
+    files: dict[str, SharedFile] = {}
+    for file in _files_of(copied):
+        memory = file.memory
+        if all(lies_in(each, memory.number) for each in file.pieces) and _is_sealed(memory):
+            files[str(memory.number)] = memory
+    lies: dict[Piece, tuple[str, int]] = {}
+    elsewhere: set[str] = set()
+    for piece in wanted:
+        place = copied[piece].lies
+        if place is None or str(place.file.memory.number) not in files:
+            elsewhere.add(copied[piece].space)
+        else:
+            lies[piece] = str(place.file.memory.number), place.offset
+    return SharedPieces(files, {piece: place for piece, place in lies.items() if copied[piece].space not in elsewhere})
+
+
+def memory_files(copied: Mapping[Piece, CopiedBucket]) -> set[SharedFile]:
+    """Returns the memory files in which any of these lies."""
+    return {file.memory for file in _files_of(copied)}
+
+
+def _files_of(copied: Mapping[Piece, CopiedBucket]) -> set[EditionFile]:
+    return {each.lies.file for each in copied.values() if each.lies is not None}
+
+
+def _is_sealed(memory: WrittenFile) -> bool:
+    try:
+        memory.seal()
+    except NotShared:
+        return False
+    return True
