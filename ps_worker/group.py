@@ -260,7 +260,8 @@ class Group:
             [said] = yield from self._meeting(says)
             for members, content in contents(bool(said)):
                 source = dist.get_global_rank(self._gloo, members[0])
-                yield dist.broadcast(content, source, group=self._parts.get(members, self._gloo), async_op=True)
+                connected = self._gloo if len(members) == self.size else self._parts[members]
+                yield dist.broadcast(content, source, group=connected, async_op=True)
             take()
 
         self._make(exchange())

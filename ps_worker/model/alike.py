@@ -108,10 +108,11 @@ class HeldAlike:
         shared = [i for i in self._shared if is_first or self._spec.parameters[i].group is not None]
         if not shared:
             return
-        packages: list[_Package] = []
+        # Before the members meet: a member that has no memory for a package leaves no other one within a broadcast. And
+        # these are the weights that `_differ` compares with the bases.
+        packages = [*self._packed(shared, {})]
 
         def contents(bases_differ: bool) -> list[tuple[Members, torch.Tensor]]:
-            packages.extend(self._packed(shared, {}))
             if bases_differ:
                 trained = [index for index in shared if self._spec.parameters[index].group is not None]
                 packages.extend(self._packed(trained, bases, is_base=True))
