@@ -355,6 +355,8 @@ class Cluster:
             self._let_pass(1.0)
         for run in self.running() if not self.violations else []:
             if self._has_tables(run, until) and self._has_saved(run):
+                if self.faults.last():  # a worker that is cut off still may have lost its place since they agreed
+                    self._all_agree()
                 self.promises.check_finished(run)
         self._readers_have_newest()
 

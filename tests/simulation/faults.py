@@ -137,6 +137,10 @@ class Faults:
         for host in self._world.hosts:
             host.dies_at.clear()
 
+    def last(self) -> bool:
+        """Whether a hang or a cut that began earlier lasts still, or what comes of it: the loss of a place."""
+        return any(until + 2 * self._cluster.lease > self._world.now for until in self.disturbed.values())
+
     def begin_of_an_end(self) -> None:
         """While all workers leave: one fault, or two, that cannot end their run otherwise."""
         draw = self._world.random

@@ -120,8 +120,10 @@ class Promises:
         disturbed = cluster.network.weather.loss or process is not servers.shards[0] or self._returns(run)
         if steps or waits_for_a_worker or disturbed or not all(self._is_healthy(h, 2 * LOOK_SECONDS) for h in hosts):
             since = now
-        # The death of its own shard is its own matter until it has made a step there.
-        self._beside = worker.stepped, since, servers.shards[0] if steps else process
+        # The death of its own shard is its own matter until it has made a step there: with a place that it has taken
+        # since. A step that ended just before the death may be seen only when the next process is there.
+        is_there = steps and worker.stepped >= worker.place.since >= servers.shards[0].host.since
+        self._beside = worker.stepped, since, servers.shards[0] if is_there else process
         if now - since > cluster.lease + BESIDE_SECONDS:
             said = f"{worker.host.name} is at clock {worker.clock}, with nothing wrong for {now - since:.1f} s"
             self._broken("another job waits", said)

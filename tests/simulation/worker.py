@@ -335,6 +335,8 @@ class Worker:
                         self.saver.save()
                     continue
                 self.saver.between_steps()
+                if self._is_to_hold():  # it has moved meanwhile, to where the others hold: they make no further step
+                    continue
                 self._made += 1
                 local = self.run.spec.local
                 if local is not None and local.is_streamed(self._streamed.number):
