@@ -562,7 +562,7 @@ def sends_newcomers_what_there_is(patch: pytest.MonkeyPatch) -> None:
 IN_FILES = frozenset({"saved"})
 SAVED = (
     Mutation(sends_what_is_applied, ("async", "sync quorum 2"), IN_FILES, faults=(), known=("sync quorum 2", 0)),
-    Mutation(sends_newcomers_what_there_is, ("sync",), IN_FILES, faults=(WORKER_DIES,), known=("sync", 9)),
+    Mutation(sends_newcomers_what_there_is, ("sync",), IN_FILES, faults=(WORKER_DIES,), known=("sync", 34)),
 )
 
 # -- what strikes a whole launch, or the store -----------------------------------------------------------------------
