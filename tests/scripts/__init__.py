@@ -4,6 +4,7 @@ train_everything.py       Trains in whichever way its launcher chooses, and leav
 train_in_group.py         One member of a group, with a model that fully_shard has cut
 train_parallel.py         One member of a group whose model tensor parallel has cut, alone or with fully_shard
 group_of_some.py          One of three processes, of which two are a group, and one of them is in another group, too
+share_alike.py            One of three members that share the parameters that they hold alike
 train_pipeline.py         One member of a group that trains a model in stages of a pipeline
 train_cut_anew.py         A process of a job whose checkpoint is restored with another cut of its groups
 train_with_dcp.py         A process that saves and loads by torch.distributed.checkpoint
