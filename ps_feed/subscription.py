@@ -169,8 +169,7 @@ class Subscription:
         self._equal: float | None = None  # when the edition was last known to be the newest there is
         self._ended = False
         self._restores = 0
-        self._changed = threading.Condition()
-        self._closing = threading.Event()
+        self._changed, self._closing = threading.Condition(), threading.Event()
         self._troubles = Troubles(log, "feed")
         self._thread = threading.Thread(target=self._run, name="ps-feed", daemon=True)
         start(self._thread)

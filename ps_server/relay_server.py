@@ -52,8 +52,7 @@ class RelayServer:
     """
 
     def __init__(self, config: RelayConfig) -> None:
-        self._config, server = config, config.server
-        exposed = config.check_exposure()
+        self._config, server, exposed = config, config.server, config.check_exposure()
         allow_many_files(server.limits.connections + _shared_files(config))
         authenticator = Authenticator(server.tokens)
         token = authenticator.cluster_token if authenticator.is_required else None
