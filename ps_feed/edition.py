@@ -31,8 +31,6 @@ from ps_runtime.memory_files import MemoryFile
 
 log = logging.getLogger("ps_feed")
 
-# numpy has no bfloat16: its elements are given as the 16 bits that they are.
-_NUMPY_TYPES: dict[str, str] = {**{name: name for name in DATA_TYPES}, "bfloat16": "uint16"}
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -179,7 +177,7 @@ class EditionArrays:
         if not self.is_in_pieces(name):
             return self._piece(first)
         shape, dtype, element = self.form(name)
-        whole = np.empty(shape, _NUMPY_TYPES[dtype])
+        whole = np.empty(shape, DATA_TYPES[dtype].numpy)
         for index in (first, *others):
             parameter = self.contents.spec.parameters[index]
             assert parameter.piece is not None
@@ -206,7 +204,7 @@ class EditionArrays:
         itemsize, start = DATA_TYPES[dtype].itemsize, self.contents.layout.offsets[index]
         space = self.spaces.get(space_of(parameter), _NOTHING)  # a parameter without elements lies in no bucket
         flat = space[start * itemsize : (start + parameter.numel) * itemsize]
-        values = flat.view(_NUMPY_TYPES[dtype]).reshape(parameter.shape)
+        values = flat.view(DATA_TYPES[dtype].numpy).reshape(parameter.shape)
         return Tensor(values, dtype, parameter.element)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:

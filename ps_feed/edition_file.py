@@ -20,16 +20,6 @@ from ps_runtime.downloads import LaterPart, Part
 
 Bytes = npt.NDArray[np.uint8]
 
-_NAMES = {
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float64": "F64",
-    "int64": "I64",
-    "int32": "I32",
-    "bool": "BOOL",
-    "uint8": "U8",
-}
 _ALIGNMENT = 8
 
 
@@ -61,7 +51,7 @@ class TensorFile:
             else:
                 parts.append(edition.tensor(name).values.reshape(-1).view(np.uint8))
             head[name] = {
-                "dtype": _NAMES[form.dtype],
+                "dtype": DATA_TYPES[form.dtype].code,
                 "shape": list(form.shape),
                 "data_offsets": [at, at + form.nbytes],
             }

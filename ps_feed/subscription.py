@@ -49,6 +49,7 @@ from ps_protocol.errors import (
     Unsupported,
     anew,
 )
+from ps_protocol.layout import EDITION_WIRES
 from ps_protocol.messages.editions import EditionCall, RelayReport, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import PLAINTEXT, Access
@@ -56,7 +57,6 @@ from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_feed")
 
-WIRES = ("float32", "bfloat16", "float16")
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 IDLE_SECONDS = 1.0  # without an update, after which a job is asked for what it has
 PASSED_SECONDS = 0.005  # after which a version further ahead is asked for
@@ -142,8 +142,8 @@ class Subscription:
     ) -> None:
         if every < 1:
             raise InvalidRequest(f"every must be a number of updates from 1, got {every}")
-        if wire not in WIRES:
-            raise InvalidRequest(f"wire must be one of {', '.join(WIRES)}, got {wire!r}")
+        if wire not in EDITION_WIRES:
+            raise InvalidRequest(f"wire must be one of {', '.join(EDITION_WIRES)}, got {wire!r}")
         if not 0 <= period <= 3600:
             raise InvalidRequest(f"period must be 0 to 3600 seconds, got {period}")
         self._servers, self._job, self._access = server.split(","), job, access

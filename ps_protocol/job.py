@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.layout import ALIGNMENT_BYTES, DATA_TYPES, ParameterSpec
+from ps_protocol.layout import ALIGNMENT_BYTES, BLOCK_FORMATS, DATA_TYPES, FORMATS, ParameterSpec
 from ps_protocol.local import OUTER_OPTIMIZER, Local
 from ps_protocol.modes import Consistency, check_quorum
 from ps_protocol.pieces import validate_pieces, whole_parameters
@@ -37,8 +37,8 @@ _ELEMENT = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 # The wire formats of float32 gradients and weights. tensors.py has a codec for each. With a block format the sender
 # adds the rounding error to its next payload.
-BLOCK_WIRES = ("int8", "int4")
-WIRES = ("float32", "bfloat16", "float16", *BLOCK_WIRES)
+BLOCK_WIRES = tuple(BLOCK_FORMATS)
+WIRES = tuple(FORMATS)
 
 
 class NonFinite(enum.Enum):

@@ -30,24 +30,30 @@ FROZEN = "held/"
 
 @dataclass(frozen=True)
 class DataType:
-    """An element type: its name (torch's own), its size, and whether an optimizer can step it."""
+    """An element type: its name (torch's own), its size, and whether an optimizer can step it.
+
+    code: its name in a safetensors file
+    numpy: numpy's type for its elements; for a type that numpy lacks, unsigned integers of the same size
+    """
 
     name: str
     itemsize: int
     floating: bool
+    code: str
+    numpy: str
 
 
 DATA_TYPES: dict[str, DataType] = {
     entry.name: entry
     for entry in (
-        DataType("float32", 4, True),
-        DataType("bfloat16", 2, True),
-        DataType("float16", 2, True),
-        DataType("float64", 8, True),
-        DataType("int64", 8, False),
-        DataType("int32", 4, False),
-        DataType("bool", 1, False),
-        DataType("uint8", 1, False),
+        DataType("float32", 4, True, "F32", "float32"),
+        DataType("bfloat16", 2, True, "BF16", "uint16"),
+        DataType("float16", 2, True, "F16", "float16"),
+        DataType("float64", 8, True, "F64", "float64"),
+        DataType("int64", 8, False, "I64", "int64"),
+        DataType("int32", 4, False, "I32", "int32"),
+        DataType("bool", 1, False, "BOOL", "bool"),
+        DataType("uint8", 1, False, "U8", "uint8"),
     )
 }
 
@@ -308,6 +314,8 @@ FORMATS: dict[str, CastFormat | BlockFormat] = {
     **{name: CastFormat(name) for name in ("float32", "bfloat16", "float16")},
     **BLOCK_FORMATS,
 }
+# Those of the weights that readers, relays and shards accept for an edition.
+EDITION_WIRES = ("float32", "bfloat16", "float16")
 NARROWED_TO_BLOCKS = frozenset({"float32", "bfloat16", "float16"})  # types of gradients that a block format encodes
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.layout import EDITION_WIRES
 from ps_runtime import audit, logs
 from ps_runtime.channel import DEFAULT_PORT
 from ps_runtime.command_line import CommandLine
@@ -62,7 +63,7 @@ from ps_server.config import (
 from ps_server.core.limits import LEAST_THREADS, LONGEST_WATCH, SHORTEST_WATCH
 from ps_server.ops.glibc import share_memory_pool, streaming
 from ps_server.ops.plan_tables import table_question
-from ps_server.relay_config import RELAY, WIRES, relay_config_of
+from ps_server.relay_config import RELAY, relay_config_of
 from ps_server.storage.files import check_directory
 
 if TYPE_CHECKING:
@@ -193,7 +194,9 @@ def _add_asking(add: Callable[..., CommandLine]) -> None:
     feed = add("feed", "follow a job's weights as a reader does", *access_settings(), words="[options] HOST:PORT [JOB]")
     feed.add_argument("address", type=host_port, metavar="HOST:PORT", help="the coordinator, or a relay")
     feed.add_argument("followed", nargs="?", default="default", metavar="JOB", help="the job [default default]")
-    feed.add_argument("--as", dest="as_type", choices=WIRES, default=WIRES[0], help="the type in which weights travel")
+    feed.add_argument(
+        "--as", dest="as_type", choices=EDITION_WIRES, default=EDITION_WIRES[0], help="the type in which weights travel"
+    )
     feed.add_argument("--min-updates", type=count, default=1, metavar="N", help="between two editions [default 1]")
     feed.add_argument("--json", action="store_true", help="for programs: a JSON object a line")
     add("health", "exit 0 if the server at the address serves, 1 if not", *asking)

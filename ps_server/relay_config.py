@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from ps_protocol.layout import EDITION_WIRES
 from ps_runtime.credentials import Access, TokenFile, require_encryption
 from ps_runtime.logs import log_settings
 from ps_runtime.settings import (
@@ -18,8 +19,6 @@ from ps_runtime.settings import (
     seconds_or_none,
 )
 from ps_server.config import ADVERTISE, HEALTH_PORT, PROCESS, ServerConfig, config_of
-
-WIRES = ("float32", "bfloat16", "float16")  # as ps_feed.subscription, without what that imports: --help comes at once
 
 
 @dataclass(frozen=True)
@@ -67,15 +66,15 @@ def _addresses(text: str) -> str:
 def _jobs(text: str) -> str:
     """Reads NAME[=WIRE][,NAME...]."""
     for _, wire in _named(text):
-        if wire not in WIRES:
-            raise argparse.ArgumentTypeError(f"expected one of {', '.join(WIRES)} behind =, got {wire!r}")
+        if wire not in EDITION_WIRES:
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(EDITION_WIRES)} behind =, got {wire!r}")
     return text
 
 
 def _named(text: str) -> list[tuple[str, str]]:
     """Returns each job and the wire format in which it is followed."""
     parts = [each.partition("=") for each in text.split(",") if each]
-    return [(name, wire or WIRES[0]) for name, _, wire in parts]
+    return [(name, wire or EDITION_WIRES[0]) for name, _, wire in parts]
 
 
 def _period(text: str) -> float:

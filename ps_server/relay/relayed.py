@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
-from ps_feed.subscription import WIRES, Subscription
+from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
+from ps_protocol.layout import EDITION_WIRES
 from ps_protocol.messages.editions import EditionCall, RelayReport, WeightsAsked, WeightsHere, is_relay_name
 from ps_runtime.background import guarded, start
 from ps_server.core.feed_figures import of_all_wires
@@ -84,8 +85,8 @@ class Relayed:
         Raises NotFound if the upstream has no such job, InvalidRequest for a wire format in which no edition travels,
         TryLater or others if the upstream does not answer.
         """
-        if wire not in WIRES:
-            raise InvalidRequest(f"an edition travels in {', '.join(WIRES)}, not in {wire}")
+        if wire not in EDITION_WIRES:
+            raise InvalidRequest(f"an edition travels in {', '.join(EDITION_WIRES)}, not in {wire}")
         found = self._followed.get((name, wire))
         if found is None or found.ended:
             self._look_for(name, found)
@@ -160,7 +161,13 @@ class Relayed:
         return RelayReport(self._name, job.readers + job.relayed, job.version)
 
     def _look_for(self, name: str, before: FollowedJob | None) -> None:
-        """Raises NotFound if there is no such job. before: an ended job of that name, which may still be read"""
+        """Makes sure that a job of this name can be followed.
+
+        before: the ended job that was followed under this name. If the upstream has a new run of it, it is followed
+                again; otherwise its last edition stays readable. None: none was followed
+
+        Raises NotFound if none was followed, and the upstream has no job of this name.
+        """
         if before is None:
             if name not in self.upstream.jobs():
                 raise NotFound(f"no job {name!r} at {self.upstream.servers}")

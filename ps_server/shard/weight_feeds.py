@@ -18,8 +18,8 @@ from typing import ClassVar, Protocol
 from ps_protocol.changes import Change
 from ps_protocol.errors import InvalidRequest, OutOfOrder, PSError, TryLater, anew
 from ps_protocol.handover import MappingOffer
-from ps_protocol.job import WIRES, JobSpec
-from ps_protocol.layout import BucketSpec
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import EDITION_WIRES, BucketSpec
 from ps_protocol.messages.editions import (
     BucketPlace,
     EditionBegin,
@@ -29,7 +29,7 @@ from ps_protocol.messages.editions import (
     WeightsAsked,
     WeightsHere,
 )
-from ps_protocol.tensors import BLOCKS, PLAIN
+from ps_protocol.tensors import PLAIN
 from ps_server.failpoints import failpoint
 from ps_server.shard.bucket_messages import BucketMessages
 from ps_server.shard.copied_buckets import CopiedBucket, Piece, piece_of, shared_pieces
@@ -452,8 +452,8 @@ class WeightFeeds:
 
 def _check_wire(wire: str) -> None:
     """Raises InvalidRequest for a wire format in which no edition travels."""
-    if wire not in WIRES or wire in BLOCKS:
-        raise InvalidRequest(f"an edition travels in float32, bfloat16 or float16, not in {wire}")
+    if wire not in EDITION_WIRES:
+        raise InvalidRequest(f"an edition travels in {', '.join(EDITION_WIRES)}, not in {wire}")
 
 
 def _pieces(wire: str, buckets: Iterable[int], source: EditionSource) -> frozenset[Piece]:

@@ -20,21 +20,13 @@ from typing import Any, BinaryIO
 import torch
 
 from ps_protocol.framing import Buffer
-from ps_protocol.tensors import bytes_of
+from ps_protocol.layout import DATA_TYPES
+from ps_protocol.tensors import DTYPE_NAMES, bytes_of
 
 MAX_HEADER_BYTES = 100_000_000  # the library reads no longer one
 _ALIGNMENT = 8
 _READ_BYTES = 2**20
-_CODES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_CODES = {dtype: DATA_TYPES[name].code for dtype, name in DTYPE_NAMES.items()}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 

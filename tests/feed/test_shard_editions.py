@@ -214,7 +214,7 @@ def test_a_part_of_the_buckets_may_be_asked_for() -> None:
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "nonsense"])
 def test_an_edition_travels_in_a_type_that_casts(wire: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"float32, bfloat16 or float16, not in {wire}"):
+    with pytest.raises(InvalidRequest, match=f"float32, bfloat16, float16, not in {wire}"):
         Feeding().begin().pull(0, wire)
 
 
@@ -403,7 +403,7 @@ def test_while_last_weights_are_being_copied_a_reader_is_to_ask_again(monkeypatc
 def test_who_only_asks_what_there_is_does_not_follow_and_who_follows_names_a_wire_format() -> None:
     feeding = Feeding(run="1").begin()
     feeding.describe()
-    with pytest.raises(InvalidRequest, match="an edition travels in float32, bfloat16 or float16, not in int8"):
+    with pytest.raises(InvalidRequest, match="an edition travels in float32, bfloat16, float16, not in int8"):
         feeding.shard.weight_feeds.describe(WeightsAsked("job", wire="int8", follows=True))
     feeding.shard.drop_job("job")
     with pytest.raises(NotFound):
