@@ -26,6 +26,7 @@ quantities.py     Quantities as text for a person: sizes in bytes, counts
 rank.py           The rank of a process, the number of workers, and its local rank on the host
 reloading.py      Values that are read from files, and read again when they change
 retry.py          Repeats a failed call: the pauses, the time limit, and the meaning of the failure
+known_variables.py Every PS_* variable that a setting reads
 settings.py       One declaration a setting: argument, flag, PS_* variable, name in a file, type, default, help
 signals.py        Signals: handlers, waits in which they are handled, and blocks that they do not disturb
 thread_limit.py   The number of threads that this process may have

@@ -3,7 +3,7 @@
 A setting is declared as a `Setting`. Its flag, its PS_* variable, its name in a file of settings and its keyword
 argument follow from its name, and one parser reads all of them. The argument or the flag comes first, then the
 variable, then a command's file (config_file.py), then the default. A variable that is empty counts as not set. Two
-lists repeat the names, that of known variables below and the table in docs/configuration.md; tests compare them with
+lists repeat the names, known_variables.py and the table in docs/configuration.md; tests compare them with
 the declarations.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 
 from ps_protocol.addresses import is_host_port
 from ps_protocol.errors import InvalidRequest
+from ps_runtime.known_variables import KNOWN_VARIABLES
 
 DEFAULT_SHARED_DIRECTORY = Path("/dev/shm")  # where workers and shards of one host meet
 
@@ -279,54 +280,6 @@ index = whole_number(0, 2**31 - 1)
 
 # -- variables that nothing reads ------------------------------------------------------------------------------------
 
-# Servers and workers do not know each other's settings, but share one environment. So all names are listed here. A
-# test compares the list with the settings that both declare.
-
-# Variables that workers and their launcher read.
-_WORKERS = """
-    PS_BUSY_SECONDS PS_CONNECT_TIMEOUT PS_ELASTIC PS_FIRST_RANK PS_GROUP PS_INSECURE PS_JOB PS_LOG_DIR PS_LOG_FORMAT
-    PS_LOG_LEVEL
-    PS_MAX_RESTARTS PS_METRICS_HOST PS_METRICS_INSECURE PS_METRICS_PORT PS_MODE PS_NATIVE
-    PS_NNODES PS_NODE_RANK PS_QUORUM PS_QUORUM_GRACE PS_RANK
-    PS_SERVER PS_SERVER_OPTIONS PS_SHARDS_WITH_WORKERS PS_SHARED_DIRECTORY PS_SHOW_RANKS PS_START_TIMEOUT
-    PS_STOP_ON_FAILURE
-    PS_TAKE_OVER PS_TIMELINE PS_TIMELINE_FIRST PS_TIMELINE_STEPS
-    PS_TLS_CA PS_TLS_CERT PS_TLS_KEY PS_TOKEN_FILE PS_TRANSPORT PS_WIRE PS_WORKERS PS_WORLD_SIZE
-"""
-# Variables that the launcher sets for its workers.
-_LAUNCHED = """
-    PS_GROUP_SIZE PS_LAUNCHED PS_LAUNCH_ID PS_LAUNCH_RANKS PS_LOCAL_RANK PS_RESTART_COUNT PS_STARTED_FILE
-"""
-# Variables that servers read.
-_SERVERS = """
-    PS_ABSENCE_SECONDS PS_ADVERTISE PS_APPLY_THREADS PS_AUDIT_LOG PS_CHECKPOINT_DIR PS_CHECKPOINT_EVERY
-    PS_COLD_ROWS_DIR
-    PS_COORDINATOR PS_DATA_PORT PS_DRAIN_SECONDS PS_FAILPOINTS PS_FULL_CHECKPOINT_EVERY PS_HEALTH_PORT PS_HOST
-    PS_INDEX PS_JOB_TIMEOUT PS_KEEP PS_LEASE PS_MAX_ALL_CALLS PS_MAX_ALL_ROUND_BYTES PS_MAX_ALL_STATE_BYTES
-    PS_MAX_BUCKETS
-    PS_MAX_CALLER_BYTES PS_MAX_CALLS PS_MAX_COLD_ROW_BYTES PS_MAX_CONNECTIONS
-    PS_MAX_CONNECTIONS_OF_A_HOST PS_MAX_FEEDS PS_MAX_FEED_BYTES PS_MAX_GROUPS
-    PS_MAX_HANDSHAKE_SECONDS PS_MAX_IDLE_SECONDS PS_MAX_JOBS PS_MAX_JOB_BYTES PS_MAX_LEASES PS_MAX_MESSAGE_BYTES
-    PS_MAX_METADATA_BYTES PS_MAX_NAME_LENGTH PS_MAX_NEW_CONNECTIONS PS_MAX_PARAMETERS PS_MAX_PULLED_BUCKETS
-    PS_MAX_PUSH_NORM
-    PS_MAX_RECEIVING_BYTES PS_MAX_REQUEST_SECONDS PS_MAX_ROUND_BYTES PS_MAX_SAMPLES PS_MAX_SHARD_RESTARTS
-    PS_MAX_STAGED_BYTES PS_MAX_STALL_SECONDS PS_MAX_STATE_BYTES PS_MAX_TABLE_BYTES PS_MAX_THREADS
-    PS_MAX_UPLOAD_SECONDS
-    PS_MAX_VIEWS PS_MAX_WORKERS PS_NO_DATA_PORT PS_OWN_DISK PS_PAGE_HOST PS_PAGE_INSECURE PS_PAGE_PORT PS_PORT
-    PS_RESTORE PS_RESUME PS_SERVER_CALL_SECONDS PS_SHARDS PS_SHARD_START_TIMEOUT PS_TOKENS
-"""
-# Variables that relays read.
-_RELAYS = """
-    PS_EVERY PS_HTTP_HOST PS_HTTP_PORT PS_JOBS PS_PERIOD PS_UPSTREAM
-"""
-# Variables that the compose files read.
-_COMPOSE = """
-    PS_FEED_SERVER PS_GPUS PS_IMAGE PS_IMAGE_CUDA PS_MOVIELENS PS_PUBLISH_GRAFANA_PORT PS_PUBLISH_METRICS_PORT
-    PS_PUBLISH_PAGE_PORT PS_PUBLISH_PORT PS_PUBLISH_PROMETHEUS_PORT PS_PUBLISH_RELAY_PORT PS_PUBLISH_SERVE_PORT
-    PS_SERVER_CPUS PS_SERVER_MEMORY PS_STEPS PS_TORCH PS_TORCH_CUDA PS_TORCH_CUDA_INDEX_URL PS_TORCH_INDEX_URL
-    PS_WORKER_CPUS PS_WORKER_MEMORY PS_WORKER_THREADS
-"""
-KNOWN_VARIABLES = frozenset(f"{_WORKERS} {_LAUNCHED} {_SERVERS} {_RELAYS} {_COMPOSE}".split())
 _OF_OTHERS = frozenset({"PS_COLORS", "PS_FORMAT", "PS_PERSONALITY"})  # those of the program `ps`
 # Variables that Kubernetes sets for the ports of a Service whose name begins with ps.
 _SERVICE_VARIABLE = re.compile(r"PS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")

@@ -18,8 +18,9 @@ from ps_launch.worker_launch import Launch, worker_environment
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.modes import Consistency
 from ps_runtime.command_line import CommandLine
+from ps_runtime.known_variables import KNOWN_VARIABLES
 from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS, LAUNCHED, STARTED_FILE
-from ps_runtime.settings import KNOWN_VARIABLES, as_variables, unknown_variables
+from ps_runtime.settings import as_variables, unknown_variables
 from ps_server.config import SETTINGS as SERVER_SETTINGS
 from ps_server.config import ServerConfig, config_of
 from ps_server.core.limits import Limits
