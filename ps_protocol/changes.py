@@ -40,7 +40,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Change(NamedTuple):
-    """A compressed change. is_sparse: it has only the elements that changed"""
+    """The compressed change of a bucket from one version to another. payload: the bytes, for `apply_change`
+
+    is_sparse: whether it has only the elements that changed, after the gaps between them
+    """
 
     payload: bytes
     is_sparse: bool = False

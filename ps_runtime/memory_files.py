@@ -61,7 +61,9 @@ class SharedFile:
 
 
 class MemoryFile(SharedFile):
-    """A memory file that is mapped to be filled."""
+    """A memory file that this process fills through a mapping: `fill`, then `seal`. WrittenFile is written through its
+    descriptor.
+    """
 
     def _map(self) -> None:
         self._memory = mmap.mmap(self.descriptor, self.size)

@@ -182,7 +182,7 @@ class ShardPushed:
 
 
 def pushed_message(shard: int, pushed: ShardPushed) -> types_pb2.ShardPushes:
-    """Returns the message of how far a rank had pushed on one shard."""
+    """Writes how far workers of one rank have pushed on one shard."""
     of_clock: dict[int, list[int]] = {}
     for part, clock in pushed.further.items():
         of_clock.setdefault(clock, []).append(part)
@@ -191,7 +191,7 @@ def pushed_message(shard: int, pushed: ShardPushed) -> types_pb2.ShardPushes:
 
 
 def shard_pushed(message: types_pb2.ShardPushes) -> ShardPushed:
-    """Returns how far a rank had pushed on one shard."""
+    """Reads the message that `pushed_message` writes."""
     return ShardPushed(message.pushed_clock, {part: each.clock for each in message.further for part in each.parts})
 
 
@@ -337,13 +337,13 @@ def read_gather(message: rounds_pb2.GatherValuesRequest) -> GatherRequest:
 
 @dataclass(frozen=True)
 class RoundNews:
-    """One message about a round.
+    """One message from the coordinator about a round, in which each worker gives a value and gets those of all workers.
 
-    complete:    no more messages come; unless it is `refused`, all values have come
+    complete:    this is the last message of the round; unless it is `refused`, all values have come
     values:      by rank; a message may have only some of them
     refused:     the reason why there are no values; empty: there are values
     waiting_for: ranks that have not given their value yet
-    step_wanted: one of these ranks is in a step that waits for a step of this worker
+    step_wanted: whether one of these ranks waits, in a step, for a step of this worker; only then it gives its value
     """
 
     number: int

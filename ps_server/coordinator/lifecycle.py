@@ -67,7 +67,7 @@ class Lifecycle:
         self._phase = phase
 
     def done(self) -> None:
-        """Ends the job's current phase."""
+        """Ends the phase that `begin` began: the job runs again. The caller is not in `deciding`."""
         with self._lock:
             self._phase = Phase.RUNNING
 

@@ -60,9 +60,9 @@ class PendingRows(Pending):
 class ComingRows:
     """The initial rows of a table that have come from rank 0 so far. They come in order, and take effect together.
 
-        ask    a message without rows that is not the last asks whether there is room: nothing changes
-        take   a message has the next rows; one that was taken before changes nothing
-        begin  the last message begins the table
+        ask    A message without rows, before the last one, asks whether the table has room. It changes nothing.
+        take   A message has the next rows. One that has come before changes nothing.
+        begin  The last message begins the table.
 
     Each incarnation of rank 0 begins anew: the rows of an earlier one are dropped. The rows go into the table at once,
     unlike those of a step, as they may take as much memory as the table.

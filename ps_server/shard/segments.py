@@ -53,7 +53,9 @@ def attach(offer: SegmentOffer, size: int, directory: Path) -> mmap.mmap:
 
 
 def _receive(offer: SegmentOffer, directory: Path) -> int:
-    """Returns the descriptor that the worker sends at its socket. Raises NotShared."""
+    """Connects to the worker's socket, shows the nonce of the offer, and returns the descriptor of the segment that the
+    worker sends. Raises NotShared if it sends none.
+    """
     where = f"the socket {offer.location} in {directory}"
     try:
         with reach(directory, offer.location, offer.socket_inode, HANDOVER_SECONDS) as connection:

@@ -77,7 +77,11 @@ class Landing:
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def message(self, message: bytes) -> None:
-        """Processes a whole message. Raises InvalidRequest if it is no answer to the pull."""
+        """Takes the buckets of a message that has come as a whole, as by gRPC. `place` and `take` are for one whose
+        payload is received into the memory of its bucket.
+
+        Raises InvalidRequest if it is no answer to the pull.
+        """
         self._take(self._plan.read(*split_message(message)))
 
     def place(self, head: bytes, payload_bytes: int) -> memoryview | None:

@@ -144,7 +144,7 @@ def check_position(state: Any, names: tuple[str, ...], whose: str, size: int | N
 class PreparedLoader:
     """Yields the loader's batches on the session's device. All other attributes are the loader's.
 
-    begin: begins a loop over the batches; by default over the loader
+    begin: returns the iterator of one loop over the batches; None: `iter(loader)`
     """
 
     def __init__(

@@ -48,7 +48,12 @@ class FollowInfo(WeightTransferInitInfo):
 
 @dataclass
 class WantedVersion(WeightTransferUpdateInfo):
-    """Which weights to load: `update_info` of vLLM. They contain at least `version` updates."""
+    """Which weights to load: `update_info` of vLLM.
+
+    Attributes:
+        version: The least version of the weights.
+        timeout: The seconds for which the update waits until the servers have such weights.
+    """
 
     version: int = 0
     timeout: float = 600.0

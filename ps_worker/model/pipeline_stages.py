@@ -1,13 +1,15 @@
 """Pipeline stages: the members of a group may hold different layers of one model.
 
-names   Each parameter has the name that it has in the whole model. Members whose models have the same names hold one
-        stage; tensor parallelism or `fully_shard` may cut it among them.
-once    A parameter that several stages hold, such as the embedding of the first and the last one, is one parameter of
-        the job (alike.py).
-values  Stages that are built separately have the same names for different layers ("0.weight"), and the job would take
-        these for one parameter. Before the job begins, a shared parameter has the same values wherever it is held, so
-        members compare values. If all elements are equal, values prove nothing, and a name in several stages is
-        refused.
+Each parameter has to have the name that it has in the whole model.
+
+* Members whose models have the same names hold the same stage, which tensor parallelism or `fully_shard` may cut among
+  them.
+* A name that several stages have is one parameter that they share, such as an embedding that is also the last layer.
+  The job has it once (alike.py).
+* Stages that were built separately may have one name for different layers, such as "0.weight". The job would take these
+  for one shared parameter. So members compare the values before the job begins: a parameter that is really shared has
+  the same ones in each stage. Where all elements are equal, as in a new bias, this proves nothing: such a name is
+  refused.
 """
 
 from __future__ import annotations

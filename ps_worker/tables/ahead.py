@@ -1,10 +1,11 @@
 """The ids of a batch, and the announced ids of the next one, whose rows are pulled ahead.
 
     announced  A loader that reads a batch ahead, or the script, announces the ids of the next batch.
-    asked      The next step's push and the pull of these rows are sent together.
-    used       The lookups after the step use the rows. They pull ids that were not announced.
+    asked      The step of the present batch sends its push, and with it asks for the rows of the announced ids.
+    used       The lookups of the next batch use these rows, and pull only the rows of ids that were not announced.
 
-The rows belong to the clock of that step. The next step drops them. If no lookup has used them, it pulls them again.
+The rows are those of the clock after the step that asked for them. The step after it drops them; if no lookup has used
+them, it pulls them again.
 """
 
 from __future__ import annotations

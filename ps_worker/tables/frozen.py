@@ -37,8 +37,8 @@ class IdMap(nn.Module):
 class FrozenEmbedding(nn.Module):
     """An Embedding whose rows are fixed.
 
-    places: from ids to places
-    table:  a plain nn.Embedding, [n + 1, dim]: the rows in the order of their ids, and that of unknown ids
+    places: maps ids to row numbers of `table`
+    table:  a plain nn.Embedding, [n + 1, dim]: the rows in the order of their ids; unknown ids share the last row
     """
 
     def __init__(self, places: IdMap, weight: Tensor) -> None:
@@ -54,8 +54,8 @@ class FrozenEmbedding(nn.Module):
 class FrozenEmbeddingBag(nn.Module):
     """An EmbeddingBag whose rows are fixed.
 
-    places: from ids to places
-    table:  a plain nn.EmbeddingBag, [n + 1, dim]: the rows in the order of their ids, and that of unknown ids
+    places: maps ids to row numbers of `table`
+    table:  a plain nn.EmbeddingBag, [n + 1, dim]: the rows in the order of their ids; unknown ids share the last row
     """
 
     def __init__(
