@@ -13,5 +13,5 @@ local_cluster.py `ps-server up`: a cluster on this machine, one process a shard
 timelines.py    Combines the timelines of a launch's workers into one file
 worker_launch.py `ps-worker run`: workers on this machine
 one_server.py   One server process for a parent of any kind: in threads, without signals
-own_servers.py  The servers that `ps-worker run` starts itself: `ps-server up` as its child
+own_servers.py  Starts `ps-server up` as a child of `ps-worker run`, waits for its address, and stops it
 """

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from ps_launch.children import CANNOT_START, Children, Program, Stopped, stop_on_signals
 from ps_launch.output import Console, Dropped
-from ps_launch.ready import place_in
+from ps_launch.ready import addresses_in
 from ps_launch.restarts import ShardRestarts
 from ps_protocol.errors import PSError
 from ps_runtime.logs import TEXT
@@ -121,10 +121,10 @@ class _Ready:
     def take(self, data: bytes, lines: list[bytes]) -> None:
         """Processes whole lines of output."""
         for line in lines:
-            place = place_in(line.decode(errors="replace")) if not self._told else None
-            if place is not None:
+            addresses = addresses_in(line.decode(errors="replace")) if not self._told else None
+            if addresses is not None:
                 self._told = True
-                self._tell(place)
+                self._tell(addresses)
             else:
                 self._console.write(sys.stderr.fileno(), line + b"\n")
 

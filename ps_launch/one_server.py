@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
 
-from ps_launch.ready import place_in
+from ps_launch.ready import addresses_in
 from ps_protocol.errors import TryLater
 from ps_runtime.background import start
 from ps_runtime.own_program import own_program
@@ -36,7 +36,7 @@ class OneServer:
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._place: dict[str, str] | None = None
+        self._addresses: dict[str, str] | None = None
         self._told = threading.Event()  # it is ready, or has ended
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._process = subprocess.Popen(
@@ -71,7 +71,7 @@ class OneServer:
         is not ready.
         """
         self._told.wait(seconds)
-        return self._place
+        return self._addresses
 
     def has_ended(self) -> bool:
         """Returns whether the process has ended."""
@@ -100,9 +100,9 @@ class OneServer:
     def _read_out(self, source: IO[str]) -> None:
         with source:
             for line in source:
-                place = place_in(line) if self._place is None else None
-                if place is not None:
-                    self._place = place
+                addresses = addresses_in(line) if self._addresses is None else None
+                if addresses is not None:
+                    self._addresses = addresses
                     self._told.set()
                 else:
                     self._pass_on([line])

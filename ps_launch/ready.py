@@ -17,6 +17,6 @@ def ready_line(address: str, metrics: str, page: str, process: int) -> str:
     return json.dumps({"address": address, "metrics": metrics, "page": page, "process": str(process)})
 
 
-def place_in(line: str) -> dict[str, str] | None:
+def addresses_in(line: str) -> dict[str, str] | None:
     """Returns the content of a ready line; None for any other line."""
     return dict(json.loads(line)) if line.startswith(_BEGIN) else None

@@ -312,7 +312,7 @@ def next_optimizer_message(stage: StageSpec) -> data_pb2.NextOptimizer:
         stage=stage.number,
         optimizer=stage.optimizer,
         groups=group_update_messages(stage.groups),
-        slice_groups=[0 if group is None else group + 1 for group in stage.members],
+        slice_groups=[0 if group is None else group + 1 for group in stage.group_of_slice],
         kept_slices=sorted(stage.kept),
     )
 

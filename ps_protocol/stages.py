@@ -23,25 +23,25 @@ class StageSpec:
 
     number: of the stage; 0 is that of the registered job
     optimizer: the name of a torch.optim class
-    members: for each slice its group; None: no optimizer steps it
+    group_of_slice: for each slice its parameter group; None: no optimizer steps it
     groups: the hyper-parameters of these groups at the beginning of the stage
     kept: the positions of slices that keep their optimizer state from the stage before; the others begin without state
     """
 
     number: int
     optimizer: str
-    members: tuple[int | None, ...]
+    group_of_slice: tuple[int | None, ...]
     groups: Mapping[int, HyperParameters] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()
 
     @property
     def trained(self) -> frozenset[int]:
         """The positions of the slices that an optimizer steps."""
-        return frozenset(position for position, group in enumerate(self.members) if group is not None)
+        return frozenset(position for position, group in enumerate(self.group_of_slice) if group is not None)
 
     def of(self, position: int) -> HyperParameters:
         """Returns the hyper-parameters of a slice's group at the beginning of the stage."""
-        group = self.members[position]
+        group = self.group_of_slice[position]
         return {} if group is None else self.groups[group]
 
 
@@ -59,6 +59,6 @@ def stage_difference(known: StageSpec, offered: StageSpec) -> str | None:
     """
     if known.optimizer != offered.optimizer:
         return f"the optimizer is {known.optimizer}, and this worker's is {offered.optimizer}"
-    if known.members != offered.members:
-        return f"the groups of its slices are {known.members}, and this worker's are {offered.members}"
+    if known.group_of_slice != offered.group_of_slice:
+        return f"the groups of its slices are {known.group_of_slice}, and this worker's are {offered.group_of_slice}"
     return None

@@ -61,7 +61,7 @@ class Troubles:
         detail: part of what makes an error equal, apart from the text
         """
         errors = [each for each in (*arguments, trace) if isinstance(each, BaseException)]
-        what = (text, detail, *map(_place, errors))
+        what = (text, detail, *map(_source_line, errors))
         with _lock:
             if self._kind is not None:
                 _counts[self._kind] += 1
@@ -84,7 +84,7 @@ class Troubles:
             self._log.info(f"over, after {trouble.times} times: {trouble.text}", *trouble.arguments)
 
 
-def _place(error: BaseException) -> Hashable:
+def _source_line(error: BaseException) -> Hashable:
     """Returns the kind of an error and the line that raised it, by which equal errors are recognised."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -37,7 +37,7 @@ from ps_server.coordinator.timing import (
     Timing,
 )
 from ps_server.core.limits import DEFAULTS, Limits
-from ps_server.storage.files import place
+from ps_server.storage.files import parse_path
 
 DEFAULT_METRICS_PORT = 9100
 
@@ -166,7 +166,7 @@ def every(text: str) -> str:
 def checkpoints_at(text: str) -> Path | None:
     """Parses a directory, or a path in an object store."""
     try:
-        return place(text)
+        return parse_path(text)
     except InvalidRequest as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

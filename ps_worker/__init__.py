@@ -33,7 +33,7 @@ huggingface.py  The Trainer of Hugging Face on parameter servers
 lightning.py    Lightning on parameter servers: a strategy for Trainer, and one for Fabric
 engines/        Engines that generate text with a job's newest weights: vLLM, SGLang, transformers
 ray/            Parameter servers on Ray: for Ray Train, and for plain actors and Tune
-servers_of_launch.py The servers that `ps-worker run` starts itself: their settings, and the options of `ps-server up`
+launch_server_settings.py The settings of servers that `ps-worker run` starts, and the options that `ps-server up` gets
 cli.py          The command `ps-worker`
 """
 

@@ -17,7 +17,7 @@ from ps_runtime.logs import Speaker
 from ps_runtime.settings import Setting, as_variables, count, index, path, port_number, unknown_variables
 from ps_runtime.version import version
 from ps_worker.config import SETTINGS, rule_of
-from ps_worker.servers_of_launch import SERVER_SETTINGS, servers_plan, starts_servers
+from ps_worker.launch_server_settings import SERVER_SETTINGS, servers_plan, starts_servers
 
 if TYPE_CHECKING:
     from ps_launch.worker_launch import Launch

@@ -104,7 +104,7 @@ def report_errors_in_one_line() -> None:
             _say_last(error, "", logging.INFO)
             raise SystemExit(0)
         if isinstance(error, PSError):
-            _say_last(error, _place(trace))
+            _say_last(error, _source_line(trace))
             if isinstance(error, FinishedWithout):
                 raise SystemExit(FINISHED_WITHOUT_CODE)
         elif not isinstance(error, KeyboardInterrupt):
@@ -125,7 +125,7 @@ def _say_last(error: PSError, place: str, level: int = logging.CRITICAL) -> None
         sys.stderr.write(f"{place}worker {'?' if rank is None else rank}: {error}\n")
 
 
-def _place(trace: TracebackType | None) -> str:
+def _source_line(trace: TracebackType | None) -> str:
     """Returns the last frame of the user's own code as Python shows it, with a new line; empty if there is none."""
     frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(("<frozen", *_OURS))]
     own = [frame for frame in frames if not _is_library(frame.filename)]

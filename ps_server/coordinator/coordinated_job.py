@@ -54,7 +54,7 @@ from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.shared_room import Owner
 from ps_server.coordinator.watchers import Watchers
 from ps_server.core.accounting import StepAccounting
-from ps_server.core.membership import JoinedMember, Member, Membership, NamedProcess
+from ps_server.core.membership import JoinedMember, LiveWorker, Membership, NamedProcess
 from ps_server.core.placement import PlacedJob
 from ps_server.core.statistics import JobStatistics, Wait
 from ps_server.storage.manifest import Manifest
@@ -232,14 +232,14 @@ class CoordinatedJob:
             trained = self._cluster.clock.since_1970() - silent
         return Continued(began_at(run), trained, live)
 
-    def _tell_of_continuing(self, member: Member, continued: Continued) -> None:
+    def _tell_of_continuing(self, member: LiveWorker, continued: Continued) -> None:
         text = (
             f"a new launch continues the job at clock {member.clock}: {described(continued.began, continued.trained)}"
         )
         log.log(logging.INFO if continued.live else logging.WARNING, "job %s: %s", self.spec.name, text)
         self._cluster.events.note("join", self.spec.name, text)
 
-    def _result(self, member: Member, request: JoinRequest, continued: Continued | None) -> JoinedMember:
+    def _result(self, member: LiveWorker, request: JoinRequest, continued: Continued | None) -> JoinedMember:
         is_new = request.previous is None
         state = self.checkpoints.state_of(member.rank, is_new) if self.checkpoints is not None else None
         placed = self.placed
@@ -305,7 +305,7 @@ class CoordinatedJob:
             return stays, None
         return stays, self.checkpoints.member_left(worker[0], of, state if done else None)
 
-    def absent_awaited(self) -> tuple[Member, ...]:
+    def absent_awaited(self) -> tuple[LiveWorker, ...]:
         """Returns the absent workers that the job waits for before it ends: all other workers have left. Else none."""
         return self.members.absent() if self.members.attendance.waits else ()
 
@@ -344,7 +344,7 @@ class CoordinatedJob:
             self.end(finished=FinishedJob(self.placed.run, attendance.launches, now) if attendance.is_done else None)
         return True
 
-    def _tell_wait(self, absent: tuple[Member, ...]) -> None:
+    def _tell_wait(self, absent: tuple[LiveWorker, ...]) -> None:
         """Logs that the job waits for workers that may come back, and writes that to the state file."""
         seconds = max(member.expires for member in absent) - self._cluster.clock.now()
         who = ranks_text([member.rank for member in absent])
@@ -354,7 +354,7 @@ class CoordinatedJob:
         self._cluster.events.note("waits", self.spec.name, text)
         self._registry.save()
 
-    def _remove(self, members: Sequence[Member]) -> None:
+    def _remove(self, members: Sequence[LiveWorker]) -> None:
         """Removes workers that left or were removed everywhere: from the shards, the data leases and the rounds."""
         with self.life.deciding():
             for member in members:

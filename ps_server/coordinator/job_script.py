@@ -16,7 +16,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import MAX_SCRIPT_BYTES
 from ps_server.coordinator.members import JobMembers
 
-Told = tuple[int, bytes]  # a report: the worker's clock, and its settings
+Report = tuple[int, bytes]  # a report: the worker's clock, and its settings
 
 
 class JobScript:
@@ -32,11 +32,11 @@ class JobScript:
         self,
         members: JobMembers,
         in_step: bool,
-        saved: Callable[[int], Told | None],
+        saved: Callable[[int], Report | None],
         changed: Callable[[], None],
     ) -> None:
         self._members, self._in_step, self._saved, self._changed = members, in_step, saved, changed
-        self._told: Told | None = None
+        self._told: Report | None = None
         self._asking: dict[tuple[int, int], int] = {}  # by rank and incarnation, the request of a worker that came late
         self._number = self._answered = 1
         self._candidates: list[int] = []  # ranks that may be asked for the last request, the first one first
@@ -65,7 +65,7 @@ class JobScript:
             waits = self._number > self._answered and self._candidates
             return (self._candidates[0], self._number) if waits else None
 
-    def tell(self, rank: int, request: int, told: Told | None) -> None:
+    def tell(self, rank: int, request: int, told: Report | None) -> None:
         """Keeps a live worker's report of its script's settings. Raises InvalidRequest if it has over MAX_SCRIPT_BYTES.
 
         request: the number of the request that it answers
@@ -86,7 +86,7 @@ class JobScript:
         if asks_next:
             self._changed()
 
-    def ask(self, rank: int, incarnation: int) -> tuple[Told | None, bool]:
+    def ask(self, rank: int, incarnation: int) -> tuple[Report | None, bool]:
         """Returns the newest report, for a worker that joined late, and whether a newer one is on its way.
 
         If one is on its way, the caller asks again until the second result is False. The report is None if there is

@@ -19,7 +19,7 @@ from ps_server.coordinator.job_data import JobData
 from ps_server.coordinator.lifecycle import Lifecycle
 from ps_server.coordinator.members import JobMembers, Joined, Reservation
 from ps_server.core.accounting import StepAccounting
-from ps_server.core.membership import WORKERS_A_CALL, Member
+from ps_server.core.membership import WORKERS_A_CALL, LiveWorker
 
 log = logging.getLogger("ps_server")
 
@@ -53,11 +53,11 @@ class JobJoins:
         self._lost, self._registry, self._announce = lost, registry, announce
         self._together = Together(self._join, WORKERS_A_CALL)
 
-    def join(self, reservation: Reservation, request: JoinRequest) -> Member:
+    def join(self, reservation: Reservation, request: JoinRequest) -> LiveWorker:
         """Makes a worker with a reservation live. If it raises PSError, the reservation is void."""
         return self._together.do(_Arriving(reservation, request))
 
-    def _join(self, arriving: Sequence[_Arriving]) -> list[Member | PSError]:
+    def _join(self, arriving: Sequence[_Arriving]) -> list[LiveWorker | PSError]:
         reservations = [each.reservation for each in arriving]
         try:
             self._registry.save_ahead()
@@ -74,7 +74,7 @@ class JobJoins:
             self._abort(reservations)
             raise
         self._abort([each for each, member in zip(reservations, admitted, strict=True) if isinstance(member, PSError)])
-        live = [member for member in admitted if isinstance(member, Member)]
+        live = [member for member in admitted if isinstance(member, LiveWorker)]
         if not live:
             return admitted
         for member in live:
@@ -84,7 +84,7 @@ class JobJoins:
         self._announce()
         return begun
 
-    def _admit(self, arriving: _Arriving, joined: Joined | PSError) -> Member | PSError:
+    def _admit(self, arriving: _Arriving, joined: Joined | PSError) -> LiveWorker | PSError:
         """Makes a worker live that all shards count. For the caller in `deciding`."""
         if isinstance(joined, PSError):
             return joined
@@ -97,7 +97,7 @@ class JobJoins:
         self._accounting.joined(member.rank, member.clock, before, member.pushed)
         return member
 
-    def _begin_lease(self, member: Member | PSError) -> Member | PSError:
+    def _begin_lease(self, member: LiveWorker | PSError) -> LiveWorker | PSError:
         if isinstance(member, PSError):
             return member
         try:
@@ -117,7 +117,7 @@ class JobJoins:
             self._announce()
 
 
-def log_join(name: str, member: Member, older: Member | None, request: JoinRequest) -> None:
+def log_join(name: str, member: LiveWorker, older: LiveWorker | None, request: JoinRequest) -> None:
     """Logs that a worker is live now. older: the live worker that it replaces"""
     if older is not None and request.take_over and older.launch != request.launch:
         log.warning(
@@ -130,7 +130,7 @@ def log_join(name: str, member: Member, older: Member | None, request: JoinReque
     )
 
 
-def described_join(member: Member, older: Member | None, request: JoinRequest) -> Iterator[tuple[str, str]]:
+def described_join(member: LiveWorker, older: LiveWorker | None, request: JoinRequest) -> Iterator[tuple[str, str]]:
     """Yields the kind and text of each event of a join. older: the live worker that the new one replaces, or None"""
     if older is not None and request.previous is None:
         yield "fenced", f"worker {older.rank} (pid {older.pid} on {older.host}) is replaced by a new process"

@@ -26,7 +26,7 @@ from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal, try_soon
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.membership import Arrival, Counted, Member, Membership, NamedProcess, check_key
+from ps_server.core.membership import Arrival, Counted, LiveWorker, Membership, NamedProcess, check_key
 from ps_server.failpoints import failpoint
 
 log = logging.getLogger("ps_server")
@@ -57,7 +57,7 @@ class _OnDisk:
 
 @dataclass(frozen=True)
 class Joined:
-    """The result of counting a worker on all shards. clock: the clock from which they count it; others: see Member"""
+    """The result of counting a worker on all shards. clock: from which they count it; others: see LiveWorker"""
 
     clock: int
     pushed: int | None
@@ -87,7 +87,7 @@ class JobMembers:
         self._lock = threading.Lock()  # held for the moment of a look or a change
         self.removals = Removals(name, run, cluster.shards, pending_removals)
         self._joining = Reservations(name)
-        self._fenced: dict[int, Member] = {}  # by rank, workers whose own join failed half way: they try again
+        self._fenced: dict[int, LiveWorker] = {}  # by rank, workers whose own join failed half way: they try again
         self.attendance = Attendance()
         self._on_disk = _OnDisk(membership.started)
         self._closed = False
@@ -113,7 +113,7 @@ class JobMembers:
         with self._lock:
             return self._on_disk.roster(self._membership)
 
-    def all(self, and_fenced: bool = False, and_away: bool = False) -> list[Member]:
+    def all(self, and_fenced: bool = False, and_away: bool = False) -> list[LiveWorker]:
         """Returns the live workers, by rank.
 
         and_fenced: include workers that were live until a join of their rank failed half way, which has fenced them
@@ -130,7 +130,7 @@ class JobMembers:
         with self._lock:
             return tuple(sorted(self._membership.rejoining))
 
-    def absent(self) -> tuple[Member, ...]:
+    def absent(self) -> tuple[LiveWorker, ...]:
         """Returns the workers that were removed as silent and may come back, by rank. `expires` is the end of this
         time.
         """
@@ -194,7 +194,7 @@ class JobMembers:
 
     # -- a worker comes ----------------------------------------------------------------------------------------------
 
-    def repeated(self, request: JoinRequest) -> Member | None:
+    def repeated(self, request: JoinRequest) -> LiveWorker | None:
         """Returns the worker that an earlier call of this request has made live; None if there is none.
 
         A worker repeats its request when the answer to the first call was lost.
@@ -313,7 +313,7 @@ class JobMembers:
         # The shard was rolled back, and knows a later incarnation than this coordinator: the next one is later.
         return TryLater(f"job {self._name!r}: {fenced}")
 
-    def admit(self, reservation: Reservation, request: JoinRequest, joined: Joined) -> Member:
+    def admit(self, reservation: Reservation, request: JoinRequest, joined: Joined) -> LiveWorker:
         """Makes a worker live, which all shards count. Raises Fenced if another process took the rank meanwhile,
         TryLater if the job was rolled back.
         """
@@ -325,7 +325,7 @@ class JobMembers:
             self._on_disk.unsaved.add(reservation.incarnation)
             self.attendance.joined(request.launch)
             self._membership.join(
-                Member(
+                LiveWorker(
                     rank=rank,
                     incarnation=reservation.incarnation,
                     expires=self._clock.now() + self._membership.lease,
@@ -345,7 +345,7 @@ class JobMembers:
             )
             return self._membership.members[rank]
 
-    def begin_lease(self, member: Member) -> Member:
+    def begin_lease(self, member: LiveWorker) -> LiveWorker:
         """Begins the lease of a worker, once its join is in the state file: the write may have taken longer than a
         lease.
 
@@ -387,7 +387,7 @@ class JobMembers:
 
     # -- a worker goes -----------------------------------------------------------------------------------------------
 
-    def leave(self, rank: int, incarnation: int, key: bytes, done: bool = False) -> tuple[Member, bool] | None:
+    def leave(self, rank: int, incarnation: int, key: bytes, done: bool = False) -> tuple[LiveWorker, bool] | None:
         """Removes a worker, and returns it with whether it was live; None if there is no such worker. Raises Forbidden
         for a wrong key.
 
@@ -413,7 +413,7 @@ class JobMembers:
             self._membership.check(rank, incarnation, key)
             return not self._membership.member_leaves(rank, of)
 
-    def take_gone(self, process: NamedProcess | None = None) -> tuple[list[Member], list[Member]]:
+    def take_gone(self, process: NamedProcess | None = None) -> tuple[list[LiveWorker], list[LiveWorker]]:
         """Removes the workers whose lease has run out, and those of a process that has ended. Returns the two lists."""
         with self._lock:
             now = self._clock.now()
@@ -445,7 +445,7 @@ class JobMembers:
         with self._lock:
             return self._membership.doubt_is_over()
 
-    def rollback(self, everywhere: bool, last_incarnation: int) -> list[Member]:
+    def rollback(self, everywhere: bool, last_incarnation: int) -> list[LiveWorker]:
         """Removes all workers, and expects them to join again. Makes reservations void. Returns the removed workers.
 
         everywhere:       all shards were rolled back, and so count none of the workers; False: the other shards must
@@ -539,7 +539,7 @@ class Reservation:
     attempt: int
     launch: str
     key: bytes = field(repr=False)
-    older: Member | None
+    older: LiveWorker | None
     is_new: bool
 
 

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from ps_protocol.errors import JobInUse, PSError, TryLater
 from ps_protocol.messages.workers import JoinRequest
 from ps_runtime.quantities import ranks_text
-from ps_server.core.membership import Member, Rivals
+from ps_server.core.membership import LiveWorker, Rivals
 
 HOSTS_NAMED = 4
 PIDS_NAMED = 4
@@ -45,9 +45,9 @@ def refusal(job: str, rivals: Rivals, request: JoinRequest, lease: float) -> PSE
     )
 
 
-def _described(members: tuple[Member, ...]) -> str:
+def _described(members: tuple[LiveWorker, ...]) -> str:
     """Describes workers for an error: their ranks, hosts, pids and the time since when they are live."""
-    hosts: dict[str, list[Member]] = {}
+    hosts: dict[str, list[LiveWorker]] = {}
     for member in members:
         hosts.setdefault(member.host or "unknown", []).append(member)
     groups = [
@@ -62,7 +62,7 @@ def _described(members: tuple[Member, ...]) -> str:
     return f"{', '.join(groups)} {verb} it since {when}, of another launch"
 
 
-def _pids(members: list[Member]) -> str:
+def _pids(members: list[LiveWorker]) -> str:
     named = ", ".join(str(member.pid) for member in members[:PIDS_NAMED])
     more = len(members) - PIDS_NAMED
     return f"pid{'s' if len(members) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}"

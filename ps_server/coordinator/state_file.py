@@ -22,7 +22,7 @@ from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.core.accounting import StepAccounting
 from ps_server.core.data_commits import Span
-from ps_server.core.membership import Member, Membership
+from ps_server.core.membership import LiveWorker, Membership
 from ps_server.core.placement import place_job
 from ps_server.core.rounds import Round, newest
 from ps_server.failpoints import failpoint
@@ -173,10 +173,10 @@ def _finished(data: dict[str, Any]) -> FinishedJob:
     return FinishedJob(**{**data, "launches": tuple(data["launches"])})
 
 
-def _worker(data: dict[str, Any]) -> Member:
+def _worker(data: dict[str, Any]) -> LiveWorker:
     replaced = tuple((launch, incarnation) for launch, incarnation in data.pop("replaced", ()))
     data.pop("heard_before", None)  # earlier releases wrote it
-    return Member(**{**data, "key": bytes.fromhex(data["key"])}, expires=0.0, replaced=replaced)
+    return LiveWorker(**{**data, "key": bytes.fromhex(data["key"])}, expires=0.0, replaced=replaced)
 
 
 # -- a job in it -------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class SavedJob:
     last_incarnation: int
     restore_count: int
     started: bool
-    workers: tuple[Member, ...]
+    workers: tuple[LiveWorker, ...]
     lost_steps: int = 0
     redone_steps: int = 0
     unaccounted: Mapping[int, tuple[int, int]] = field(default_factory=dict)
@@ -222,13 +222,13 @@ class SavedJob:
     departed: Mapping[int, int] = field(default_factory=dict)
     settled: Mapping[int, tuple[Span, ...]] = field(default_factory=dict)
     rejoining: tuple[int, ...] = ()
-    away: tuple[Member, ...] = ()
+    away: tuple[LiveWorker, ...] = ()
     pending_removals: tuple[tuple[int, int, int], ...] = ()
     continues: tuple[str, str] | None = None
     rounds_completed: int = 0
     rounds: tuple[Round, ...] = ()
     launches: tuple[str, ...] = ()
-    absent: tuple[Member, ...] = ()
+    absent: tuple[LiveWorker, ...] = ()
     left: tuple[bool, float] | None = None
     done: tuple[int, ...] = ()
 

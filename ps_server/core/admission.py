@@ -44,7 +44,7 @@ class RequestKind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Terms:
+class RequestLimits:
     """The limits for requests of one kind.
 
     places:   how many requests are received at a time
@@ -71,8 +71,8 @@ class AdmissionChanges(Generic[C]):
     refused: tuple[C, ...] = ()
 
 
-def terms(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[RequestKind, Terms]:
-    """Returns the terms of each kind of request on a server.
+def request_limits(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[RequestKind, RequestLimits]:
+    """Returns the limits of each kind of request on a server.
 
     pool: the number of threads in each pool for calls. A request that has a place has a thread; most threads are left
           for other calls
@@ -106,12 +106,12 @@ def terms(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[Re
         least[RequestKind.LARGE] += min(left, pool // 4)
     quick = min(limits.request_seconds, limits.upload_seconds)
     return {
-        RequestKind.QUICK: Terms(least[RequestKind.QUICK], _WAITING, quick, 0.5),
-        RequestKind.LARGE: Terms(least[RequestKind.LARGE], _WAITING, limits.upload_seconds, 5.0),
-        RequestKind.EXCHANGE: Terms(least[RequestKind.EXCHANGE], _WAITING, limits.upload_seconds, 1.0),
-        RequestKind.DATA: Terms(least[RequestKind.DATA], _WAITING, limits.upload_seconds, 3.0),
+        RequestKind.QUICK: RequestLimits(least[RequestKind.QUICK], _WAITING, quick, 0.5),
+        RequestKind.LARGE: RequestLimits(least[RequestKind.LARGE], _WAITING, limits.upload_seconds, 5.0),
+        RequestKind.EXCHANGE: RequestLimits(least[RequestKind.EXCHANGE], _WAITING, limits.upload_seconds, 1.0),
+        RequestKind.DATA: RequestLimits(least[RequestKind.DATA], _WAITING, limits.upload_seconds, 3.0),
         # A worker whose data connection is broken off repeats the call by gRPC, and opens another connection.
-        RequestKind.FRAMED: Terms(least[RequestKind.FRAMED], _WAITING, limits.upload_seconds, 2.0),
+        RequestKind.FRAMED: RequestLimits(least[RequestKind.FRAMED], _WAITING, limits.upload_seconds, 2.0),
     }
 
 
@@ -132,8 +132,8 @@ class RequestPlaces(Generic[C]):
     requests were broken off lately count as one caller in this.
     """
 
-    def __init__(self, given: Terms) -> None:
-        self._terms = given
+    def __init__(self, given: RequestLimits) -> None:
+        self._limits = given
         self._received: dict[C, tuple[Origin, float]] = {}  # since when, the longest first
         self._held: Counter[Origin] = Counter()  # how many of these, by every beginning of an origin
         self._waiting: dict[C, tuple[Origin, float]] = {}  # since when, the longest first
@@ -172,7 +172,7 @@ class RequestPlaces(Generic[C]):
         turns[call] = None
         self._queued.update(_beginnings(origin))
         admitted = self._admit(now)
-        if len(self._waiting) <= self._terms.waiting:
+        if len(self._waiting) <= self._limits.waiting:
             return AdmissionChanges(admitted)
         refused = self._last_of_most()
         self._forget(refused)
@@ -194,7 +194,7 @@ class RequestPlaces(Generic[C]):
         """Returns the calls that must give back their places: they took too long, or other calls have waited
         too long.
         """
-        given = self._terms
+        given = self._limits
         waiting = Counter(origin for origin, since in self._waiting.values() if now - since >= given.patience)
         overdue: list[C] = []
         for call, (origin, since) in self._received.items():
@@ -245,7 +245,7 @@ class RequestPlaces(Generic[C]):
 
     def _admit(self, now: float) -> tuple[C, ...]:
         admitted = []
-        while len(self._received) < self._terms.places:
+        while len(self._received) < self._limits.places:
             call = self._next(self._turns, (), now)
             if call is None:
                 break
@@ -272,7 +272,7 @@ class RequestPlaces(Generic[C]):
         return None
 
     def _may_take_a_place(self, origin: Origin, now: float) -> bool:
-        most, active = max(1, self._terms.places - 1), self._active[len(origin)]
+        most, active = max(1, self._limits.places - 1), self._active[len(origin)]
         if self._held[origin] >= most and not active.keys() <= {origin}:
             return False
         if len(origin) == 1 and self._is_penalised(origin, now):

@@ -24,7 +24,7 @@ from ps_protocol.stages import StageSpec, first_stage
 from ps_protocol.tensors import TORCH_DTYPES, Blocks, weight_codec
 from ps_server.core.agreement import Agreement
 from ps_server.core.snapshot import OptimizerState
-from ps_server.core.sums import PIECE, NamedValues, PieceStep, Scratch, Sum, ValuesInUse, square, wide
+from ps_server.core.sums import STRETCH, NamedValues, Scratch, StretchStep, Sum, ValuesInUse, square, wide
 
 
 class SentWeights:
@@ -138,7 +138,7 @@ class OpenUpdate:
     """The open update of a bucket: the sum of its gradients, with their hyper-parameters and assignments.
 
     sum:     the sum of the gradients, each [numel]
-    terms:   the number of gradients in the sum
+    summands: the number of gradients in the sum
     count:   the divisor of the mean: it counts steps without any gradient too; for weighted contributions, the sum of
              the weights
     present: positions of the slices with a gradient
@@ -150,7 +150,7 @@ class OpenUpdate:
     def __init__(self, bucket: BucketSpec, scratch: Scratch, mixes_clocks: bool = False, local: bool = False) -> None:
         """mixes_clocks: see UpdateRule; local: the contributions are the differences of rounds"""
         self.sum = Sum(scratch)
-        self.terms, self.count = 0, 0.0
+        self.summands, self.count = 0, 0.0
         self.present: set[int] = set()
         self.named = NamedValues()
         self.assignment: Assignment | None = None
@@ -188,7 +188,7 @@ class OpenUpdate:
                 values[slices[position].offset :][: slices[position].length] = 0
         self.present.update(set(range(len(slices))) - gradient.absent)
         self.count += gradient.weight
-        self.terms += 1
+        self.summands += 1
         if self._squares is not None:
             self._squares += gradient.weight * square(values)
         if gradient.weight != 1:
@@ -211,7 +211,7 @@ class OpenUpdate:
         """Returns how alike the differences of a round are; None for fewer than two. Call it before the sum is
         overwritten.
         """
-        if self._squares is None or self.terms < 2 or self.sum.total is None:
+        if self._squares is None or self.summands < 2 or self.sum.total is None:
             return None
         return Agreement(square(self.sum.total) / self.count**2, self._squares / self.count)
 
@@ -247,7 +247,7 @@ class DenseBucket:
         self._optimizer = _optimizer(stage, self.bucket, self._slices) if self._trained else None
         self._step = None if self._optimizer is None else bare_step(self._optimizer)
         self._divides = _is_fused(self._name, self.bucket)
-        self._pieces = self._new_pieces()
+        self._stretches = self._new_stretches()
         self._in_use = ValuesInUse()
 
     def begin(self, stage: StageSpec) -> None:
@@ -273,17 +273,17 @@ class DenseBucket:
         """
         self._open.add(gradient, is_last)
 
-    def _new_pieces(self) -> PieceStep | None:
-        """Returns the stepper that steps this bucket in pieces; None if it steps as a whole."""
+    def _new_stretches(self) -> StretchStep | None:
+        """Returns the stepper that steps this bucket in stretches; None if it steps as a whole."""
         is_whole = len(self._trained) == len(self._slices)
-        if is_whole and self._divides and isinstance(self._optimizer, torch.optim.SGD) and self.bucket.numel > PIECE:
-            return PieceStep(self.bucket, self._optimizer, self._slices)
+        if is_whole and self._divides and isinstance(self._optimizer, torch.optim.SGD) and self.bucket.numel > STRETCH:
+            return StretchStep(self.bucket, self._optimizer, self._slices)
         return None
 
     @property
     def wants_last(self) -> bool:
-        """Whether `add` uses `is_last`: it does if the bucket steps in pieces."""
-        return self._pieces is not None
+        """Whether `add` uses `is_last`: it does if the bucket steps in stretches."""
+        return self._stretches is not None
 
     def _new_update(self) -> OpenUpdate:
         return OpenUpdate(self.bucket, self._scratch, self._mixes_clocks, self._local)
@@ -311,15 +311,15 @@ class DenseBucket:
 
     def _step_with(self, update: OpenUpdate, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """Steps with the mean of the gradients that were added."""
-        divides = update.terms > 1 and self._divides
+        divides = update.summands > 1 and self._divides
         if divides:
             # torch's fused kernels divide by the gradient scale as they step. So the mean needs no pass over memory of
             # its own.
             optimizer.grad_scale = _scale(update.count)  # type: ignore[attr-defined]
         total, last = update.sum.total, update.sum.last
-        pieces = self._pieces if len(update.present) == len(self._slices) else None
-        if pieces is not None and pieces.has_state() and total is not None and last is not None:
-            pieces.run(step, total, last, self._scratch)
+        stretches = self._stretches if len(update.present) == len(self._slices) else None
+        if stretches is not None and stretches.has_state() and total is not None and last is not None:
+            stretches.run(step, total, last, self._scratch)
         else:
             mean = self._mean(update)
             for positions in self._step_sets(optimizer, update.present):
@@ -338,7 +338,7 @@ class DenseBucket:
             update.sum.complete()
         total = update.sum.total
         assert total is not None
-        if update.terms > 1:
+        if update.summands > 1:
             return total if self._divides else total.div_(update.count).to(self.flat.dtype)
         mean = total.to(self.flat.dtype)  # the sum is the contribution itself, and perhaps another's: not to be written
         return mean / update.count if update.count > 1 else mean
@@ -471,7 +471,7 @@ class DenseBucket:
 def _optimizer(stage: StageSpec, bucket: BucketSpec, slices: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Returns the bucket's optimizer, over the slices that have a parameter group."""
     members: dict[int, list[torch.Tensor]] = {}
-    for group, tensor in zip(stage.members, slices, strict=True):
+    for group, tensor in zip(stage.group_of_slice, slices, strict=True):
         if group is not None:
             members.setdefault(group, []).append(tensor)
     cls = ELEMENTWISE[stage.optimizer]

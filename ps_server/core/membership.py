@@ -52,7 +52,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Member:
+class LiveWorker:
     """One live worker.
 
     incarnation: rises with every join in the job, and fences the process that held the rank before
@@ -105,7 +105,7 @@ class NamedProcess:
     pid: int
     incarnation: int = 0
 
-    def was(self, member: Member) -> bool:
+    def was(self, member: LiveWorker) -> bool:
         """Whether a worker is or was one of this process."""
         same = (member.launch, member.host, member.pid) == (self.launch, self.host, self.pid)
         return same and self.incarnation in (0, member.incarnation)
@@ -121,7 +121,7 @@ class Rivals:
     seconds: the time until the last of their leases ends
     """
 
-    members: tuple[Member, ...]
+    members: tuple[LiveWorker, ...]
     live: bool
     seconds: float
 
@@ -140,7 +140,7 @@ class JoinedMember:
     continued:     set for the first worker of a launch, if earlier launches have trained the job; otherwise None
     """
 
-    member: Member
+    member: LiveWorker
     clock: int
     placement: list[int]
     restore_count: int = 0
@@ -172,13 +172,13 @@ class Membership:
 
     world_size: int
     lease: float
-    members: dict[int, Member] = field(default_factory=dict)
+    members: dict[int, LiveWorker] = field(default_factory=dict)
     last_incarnation: int = 0
     started: bool = False
     ever_joined: bool = False
     rejoining: dict[int, float] = field(default_factory=dict)
-    away: dict[int, Member] = field(default_factory=dict)
-    absent: dict[int, Member] = field(default_factory=dict)
+    away: dict[int, LiveWorker] = field(default_factory=dict)
+    absent: dict[int, LiveWorker] = field(default_factory=dict)
     absence: float = DEFAULT_ABSENCE_SECONDS
     done: set[int] = field(default_factory=set)
     gone: dict[int, float] = field(default_factory=dict)
@@ -244,7 +244,7 @@ class Membership:
         live = bool(request.waited) and any(member.heard_before > since for member in rivals)
         return Rivals(tuple(rivals), live, max(0.0, max(member.expires for member in rivals) - now))
 
-    def repeated(self, attempt: int, now: float) -> Member | None:
+    def repeated(self, attempt: int, now: float) -> LiveWorker | None:
         """Returns the live worker that joined with this attempt, and renews its lease; None if there is none."""
         member = next((m for m in self.members.values() if attempt and m.attempt == attempt), None)
         if member is not None:
@@ -256,7 +256,7 @@ class Membership:
         self.last_incarnation += 1
         return self.last_incarnation
 
-    def join(self, member: Member, launch_ranks: range = range(0), is_back: bool = False) -> None:
+    def join(self, member: LiveWorker, launch_ranks: range = range(0), is_back: bool = False) -> None:
         """Makes a worker live, in place of an earlier one of its rank.
 
         launch_ranks: the ranks that its launch is about to start
@@ -286,7 +286,7 @@ class Membership:
             self._has_nobody = False
             self.in_doubt.clear()
 
-    def _is_carried(self, rank: int, older: Member | None, now: float) -> bool:
+    def _is_carried(self, rank: int, older: LiveWorker | None, now: float) -> bool:
         """Whether another worker lived on while the worker of this rank did not: the job has gone on with it.
 
         Otherwise all workers may have died together, and some leases just end later. older: the live worker of the rank
@@ -364,7 +364,7 @@ class Membership:
         self._look_whether_started()
         return True
 
-    def rollback(self, now: float, fenced: Iterable[Member] = ()) -> list[Member]:
+    def rollback(self, now: float, fenced: Iterable[LiveWorker] = ()) -> list[LiveWorker]:
         """Removes all workers and returns them. If the job had started, they are expected to join again within a lease.
 
         fenced: workers that were live, and that are about to join again anyway
@@ -455,7 +455,7 @@ class Membership:
             self.rejoining.setdefault(rank, now + RETURN_LEASES * self.lease)
         return True
 
-    def take_silent(self, now: float) -> list[Member]:
+    def take_silent(self, now: float) -> list[LiveWorker]:
         """Removes the workers whose lease has run out, and returns them. They are remembered as absent, as they may
         come back.
         """
@@ -485,11 +485,11 @@ class Membership:
         self.rejoining = {rank: later(until) for rank, until in self.rejoining.items()}
         self.absent = {r: replace(m, expires=m.expires + seconds) for r, m in self.absent.items()}
 
-    def expired(self, now: float) -> list[Member]:
+    def expired(self, now: float) -> list[LiveWorker]:
         """Returns the workers whose lease has run out."""
         return [member for member in self.members.values() if member.expires <= now]
 
-    def ended(self, process: NamedProcess, now: float) -> list[Member]:
+    def ended(self, process: NamedProcess, now: float) -> list[LiveWorker]:
         """Returns the live workers of a process that has ended. Those of its workers that were absent or expected to
         rejoin are awaited no more.
         """
@@ -500,7 +500,7 @@ class Membership:
                 self.rejoining[rank] = now
         return [member for member in self.members.values() if process.was(member)]
 
-    def check(self, rank: int, incarnation: int, key: bytes = b"") -> Member:
+    def check(self, rank: int, incarnation: int, key: bytes = b"") -> LiveWorker:
         """Returns the live worker with this rank, incarnation and key. Raises UnknownWorker, Fenced or Forbidden."""
         member = self.members.get(rank)
         if member is not None and any(incarnation == last for _, last in member.replaced):
@@ -514,7 +514,7 @@ class Membership:
         return member
 
 
-def _last_sign(member: Member, now: float) -> float:
+def _last_sign(member: LiveWorker, now: float) -> float:
     """Returns the time of a worker's last heartbeat; if it has sent none, `now`."""
     return member.heard if member.heard > -math.inf else now
 
@@ -524,7 +524,7 @@ def _strangers(launch: str, other: str) -> bool:
     return bool(launch) and bool(other) and launch != other
 
 
-def _after(member: Member, older: Member) -> Member:
+def _after(member: LiveWorker, older: LiveWorker) -> LiveWorker:
     """Returns a member that takes the rank of an older one, with the history that it inherits."""
     if older.launch == member.launch:
         return replace(member, since=older.since, replaced=older.replaced) if member.launch else member
@@ -534,7 +534,7 @@ def _after(member: Member, older: Member) -> Member:
     return replace(member, replaced=replaced[-REPLACED_KEPT:])
 
 
-def _other_launch(member: Member) -> str:
+def _other_launch(member: LiveWorker) -> str:
     """Returns the end of the error for a worker that another launch replaced."""
     return f"; another launch took over: pid {member.pid} on host {member.host or '?'}"
 

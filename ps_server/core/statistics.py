@@ -10,7 +10,7 @@ from ps_protocol.modes import Consistency
 from ps_server.core.agreement import Agreement
 from ps_server.core.data_leases import LoaderProgress
 from ps_server.core.feed_figures import FeedFigures
-from ps_server.core.membership import Member
+from ps_server.core.membership import LiveWorker
 from ps_server.core.server_figures import ShardFigures, ShardJobFigures, TableFigures
 
 
@@ -157,7 +157,7 @@ class JobStatistics:
     lost_steps: int
     redone_steps: int
     rejoining: tuple[int, ...]
-    workers: tuple[Member, ...]
+    workers: tuple[LiveWorker, ...]
     now: float
     loaders: Mapping[int, LoaderProgress]
     checkpoints: CheckpointStatistics | None

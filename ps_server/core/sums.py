@@ -1,6 +1,6 @@
 """The sum of the contributions to one update: of their gradients, and the hyper-parameters that they name.
 
-The memory for sums is pooled, and a step may be made in pieces.
+The memory for sums is pooled, and a step may be made in stretches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.layout import BucketSpec
 
-PIECE = 2**19  # elements, 2 MiB: smaller ones cost more calls than they save, larger ones leave the cache (measured)
+STRETCH = 2**19  # elements, 2 MiB: smaller ones cost more calls than they save, larger ones leave the cache (measured)
 KEPT = 4  # tensors of a size; where more are open at a time, their memory is given back
 SUMMED_AS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -97,10 +97,10 @@ class Sum:
         if total.dtype == values.dtype == self.total.dtype:
             torch.add(total, values, out=self.total)
             return
-        piece = self._scratch.take(PIECE, self.total.dtype)
-        for some in zip(total.split(PIECE), values.split(PIECE), self.total.split(PIECE), strict=True):
-            add(*some, piece)
-        self._scratch.give(piece)
+        stretch = self._scratch.take(STRETCH, self.total.dtype)
+        for some in zip(total.split(STRETCH), values.split(STRETCH), self.total.split(STRETCH), strict=True):
+            add(*some, stretch)
+        self._scratch.give(stretch)
 
     def own(self) -> None:
         """Copies what the sum has borrowed from a worker's memory."""
@@ -130,8 +130,8 @@ def add(total: torch.Tensor, values: torch.Tensor, out: torch.Tensor, wide: torc
 
 
 @dataclass(frozen=True)
-class PiecePart:
-    """The elements [start, stop) of one slice, which lie in a piece from element `offset` on.
+class StretchPart:
+    """The elements [start, stop) of one slice, which lie in a stretch from element `offset` on.
 
     position: the slice's position in its bucket
     """
@@ -143,16 +143,16 @@ class PiecePart:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Stretch:
     """Elements [start, stop) of a bucket."""
 
     start: int
     stop: int
-    parts: tuple[PiecePart, ...]
+    parts: tuple[StretchPart, ...]
 
 
-def pieces_of(bucket: BucketSpec, size: int = PIECE) -> tuple[Piece, ...]:
-    """Returns the pieces of a bucket. size: the elements of a piece; the last one has the rest"""
+def stretches_of(bucket: BucketSpec, size: int = STRETCH) -> tuple[Stretch, ...]:
+    """Returns the stretches of a bucket. size: the elements of a stretch; the last one has the rest"""
     found = []
     for start in range(0, bucket.numel, size):
         stop = min(start + size, bucket.numel)
@@ -160,24 +160,24 @@ def pieces_of(bucket: BucketSpec, size: int = PIECE) -> tuple[Piece, ...]:
         for position, part in enumerate(bucket.slices):
             first, last = max(start, part.offset), min(stop, part.offset + part.length)
             if first < last:
-                parts.append(PiecePart(position, first - part.offset, last - part.offset, first - start))
-        found.append(Piece(start, stop, tuple(parts)))
+                parts.append(StretchPart(position, first - part.offset, last - part.offset, first - start))
+        found.append(Stretch(start, stop, tuple(parts)))
     return tuple(found)
 
 
-class PieceStep:
-    """The fused SGD of one bucket, piece by piece: it adds the last contribution and steps. Not thread-safe.
+class StretchStep:
+    """The fused SGD of one bucket, stretch by stretch: it adds the last contribution and steps. Not thread-safe.
 
-    A piece's sum stays in the processor's cache. To add all and step afterwards writes the sum to memory, reads it
+    A stretch's sum stays in the processor's cache. To add all and step afterwards writes the sum to memory, reads it
     again, and writes it once more: the fused kernel keeps the mean that it has made of the sum. Measured, buckets of
-    25 MiB, two contributions: SGD takes 0.82 of the time in pieces, AdamW 1.0 (its arithmetic takes longer than the
+    25 MiB, two contributions: SGD takes 0.82 of the time in stretches, AdamW 1.0 (its arithmetic takes longer than the
     memory), so others step as a whole.
 
     slices: the optimizer's parameters, each [length of the slice]
     """
 
     def __init__(self, bucket: BucketSpec, optimizer: torch.optim.SGD, slices: list[torch.Tensor]) -> None:
-        self._pieces = pieces_of(bucket)
+        self._stretches = stretches_of(bucket)
         self._optimizer, self._slices = optimizer, slices
         ids = {id(tensor): position for position, tensor in enumerate(slices)}
         groups = enumerate(optimizer.param_groups)
@@ -193,29 +193,29 @@ class PieceStep:
 
     def run(self, step: Callable[[], object], total: torch.Tensor, last: torch.Tensor, scratch: Scratch) -> None:
         """Steps with total + last, both [numel of the bucket] and only read."""
-        gradients, wide = (scratch.take(PIECE, torch.float32) for _ in range(2))
+        gradients, wide = (scratch.take(STRETCH, torch.float32) for _ in range(2))
         groups = self._optimizer.param_groups
         own = [group["params"] for group in groups]
         try:
-            for piece in self._pieces:
-                gradient, here = gradients[: piece.stop - piece.start], slice(piece.start, piece.stop)
+            for stretch in self._stretches:
+                gradient, here = gradients[: stretch.stop - stretch.start], slice(stretch.start, stretch.stop)
                 add(total[here], last[here], gradient, wide)
-                self._step_piece(step, piece, gradient)
+                self._step_stretch(step, stretch, gradient)
         finally:
             for group, members in zip(groups, own, strict=True):
                 group["params"] = members
             scratch.give(gradients)
             scratch.give(wide)
 
-    def _step_piece(self, step: Callable[[], object], piece: Piece, gradient: torch.Tensor) -> None:
-        """Steps one piece: for this step, views of the slices and of their momentum replace the slices in the
+    def _step_stretch(self, step: Callable[[], object], stretch: Stretch, gradient: torch.Tensor) -> None:
+        """Steps one stretch: for this step, views of the slices and of their momentum replace the slices in the
         optimizer.
         """
         state, groups = self._optimizer.state, self._optimizer.param_groups
         for group in groups:
             group["params"] = []
         views = []
-        for part in piece.parts:
+        for part in stretch.parts:
             whole = self._slices[part.position]
             view = whole[part.start : part.stop]
             view.grad = gradient[part.offset :][: part.stop - part.start]

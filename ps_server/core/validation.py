@@ -74,11 +74,12 @@ def check_stage(stage: StageSpec, bucket: BucketSpec) -> None:
     """Raises InvalidRequest if a stage cannot train a bucket. It may come from a worker or from a checkpoint."""
     if stage.number < 1:
         raise InvalidRequest(f"bucket {bucket.index}: a stage that follows has a number from 1, got {stage.number}")
-    if len(stage.members) != len(bucket.slices):
+    if len(stage.group_of_slice) != len(bucket.slices):
         raise InvalidRequest(
-            f"bucket {bucket.index}: expected the groups of {len(bucket.slices)} slices, got {len(stage.members)}"
+            f"bucket {bucket.index}: expected the groups of {len(bucket.slices)} slices, "
+            f"got {len(stage.group_of_slice)}"
         )
-    if {group for group in stage.members if group is not None} != stage.groups.keys():
+    if {group for group in stage.group_of_slice if group is not None} != stage.groups.keys():
         raise InvalidRequest(f"bucket {bucket.index}: expected hyper-parameters of the groups that have slices in it")
     if any(position not in stage.trained for position in stage.kept):
         raise InvalidRequest(f"bucket {bucket.index}: slices without a group keep no state, got {sorted(stage.kept)}")

@@ -38,12 +38,12 @@ class Runner:
         return {value["name"]: value["last"] for value in (self.status["figures"] or {}).get("values", ())}
 
 
-def chosen(runners: Sequence[Runner], room: int | None) -> tuple[list[Runner], list[Runner], list[Runner]]:
+def chosen(runners: Sequence[Runner], lines: int | None) -> tuple[list[Runner], list[Runner], list[Runner]]:
     """Returns the workers to show first, those that are left out behind them, and those to show last.
 
-    room: the number of lines for workers; None: no limit
+    lines: the number of lines for workers; None: no limit
     """
-    most = SHOWN if room is None else min(SHOWN, room)
+    most = SHOWN if lines is None else min(SHOWN, lines)
     if len(runners) <= most:
         return list(runners), [], []
     last = min(FASTEST, max(0, most - 2))
@@ -53,12 +53,14 @@ def chosen(runners: Sequence[Runner], room: int | None) -> tuple[list[Runner], l
     return ordered[:first], ordered[first:end], ordered[end:]
 
 
-def race(job: dict[str, Any], view: dict[str, Any], width: int | None = None, room: int | None = None) -> Iterator[str]:
-    """Yields the race as lines: none without workers. width: of the window; room: the number of lines"""
+def race(
+    job: dict[str, Any], view: dict[str, Any], width: int | None = None, lines: int | None = None
+) -> Iterator[str]:
+    """Yields the race as lines: none without workers. width: of the window; lines: the number of lines"""
     runners = [Runner(status, does) for status, does in zip(job["workers"], view["workers"], strict=True)]
     if not runners:
         return
-    first, between, last = chosen(runners, None if room is None else room - 1)
+    first, between, last = chosen(runners, None if lines is None else lines - 1)
     clocks = [runner.status["clock"] for runner in runners]
     unit = clock_unit(job)
     table = _Columns.fitting([*first, *last], width, unit)

@@ -24,7 +24,7 @@ from ps_protocol.job import MAX_NAME_LENGTH
 from ps_runtime import audit
 from ps_runtime.background import guarded, start
 from ps_runtime.pools import FairPool, Pool
-from ps_server.core.admission import HELD_SECONDS, WINDOW_BYTES, RequestKind, terms, waiting_threads
+from ps_server.core.admission import HELD_SECONDS, WINDOW_BYTES, RequestKind, request_limits, waiting_threads
 from ps_server.core.limits import Limits
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc.auth import Authenticator
@@ -308,7 +308,7 @@ class CallLimits:
         self._is_open = not authenticator.is_required  # every caller may do everything
         self._limits = limits
         self._look_soon = threading.Event()
-        self._receiving = Receiving(terms(limits, is_shard, pool), self._look_soon.set)
+        self._receiving = Receiving(request_limits(limits, is_shard, pool), self._look_soon.set)
         self._release = release
         self._lock = threading.Lock()
         self._in_flight = CallsInFlight(limits)

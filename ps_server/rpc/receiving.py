@@ -13,7 +13,7 @@ from functools import partial
 from ps_frames.frames import nothing
 from ps_frames.server import CallBroken, ServerCall
 from ps_protocol.errors import TryLater
-from ps_server.core.admission import AdmissionChanges, Origin, RequestKind, RequestPlaces, Terms
+from ps_server.core.admission import AdmissionChanges, Origin, RequestKind, RequestLimits, RequestPlaces
 
 # Of methods by name; all others are quick.
 KINDS = {
@@ -66,10 +66,10 @@ class _Call:
 class Receiving:
     """The places of each kind of request. Thread-safe. waits: called when a request has to wait for a place"""
 
-    def __init__(self, kinds: Mapping[RequestKind, Terms], waits: Callable[[], None] = nothing) -> None:
+    def __init__(self, kinds: Mapping[RequestKind, RequestLimits], waits: Callable[[], None] = nothing) -> None:
         self._on_wait = waits
         self._lock = threading.Lock()
-        self._kinds = {kind: RequestPlaces[_Call](terms) for kind, terms in kinds.items()}
+        self._kinds = {kind: RequestPlaces[_Call](limits) for kind, limits in kinds.items()}
         self._was_broken_off = False
 
     def waits(self) -> int:

@@ -11,7 +11,7 @@ from ps_protocol.figures import PHASES, WorkerFigures
 from ps_protocol.v1 import cluster_pb2, figures_pb2
 from ps_server.coordinator.events import Event
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.membership import Member
+from ps_server.core.membership import LiveWorker
 from ps_server.core.statistics import JobStatistics, ShardStatistics
 from ps_server.rpc import shard_messages
 from ps_server.view.finished import EndedJobView
@@ -210,7 +210,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
     return status
 
 
-def _worker_status(worker: Member, now: float, figures: WorkerFigures | None) -> cluster_pb2.WorkerStatus:
+def _worker_status(worker: LiveWorker, now: float, figures: WorkerFigures | None) -> cluster_pb2.WorkerStatus:
     status = cluster_pb2.WorkerStatus(
         rank=worker.rank,
         incarnation=worker.incarnation,

@@ -11,7 +11,7 @@ hosted.py     The jobs that a shard has: made, restored from checkpoints, and dr
 hosted_job.py A job on a shard: the state of `core`, with locks, segments and waiting pulls
 last_weights.py The last weights of a job that has ended, for readers that follow it
 mapped.py     Shares the memory of editions with readers on the host of a shard or a relay
-metrics.py    A shard's metrics for Prometheus
+metrics.py    A shard's counters and histograms for Prometheus; gauges are in ops/gauges.py
 native_loops.py Chooses between the compiled library for tables and numpy
 outbox.py     The outbox: the interface for the answers to one call
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread

@@ -56,6 +56,6 @@ def _bytes_kept(bucket: BucketSpec, stage: StageSpec) -> int:
     itemsize = bucket.nbytes // bucket.numel if bucket.numel else 0
     return sum(
         part.length * itemsize * len(tensors_kept(stage.optimizer, stage.groups[group]))
-        for part, group in zip(bucket.slices, stage.members, strict=True)
+        for part, group in zip(bucket.slices, stage.group_of_slice, strict=True)
         if group is not None
     )

@@ -6,10 +6,10 @@ retention.py    Selects the checkpoints of a job that stay, including those that
 bucket_file.py  The buckets of a shard in a file of tensors
 own_disk.py     A shard's own disk, for servers without a shared directory
 directory_lock.py  Locks a directory of checkpoints for one coordinator
-files.py        The interface of a storage backend: a file system or an object store
+files.py        The interface of a storage backend, and the names of the object stores that there are
 disk.py         The backend for a file system
-objects.py      The backend for an object store, by fsspec
-lease.py        The lock of a directory in an object store: a lease that its holder renews
+objects.py      The backend for object stores, by fsspec; another store of fsspec is one entry here and one in files.py
+lock_lease.py   The lock of a directory in an object store: a lease that its holder renews
 dcp_folder.py   A checkpoint as a folder of torch.distributed.checkpoint
 export.py       Exports a checkpoint as plain PyTorch files
 changed_tensors.py  Tensors of a model that no optimizer steps and that training has changed, such as buffers

@@ -151,7 +151,7 @@ def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:
 
 def _stage_data(stage: StageSpec) -> dict[str, Any]:
     groups = {str(group): dict(values) for group, values in stage.groups.items()}
-    return {"number": stage.number, "optimizer": stage.optimizer, "members": stage.members, "groups": groups}
+    return {"number": stage.number, "optimizer": stage.optimizer, "members": stage.group_of_slice, "groups": groups}
 
 
 def _stage(data: Any, bucket: BucketSpec) -> StageSpec | None:

@@ -3,7 +3,7 @@
 Only a coordinator names checkpoints and writes the state file; its shards write to the directories that it names. The
 coordinator's lock therefore excludes other clusters. A shard with a disk of its own locks its directory there
 (own_disk.py). The kernel releases the lock (flock) however the process ends, so its successor gets it at once. In an
-object store the lock is a lease (lease.py).
+object store the lock is a lease (lock_lease.py).
 """
 
 from __future__ import annotations

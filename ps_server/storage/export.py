@@ -193,7 +193,7 @@ def _in_last_stage(
     here = [(bucket, stages[bucket.index]) for bucket in buckets if stages[bucket.index].number == last]
     number = {group: place for place, group in enumerate(sorted({g for _, stage in here for g in stage.groups}))}
     values = {number[group]: values for _, stage in here for group, values in stage.groups.items()}
-    of = {part.parameter: stage.members[p] for bucket, stage in here for p, part in enumerate(bucket.slices)}
+    of = {part.parameter: stage.group_of_slice[p] for bucket, stage in here for p, part in enumerate(bucket.slices)}
     members = {parameter: number[group] for parameter, group in of.items() if group is not None}
     found = {index: replace(each, state={}, groups={}) for index, each in snapshots.items()}
     for bucket, _ in here:

@@ -1,6 +1,6 @@
 """The interface of a storage backend for checkpoints: a file system (disk.py) or an object store (objects.py).
 
-`place` parses the path of a directory, and `files_of` returns its backend.
+`parse_path` parses the path of a directory, and `files_of` returns its backend.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RemotePath(PosixPath):
         return super().__str__().replace(":/", "://", 1)
 
 
-def place(text: str) -> Path | None:
+def parse_path(text: str) -> Path | None:
     """Returns the path of checkpoints in a file system or in an object store; None for an empty text.
 
     Raises InvalidRequest for an unknown kind of store, and for an invalid name in it.

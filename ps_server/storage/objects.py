@@ -2,7 +2,7 @@
 
 An object exists completely or not at all, and is durable once the store acknowledges it, so nothing is renamed or
 flushed. An object store has no directories: a name with a slash implies one. A new directory is claimed by an object in
-it, which a conditional put lets only one caller create. A lock is a lease: see lease.py.
+it, which a conditional put lets only one caller create. A lock is a lease: see lock_lease.py.
 
 The store has to be strongly consistent and to support conditional puts, as S3 (since 2024,
 https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html) and GCS do.
@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer
 from ps_server.storage.disk import MAX_READ_BYTES, check_readable, pieces
-from ps_server.storage.lease import LEASE_SECONDS, Lease
+from ps_server.storage.lock_lease import LEASE_SECONDS, Lease
 
 CLAIM = ".begun"  # the object that makes a directory
 PART_BYTES = 2**25  # of an upload, of which there may be 10,000: so a file may have 320 GB

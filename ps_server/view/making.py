@@ -10,7 +10,7 @@ from ps_protocol.figures import PHASES, WorkerFigures
 from ps_runtime.quantities import ranks_text
 from ps_server.coordinator.runs import began_at
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.membership import Member
+from ps_server.core.membership import LiveWorker
 from ps_server.core.server_figures import ShardJobFigures
 from ps_server.core.statistics import JobStatistics, ShardStatistics, Wait
 from ps_server.view.diagnosis import JobSigns, diagnosis, state
@@ -84,7 +84,7 @@ class ViewMaker:
         for of_shard, report in shards.items():
             self._shards[of_shard].report(*report)
 
-    def _span(self, job: JobStatistics, worker: Member) -> Span[WorkerFigures] | None:
+    def _span(self, job: JobStatistics, worker: LiveWorker) -> Span[WorkerFigures] | None:
         window = self._workers.get((job.run, worker.rank, worker.incarnation))
         return window.span() if window is not None else None
 
@@ -172,7 +172,7 @@ def _work(span: Span[ShardJobFigures]) -> ShardWork:
     )
 
 
-def _with_clock(worker: Member, clocks: Sequence[Mapping[int, int]]) -> Member:
+def _with_clock(worker: LiveWorker, clocks: Sequence[Mapping[int, int]]) -> LiveWorker:
     """Returns a worker with the lowest clock of it on any shard; if no shard knows one, with its last heartbeat's.
 
     Heartbeats come at different moments: between two of them, workers would seem further apart than their mode allows.
@@ -183,7 +183,7 @@ def _with_clock(worker: Member, clocks: Sequence[Mapping[int, int]]) -> Member:
 
 
 def _worker(
-    worker: Member,
+    worker: LiveWorker,
     job: JobStatistics,
     lease: float,
     span: Span[WorkerFigures] | None,

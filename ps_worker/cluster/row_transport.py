@@ -34,7 +34,7 @@ from ps_tables.contributions import RowGradients, RowValues
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.first_rows import MESSAGE_BYTES, begin_given, begin_table, parts_of
 from ps_worker.cluster.landing import ExchangeLanding, RowLanding, note_wait
-from ps_worker.cluster.shared_memory import Room, SharedRows
+from ps_worker.cluster.shared_memory import SegmentRange, SharedRows
 from ps_worker.tables.ahead import RowsAhead
 from ps_worker.tables.server_rows import FirstRows, TablePart, TableStep
 from ps_worker.values import PullResult, PushResult
@@ -214,7 +214,7 @@ class RowTransport:
         ).pushed
 
     def _exchange(
-        self, push: RowsPush, size: int, asked: _Asked, room: Room | None
+        self, push: RowsPush, size: int, asked: _Asked, room: SegmentRange | None
     ) -> tuple[Future[PushResult], Future[PullResult]]:
         """Sends a push and a pull in one call. size: bytes of rows that the push names"""
         places, shared = self._put_ids(asked, room)
@@ -239,7 +239,7 @@ class RowTransport:
         return staged, pull
 
     @staticmethod
-    def _use(room: Room | None, call: Future[Any]) -> None:
+    def _use(room: SegmentRange | None, call: Future[Any]) -> None:
         if room is not None:
             room.calls.append(call)
 
@@ -257,7 +257,7 @@ class RowTransport:
                 continue
             yield push, shard, None if rows is None or places is None else rows.part(places[shard])
 
-    def _room(self, sizes: Iterable[tuple[int, int]]) -> Room | None:
+    def _room(self, sizes: Iterable[tuple[int, int]]) -> SegmentRange | None:
         """Returns shared memory for (shard, size) pairs; None: there is none."""
         if self._shared is None:
             return None
@@ -295,7 +295,7 @@ class RowTransport:
         return self._calls[shard].push_rows(message, lambda: PushResult({wire: size}, time.perf_counter()), self._pool)
 
     @staticmethod
-    def _put(push: RowsPush, rows: RowGradients, room: Room) -> tuple[RowsPush, int]:
+    def _put(push: RowsPush, rows: RowGradients, room: SegmentRange) -> tuple[RowsPush, int]:
         """Writes rows to shared memory; returns the push that names them, and their bytes."""
         count, dim = rows.gradients.shape
         size = pushed_bytes(count, dim)
@@ -333,7 +333,7 @@ class RowTransport:
         ]
         return [asked for asked in each if len(asked.ids)]
 
-    def _pull(self, clock: int, asked: _Asked, room: Room | None) -> Future[PullResult]:
+    def _pull(self, clock: int, asked: _Asked, room: SegmentRange | None) -> Future[PullResult]:
         places, shared = self._put_ids(asked, room)
         message = messages.write_pull(RowsPull(self._worker, asked.table, clock, asked.ids.data, places))
         landing = RowLanding(*self._landing(asked, message, shared))
@@ -346,7 +346,7 @@ class RowTransport:
         return peer, message.whole(), rows, asked.dim, self._weights, asked.land, shared, self._waits
 
     @staticmethod
-    def _put_ids(asked: _Asked, room: Room | None) -> tuple[PullPlaces | None, torch.Tensor | None]:
+    def _put_ids(asked: _Asked, room: SegmentRange | None) -> tuple[PullPlaces | None, torch.Tensor | None]:
         """Writes ids to shared memory. Returns the offsets of ids and rows, and the memory for the rows; None: use
         messages.
         """
@@ -358,7 +358,7 @@ class RowTransport:
         room.memory.array(place, count, np.int64)[:] = asked.ids
         return PullPlaces(place, count, rows), room.memory.rows(rows, count, asked.dim)
 
-    def _place_on(self, shard: int, room: Room | None) -> Room | None:
+    def _place_on(self, shard: int, room: SegmentRange | None) -> SegmentRange | None:
         """Returns `room` if the shard has mapped the segment, otherwise None."""
         return room if self._is_shared(shard) else None
 

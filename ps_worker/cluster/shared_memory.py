@@ -371,7 +371,7 @@ def share_rows(
 
 
 @dataclass
-class Room:
+class SegmentRange:
     """A range of the segment, which is in use until its calls are over.
 
     calls: the calls that use it
@@ -404,7 +404,7 @@ class SharedRows:
         self._calls_of_room: list[Future[Any]] = []
         self._memory = self._attached(FIRST_BYTES)
 
-    def room(self, size: int) -> Room | None:
+    def room(self, size: int) -> SegmentRange | None:
         """Returns memory for `size` bytes of a step; None: there is too little, or calls still use the last step's."""
         if any(not call.done() for call in self._calls_of_room) or size > MAX_ROW_BYTES:
             return None
@@ -419,7 +419,7 @@ class SharedRows:
                 log.debug("no larger segment for rows now: %s", error)
                 return None
         self._calls_of_room = []
-        return Room(self._memory, self._calls_of_room)
+        return SegmentRange(self._memory, self._calls_of_room)
 
     def _attached(self, size: int) -> RowMemory:
         size = -(-size // PAGE_BYTES) * PAGE_BYTES

@@ -144,7 +144,7 @@ class StepData:
         return bool(self._taken or self._using)
 
 
-class Leases(Sampler[list[int]]):
+class LeasedBatches(Sampler[list[int]]):
     """The batch sampler of a leased loader. It yields the indices of leased batches until the pass is complete."""
 
     def __init__(self, spec: LoaderSpec, data: StepData, stepper: LeasingStrategy) -> None:
@@ -274,7 +274,7 @@ class LeasedLoader:
         self,
         loader: DataLoader[Any],
         shares: PreparedLoader,
-        leases: Leases,
+        leases: LeasedBatches,
         device: torch.device,
         timer: StepTimer,
         look_ahead: LookAhead,

@@ -30,7 +30,7 @@ from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.shared_memory import check_transport
 from ps_worker.cluster.value_rounds import Exchanging, value_rounds
-from ps_worker.data.leased import LeasedLoader, Leases, loader_spec
+from ps_worker.data.leased import LeasedBatches, LeasedLoader, loader_spec
 from ps_worker.data.loaders import (
     PreparedLoader,
     dividing_sampler,
@@ -197,7 +197,7 @@ class ServerStrategy:
             return prepared_loader(share, self._device, timer, begin, known)
         training.kind.check_leased()
         loader = with_plain_batches(loader)
-        leases = Leases(loader_spec(len(training.data.accounts), loader, seed), training.data, training)
+        leases = LeasedBatches(loader_spec(len(training.data.accounts), loader, seed), training.data, training)
         shares = PreparedLoader(share, self._device, timer)
         return LeasedLoader(loader, shares, leases, self._device, timer, training.look_ahead)
 

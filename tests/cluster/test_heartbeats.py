@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from ps_runtime.credentials import Tls
-from ps_server.core.membership import Member
+from ps_server.core.membership import LiveWorker
 from ps_server.ops import dev_certs
 from ps_worker.cluster import heartbeat_child
 from tests.tools.cluster import Cluster, until
@@ -78,7 +78,7 @@ class Worker:
         until(lambda: words in self.out or self.process.poll() is not None, f"{words!r}", END_SECONDS)
         assert words in self.out, self.out
 
-    def member(self) -> Member | None:
+    def member(self) -> LiveWorker | None:
         """The worker, as long as it counts as live."""
         return next(iter(self.cluster.coordinator.job("default").members.all()), None)
 

@@ -23,7 +23,7 @@ from ps_runtime import launch_id
 from ps_server.coordinator import state_file
 from ps_server.coordinator.state_file import SavedJob, StateFile
 from ps_server.coordinator.timing import Timing
-from ps_server.core.membership import Member
+from ps_server.core.membership import LiveWorker
 from ps_server.ops import status
 from ps_server.storage.manifest import seal
 from ps_worker import Session
@@ -362,7 +362,7 @@ def test_a_launchs_name_that_is_none_is_refused(shared: Cluster, job: str) -> No
 
 
 def test_files_of_coordinators_that_knew_no_launches_are_read(tmp_path: Path) -> None:
-    worker = Member(0, 1, 0.0, 5, 12, "host", "", b"key", 7, "a", 3.0, replaced=(("b", 1),))
+    worker = LiveWorker(0, 1, 0.0, 5, 12, "host", "", b"key", 7, "a", 3.0, replaced=(("b", 1),))
     job = SavedJob({}, "run", (0,), {0: 1}, 1, 0, True, (worker,), rejoining=(2,), pending_removals=((0, 3, 1),))
     StateFile(tmp_path).save(lambda: {"job": job})
     assert StateFile(tmp_path).load()[0]["job"].workers == (worker,)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import ps_worker.cli
 from ps_launch.groups import by_cause
 from ps_protocol.errors import InvalidRequest
-from ps_server.core.membership import Member, Membership
+from ps_server.core.membership import LiveWorker, Membership
 from tests.tools.cluster import Cluster
 from tests.tools.launching import Start, run, script
 
@@ -86,7 +86,7 @@ def launch_ranks(monkeypatch: pytest.MonkeyPatch) -> list[range]:
     heard: list[range] = []
     join = Membership.join
 
-    def hear(self: Membership, member: Member, launch_ranks: range = range(0), is_back: bool = False) -> None:
+    def hear(self: Membership, member: LiveWorker, launch_ranks: range = range(0), is_back: bool = False) -> None:
         if member.launch:  # at the coordinator; on shards a member names no launch
             heard.append(launch_ranks)
         join(self, member, launch_ranks, is_back)

@@ -20,7 +20,7 @@ from ps_server.relay_config import RELAY
 from ps_server.storage.export import export
 from ps_worker.cli import LAUNCH_SETTINGS
 from ps_worker.config import SETTINGS as WORKER_SETTINGS
-from ps_worker.servers_of_launch import SERVER_SETTINGS as OWN_SERVER_SETTINGS
+from ps_worker.launch_server_settings import SERVER_SETTINGS as OWN_SERVER_SETTINGS
 from tests.tools import launching
 from tests.tools.cluster import Cluster, until
 from tests.tools.imports import PACKAGES, syntax

@@ -41,7 +41,7 @@ from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits
 from ps_server.rpc.registration import ShardRegistration
 from ps_server.shard.threads import OwnThreads
-from ps_server.storage.lease import Lease
+from ps_server.storage.lock_lease import Lease
 from ps_worker.cluster.local_segment import LocalSegment
 from ps_worker.row_feed import RowFeed
 from ps_worker.state.checkpoint import WorkerCheckpoint, decode
@@ -241,7 +241,7 @@ HERE: dict[str, Callable[[Path], None]] = {
     "ps_server/rpc/registration.py ShardRegistration.__init__": registration,
     "ps_server/rpc/call_limits.py CallLimits.__init__": slow_peers,
     "ps_frames/listener.py Handshakes.__init__": handshakes,
-    "ps_server/storage/lease.py Lease.__init__": lease,
+    "ps_server/storage/lock_lease.py Lease.__init__": lease,
     "ps_server/shard/threads.py OwnThreads.repeat": notices,
     "ps_runtime/pools.py DaemonPool._add_thread": pools_of_a_session,
     "ps_frames/reading.py ReadingThreads._start": data_connection,

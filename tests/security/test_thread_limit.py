@@ -19,7 +19,7 @@ from ps_frames.frames import Kind
 from ps_protocol.errors import PSError
 from ps_runtime.credentials import PLAINTEXT, Access, Tls
 from ps_runtime.thread_limit import ThreadLimit, thread_limit
-from ps_server.core.admission import RequestKind, terms, waiting_threads
+from ps_server.core.admission import RequestKind, request_limits, waiting_threads
 from ps_server.core.limits import LEAST_THREADS, Limits
 from ps_server.core.thread_shares import LEAST_CONNECTIONS, LEAST_OF_A_POOL, ThreadShares, thread_shares
 from ps_server.ops import dev_certs
@@ -111,18 +111,22 @@ def test_all_shares_together_are_no_more_than_there_may_be(most: int, pools: int
 @pytest.mark.parametrize("pool", [LEAST_OF_A_POOL, 100, 1024])
 @pytest.mark.parametrize("receiving", [232 * 2**20, 2**36])
 def test_requests_that_wait_for_a_place_never_have_all_threads_of_a_pool(pool: int, receiving: int) -> None:
-    of = terms(Limits(receiving_bytes=receiving), is_shard=True, pool=pool)
+    of = request_limits(Limits(receiving_bytes=receiving), is_shard=True, pool=pool)
     together = [RequestKind.QUICK, RequestKind.EXCHANGE, RequestKind.DATA]  # pulls and the like
     unary = 2 * waiting_threads(pool)  # quick ones and pushes: what answers in a stream waits without a thread
     assert sum(of[kind].places for kind in together) + unary < pool
-    of = terms(Limits(receiving_bytes=receiving), is_shard=False, pool=pool)
+    of = request_limits(Limits(receiving_bytes=receiving), is_shard=False, pool=pool)
     assert sum(of[kind].places for kind in (RequestKind.QUICK, RequestKind.LARGE)) + 2 * waiting_threads(pool) < pool
 
 
 @pytest.mark.parametrize("kind", RequestKind)
 def test_as_many_requests_may_wait_where_there_are_few_threads(kind: RequestKind) -> None:
     """A heartbeat or a look of a small server would be refused otherwise, where it could wait."""
-    assert terms(Limits(), True, LEAST_OF_A_POOL)[kind].waiting == terms(Limits(), True)[kind].waiting >= 1024
+    assert (
+        request_limits(Limits(), True, LEAST_OF_A_POOL)[kind].waiting
+        == request_limits(Limits(), True)[kind].waiting
+        >= 1024
+    )
 
 
 @pytest.fixture

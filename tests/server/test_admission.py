@@ -20,9 +20,9 @@ from ps_server.core.admission import (
     PENALTY_SECONDS,
     WINDOW_BYTES,
     RequestKind,
+    RequestLimits,
     RequestPlaces,
-    Terms,
-    terms,
+    request_limits,
 )
 from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Authenticator
@@ -30,7 +30,7 @@ from ps_server.rpc.call_limits import SMALL_BYTES, CallLimits
 from ps_server.rpc.permissions import Principal
 
 PLACES, WAITING = 3, 8
-GIVEN = Terms(PLACES, WAITING, seconds=30.0, patience=10.0)
+GIVEN = RequestLimits(PLACES, WAITING, seconds=30.0, patience=10.0)
 
 
 def ask(admission: RequestPlaces[str], call: str, now: float = 0.0) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -103,7 +103,7 @@ def test_a_place_is_given_back_when_its_time_is_over_or_another_has_waited() -> 
 
 
 def test_a_time_shorter_than_the_patience_with_others_holds_too() -> None:
-    admission: RequestPlaces[str] = RequestPlaces(Terms(PLACES, WAITING, seconds=1.0, patience=10.0))
+    admission: RequestPlaces[str] = RequestPlaces(RequestLimits(PLACES, WAITING, seconds=1.0, patience=10.0))
     ask(admission, "a.h.1.x")
     assert admission.overdue(0.9) == []
     assert admission.overdue(1.0) == ["a.h.1.x"]
@@ -111,7 +111,7 @@ def test_a_time_shorter_than_the_patience_with_others_holds_too() -> None:
 
 @pytest.mark.parametrize("flood", ["a.h.1.", "a.other.1."])
 def test_no_flood_of_one_principal_has_the_request_of_another_broken_off(flood: str) -> None:
-    admission: RequestPlaces[str] = RequestPlaces(Terms(2, WAITING, seconds=30.0, patience=1.0))
+    admission: RequestPlaces[str] = RequestPlaces(RequestLimits(2, WAITING, seconds=30.0, patience=1.0))
     ask(admission, "b.h.1.x")
     ask(admission, "a.h.1.first")
     for n in range(WAITING):
@@ -153,25 +153,27 @@ def test_every_call_is_received_waits_or_was_refused(events: list[tuple[bool, st
 @pytest.mark.parametrize("is_shard", [True, False])
 def test_what_all_places_and_windows_hold_together_fits_the_budget(is_shard: bool) -> None:
     limits = Limits()
-    places = sum(given.places for given in terms(limits, is_shard).values())
+    places = sum(given.places for given in request_limits(limits, is_shard).values())
     assert places * limits.message_bytes + limits.all_calls * WINDOW_BYTES <= limits.receiving_bytes == 232 * 2**20
     assert places == 13, "more than the budget holds is one thing, to waste it another"
-    assert all(given.places in ((2, 3, 4) if is_shard else (0, 2, 11)) for given in terms(limits, is_shard).values())
+    assert all(
+        given.places in ((2, 3, 4) if is_shard else (0, 2, 11)) for given in request_limits(limits, is_shard).values()
+    )
 
 
 def test_a_smaller_budget_has_second_places_of_exchanges_and_large_requests_before_third_ones_of_pushes() -> None:
     ones = {RequestKind.DATA: 1, RequestKind.FRAMED: 1}
     limits = Limits(receiving_bytes=145 * 2**20)
-    found = {kind: given.places for kind, given in terms(limits, is_shard=True).items()}
+    found = {kind: given.places for kind, given in request_limits(limits, is_shard=True).items()}
     assert found == {RequestKind.QUICK: 2, RequestKind.LARGE: 2, RequestKind.EXCHANGE: 2, **ones}
     least = Limits(receiving_bytes=115343360)
-    found = {kind: given.places for kind, given in terms(least, is_shard=True).items()}
+    found = {kind: given.places for kind, given in request_limits(least, is_shard=True).items()}
     assert found == {RequestKind.QUICK: 2, RequestKind.LARGE: 1, RequestKind.EXCHANGE: 1, **ones}
 
 
 def test_one_that_had_no_turn_for_longest_comes_next() -> None:
     """Those that ask all the time would otherwise stand before each that asks now and then."""
-    admission: RequestPlaces[str] = RequestPlaces(Terms(1, 50, seconds=30.0, patience=10.0))
+    admission: RequestPlaces[str] = RequestPlaces(RequestLimits(1, 50, seconds=30.0, patience=10.0))
     for n in range(3):
         for name in "abc":
             ask(admission, f"{name}.h.1.{n}")
@@ -182,7 +184,7 @@ def test_one_that_had_no_turn_for_longest_comes_next() -> None:
 
 
 def test_a_refusal_is_kept_back_from_whom_a_request_was_broken_off_lately() -> None:
-    admission: RequestPlaces[str] = RequestPlaces(Terms(1, 50, seconds=30.0, patience=1.0))
+    admission: RequestPlaces[str] = RequestPlaces(RequestLimits(1, 50, seconds=30.0, patience=1.0))
     ask(admission, "a.h.1.0")
     ask(admission, "b.h.1.0")
     assert admission.held_seconds(("a", "h", "1"), 1.0) == 0.0
@@ -228,7 +230,7 @@ def test_pushes_over_data_connections_wait_for_none_that_come_by_grpc() -> None:
     limits, method = CallLimits(Authenticator(), Limits()), "/ps_protocol.v1.DataService/Push"
     try:
         with ExitStack() as stack:
-            for number in range(terms(Limits(), is_shard=True)[RequestKind.DATA].places):
+            for number in range(request_limits(Limits(), is_shard=True)[RequestKind.DATA].places):
                 attacker = Principal(f"attacker {number}", frozenset())
                 stack.enter_context(limits.receiving(method, attacker, pushing(None)))
             with limits.receiving(method, Principal("worker", frozenset()), pushing(2**20)):
@@ -245,7 +247,7 @@ def test_a_small_request_on_a_data_connection_needs_no_place(kind: RequestKind) 
     request_bytes = 2**20 if kind is RequestKind.FRAMED else None
     try:
         with ExitStack() as stack:
-            for number in range(terms(Limits(), is_shard=True)[kind].places):
+            for number in range(request_limits(Limits(), is_shard=True)[kind].places):
                 attacker = Principal(f"attacker {number}", frozenset())
                 stack.enter_context(limits.receiving(method, attacker, pushing(request_bytes)))
             taken = limits.statistics()["waits"]
@@ -272,7 +274,7 @@ def enters(limits: CallLimits, method: str, call: Any) -> None:
 @pytest.mark.parametrize("attackers", [1, 2, 8])
 def test_requests_that_are_never_whole_keep_no_other_principal_waiting(kind: RequestKind, attackers: int) -> None:
     """In turns of a twentieth of a second, as the server looks: each attacker has ten requests that never end."""
-    admission: RequestPlaces[str] = RequestPlaces(terms(Limits(), is_shard=True)[kind])
+    admission: RequestPlaces[str] = RequestPlaces(request_limits(Limits(), is_shard=True)[kind])
     received: set[str] = set()
     waits: list[float] = []
     asked, names = 0.0, iter(range(1_000_000))
@@ -305,7 +307,7 @@ def test_requests_that_are_never_whole_keep_no_other_principal_waiting(kind: Req
 
 
 def test_one_whose_request_was_broken_off_breaks_off_none_of_another_principal() -> None:
-    admission: RequestPlaces[str] = RequestPlaces(Terms(2, WAITING, seconds=30.0, patience=1.0))
+    admission: RequestPlaces[str] = RequestPlaces(RequestLimits(2, WAITING, seconds=30.0, patience=1.0))
     ask(admission, "a.h.1.x")
     assert admission.overdue(30.0) == ["a.h.1.x"]
     leave(admission, "a.h.1.x", 30.0)
@@ -317,4 +319,4 @@ def test_one_whose_request_was_broken_off_breaks_off_none_of_another_principal()
 
 def test_a_budget_without_room_for_each_kind_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="--max-receiving-bytes must be at least 115343360, 6 times"):
-        terms(Limits(receiving_bytes=2**20), is_shard=True)
+        request_limits(Limits(receiving_bytes=2**20), is_shard=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ps_server.core.membership import RETURN_LEASES, Member, Membership
+from ps_server.core.membership import RETURN_LEASES, LiveWorker, Membership
 
 LEASE = 10.0
 GRACE = RETURN_LEASES * LEASE
@@ -21,7 +21,7 @@ class Job:
     def join(self, rank: int, now: float, launch_ranks: range = range(0), is_back: bool = False) -> bool:
         """Has a worker join; returns whether it may train."""
         membership = self.membership
-        membership.join(Member(rank, membership.next_incarnation(), now + LEASE), launch_ranks, is_back)
+        membership.join(LiveWorker(rank, membership.next_incarnation(), now + LEASE), launch_ranks, is_back)
         return membership.started
 
     def hear(self, now: float, *ranks: int) -> None:
@@ -211,7 +211,7 @@ def test_a_coordinator_that_comes_back_to_a_job_without_workers_has_them_all_wai
     membership = Membership(3, LEASE)
     membership.started = True
     membership.resume({2}, now=50.0)
-    membership.join(Member(0, 10, 80.0))
+    membership.join(LiveWorker(0, 10, 80.0))
     assert (membership.started, sorted(membership.rejoining)) == (False, [1])
-    membership.join(Member(1, 11, 90.0))
+    membership.join(LiveWorker(1, 11, 90.0))
     assert membership.started

@@ -24,7 +24,7 @@ from ps_server.storage import objects
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.directory_lock import lock_directory
 from ps_server.storage.export import export
-from ps_server.storage.files import RemotePath, files_of, place
+from ps_server.storage.files import RemotePath, files_of, parse_path
 from ps_server.storage.objects import Objects
 from tests.tools.checkpoint_files import filled, read_buckets, write_checkpoint
 from tests.tools.launching import environment
@@ -258,8 +258,8 @@ def test_a_second_cluster_is_told_who_has_the_place_and_gets_it_when_that_ends(d
 HOLD = """
 import sys
 from ps_server.storage.directory_lock import lock_directory
-from ps_server.storage.files import files_of, place
-directory = place(sys.argv[1])
+from ps_server.storage.files import files_of, parse_path
+directory = parse_path(sys.argv[1])
 files = files_of(directory)
 files.make_directory(directory)
 release = lock_directory(directory, "there:1", files, 0.0)
@@ -301,8 +301,8 @@ def test_a_holder_that_stands_still_for_a_lease_loses_it_and_writes_nothing_more
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with monkeypatch.context() as patch:  # its thread stands still, and another machine cannot look for its process
-        patch.setattr("ps_server.storage.lease.RENEWALS_PER_LEASE", 0.001)
-        patch.setattr("ps_server.storage.lease._machine", lambda: "another")
+        patch.setattr("ps_server.storage.lock_lease.RENEWALS_PER_LEASE", 0.001)
+        patch.setattr("ps_server.storage.lock_lease._machine", lambda: "another")
         first, release_first = lease_of()
     first.replace(bucket / "file", b"first", lambda where: None)
     second, release = lease_of()
@@ -336,7 +336,7 @@ def test_of_several_that_find_a_lease_over_one_gets_it(
         create(self, path, data)
 
     monkeypatch.setattr(Objects, "create", late)
-    monkeypatch.setattr("ps_server.storage.lease.Lease._is_live", lambda *_: bool(made))
+    monkeypatch.setattr("ps_server.storage.lock_lease.Lease._is_live", lambda *_: bool(made))
     with pytest.raises(InvalidRequest, match="is in use by"):
         lease_of()
     assert [path.name for path in made] == [".lock-000002"]
@@ -355,15 +355,15 @@ def test_a_store_without_conditional_puts_is_refused(
 
 
 def test_a_place_is_a_directory_or_in_a_store_that_is_known() -> None:
-    assert place("") is None
-    assert place("a/b") == Path("a/b")
-    remote = place("s3://bucket/a/b/")
+    assert parse_path("") is None
+    assert parse_path("a/b") == Path("a/b")
+    remote = parse_path("s3://bucket/a/b/")
     assert isinstance(remote, RemotePath)
     assert str(remote / "job" / "000001") == "s3://bucket/a/b/job/000001"
     assert str((remote / "x").parent.with_name("c")) == "s3://bucket/a/c"
     for wrong in ("memory://a", "file:///a", "s3://", "s3://bucket/a?b", "s3://bucket/../a b", "ftp://host/x", "://"):
         with pytest.raises(InvalidRequest, match="expected a directory, or s3://BUCKET/PATH or gs://BUCKET/PATH"):
-            place(wrong)
+            parse_path(wrong)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from ps_protocol.v1 import membership_pb2, types_pb2
 from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.coordinator.worker_states import WorkerStates
-from ps_server.core.membership import Member, Membership
+from ps_server.core.membership import LiveWorker, Membership
 from ps_server.rpc.worker_services import MembershipService
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import vector_job
@@ -27,7 +27,7 @@ LEASE = 10.0
 def group(now: float = 0.0) -> Membership:
     """A job in which a group of two has joined as rank 0."""
     membership = Membership(1, LEASE, group_size=2)
-    membership.join(Member(0, 1, now + LEASE))
+    membership.join(LiveWorker(0, 1, now + LEASE))
     return membership
 
 
@@ -46,7 +46,7 @@ def test_a_group_that_joins_again_is_heard_anew() -> None:
     membership = group()
     for of in (0, 1):
         membership.heartbeat(0, 1, 0, now=1.0, of=of)
-    membership.join(Member(0, 2, 5.0 + LEASE))
+    membership.join(LiveWorker(0, 2, 5.0 + LEASE))
     membership.heartbeat(0, 2, 0, now=9.0, of=0)
     assert membership.members[0].expires == 5.0 + LEASE
 
@@ -130,7 +130,7 @@ def test_the_members_states_together_are_one_workers_state() -> None:
     WorkerStates(room).save(0, 1, bytes(100))
 
 
-Hold = tuple[CoordinatedJob, Member, WorkerStates]
+Hold = tuple[CoordinatedJob, LiveWorker, WorkerStates]
 
 
 @pytest.fixture

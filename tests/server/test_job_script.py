@@ -6,13 +6,13 @@ import pytest
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import MAX_SCRIPT_BYTES
-from ps_server.coordinator.job_script import JobScript, Told
+from ps_server.coordinator.job_script import JobScript, Report
 from tests.tools.one_process import DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 
 
 def joined(
-    cluster: OneProcess, count: int, saved: Told | None = None, in_step: bool = True
+    cluster: OneProcess, count: int, saved: Report | None = None, in_step: bool = True
 ) -> tuple[JobScript, list[int]]:
     """The script of an elastic job with so many workers, and how often others are to hear that one is asked."""
     spec = vector_job("job", "async", 16, 0)

@@ -13,7 +13,7 @@ from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.members import Roster
 from ps_server.coordinator.timing import Clock
 from ps_server.coordinator.watchers import Watchers
-from ps_server.core.membership import Member, Membership, Rivals
+from ps_server.core.membership import LiveWorker, Membership, Rivals
 
 LEASE = 10.0
 
@@ -33,8 +33,8 @@ def join(
     launch_ranks: range = range(0),
     is_back: bool = False,
     **more: object,
-) -> Member:
-    member = Member(membership.claim(rank), membership.next_incarnation(), now + LEASE, **more)  # type: ignore[arg-type]
+) -> LiveWorker:
+    member = LiveWorker(membership.claim(rank), membership.next_incarnation(), now + LEASE, **more)  # type: ignore[arg-type]
     membership.join(member, launch_ranks, is_back)
     return membership.members[member.rank]
 

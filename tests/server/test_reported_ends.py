@@ -9,16 +9,16 @@ import torch
 
 from ps_protocol.errors import InvalidRequest, TryLater, UnknownWorker
 from ps_protocol.messages.workers import JoinRequest
-from ps_server.core.membership import Member, Membership, NamedProcess
+from ps_server.core.membership import LiveWorker, Membership, NamedProcess
 from tests.tools.one_process import OneProcess, join_all, train
 
 PROCESS = NamedProcess("launch", "host", 7)
 REQUEST = JoinRequest(pid=7, host="host", launch="launch")
 
 
-def member_of(membership: Membership, rank: int, now: float = 0.0, **changes: object) -> Member:
+def member_of(membership: Membership, rank: int, now: float = 0.0, **changes: object) -> LiveWorker:
     """Makes a worker of PROCESS, with changes, live."""
-    made = Member(rank, membership.next_incarnation(), now + membership.lease, pid=7, host="host", launch="launch")
+    made = LiveWorker(rank, membership.next_incarnation(), now + membership.lease, pid=7, host="host", launch="launch")
     membership.join(replace(made, **changes))  # type: ignore[arg-type]
     return membership.members[rank]
 

@@ -106,9 +106,9 @@ def test_slices_without_a_group_stay_as_they_are() -> None:
         (following(payload=payload(1.0)), InvalidRequest, "got a clock of 1 and 128 bytes"),
         (following(clock=0), InvalidRequest, "got a clock of 0"),
         (following(replace(NEXT, number=0)), InvalidRequest, "a stage that follows has a number from 1, got 0"),
-        (following(replace(NEXT, members=(7, 7))), InvalidRequest, "expected the groups of 1 slices, got 2"),
+        (following(replace(NEXT, group_of_slice=(7, 7))), InvalidRequest, "expected the groups of 1 slices, got 2"),
         (
-            following(replace(NEXT, members=(None,))),
+            following(replace(NEXT, group_of_slice=(None,))),
             InvalidRequest,
             "expected hyper-parameters of the groups",
         ),
@@ -122,7 +122,7 @@ def test_slices_without_a_group_stay_as_they_are() -> None:
             "the optimizer is Adam, and",
         ),
         (
-            following(replace(NEXT, number=3, members=(8,), groups={8: ADAM})),
+            following(replace(NEXT, number=3, group_of_slice=(8,), groups={8: ADAM})),
             InvalidRequest,
             "the groups of its",
         ),

@@ -16,7 +16,7 @@ from ps_server.coordinator.events import EVENTS_KEPT, EventLog
 from ps_server.coordinator.heard import HeardFigures
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.timing import Clock
-from ps_server.core.membership import Member
+from ps_server.core.membership import LiveWorker
 from ps_server.core.server_figures import ShardFigures, ShardJobFigures, check_worker_figures
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
 from ps_server.view.diagnosis import JobSigns, diagnosis, state
@@ -250,7 +250,7 @@ def test_a_caller_that_is_refused_again_and_again_pushes_no_event_out() -> None:
 # -- the view ----------------------------------------------------------------------------------------------------------
 
 
-def job(workers: list[Member], **other: Any) -> JobStatistics:
+def job(workers: list[LiveWorker], **other: Any) -> JobStatistics:
     fields: dict[str, Any] = {
         "name": "job", "consistency": Consistency(4, False), "world_size": len(workers), "started": True,
         "parameter_bytes": 64, "buckets": 1, "imbalance": 1.0, "restore_count": 0, "lost_steps": 0, "redone_steps": 0,
@@ -272,8 +272,8 @@ def made(maker: ViewMaker, now: float, jobs: JobStatistics, *answers: Answer) ->
     return maker.make(Sources(now, 1e9 + now, 10.0, len(answers), {"job": jobs}, shards, dict(enumerate(answers))))
 
 
-def member(rank: int, clock: int = 0, expires: float = 110.0) -> Member:
-    return Member(rank, rank + 1, expires, clock, host="h")
+def member(rank: int, clock: int = 0, expires: float = 110.0) -> LiveWorker:
+    return LiveWorker(rank, rank + 1, expires, clock, host="h")
 
 
 def test_clocks_are_those_of_one_moment_on_a_shard_and_not_of_heartbeats_at_several() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ps_runtime.free_ports import free_port
-from ps_server.storage.files import files_of, place
+from ps_server.storage.files import files_of, parse_path
 from tests.tools.cluster import until
 
 BUCKET = "bucket"
@@ -32,7 +32,7 @@ class ObjectStore:
 
     def place(self) -> Path:
         """A place that nothing was written to."""
-        found = place(f"s3://{BUCKET}/tests/{next(self._numbers)}")
+        found = parse_path(f"s3://{BUCKET}/tests/{next(self._numbers)}")
         assert found is not None
         return found
 

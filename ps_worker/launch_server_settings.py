@@ -1,4 +1,4 @@
-"""The servers that `ps-worker run` starts itself: their settings, and the options of their `ps-server up`."""
+"""The settings of servers that `ps-worker run` starts, and the options that their `ps-server up` gets."""
 
 from __future__ import annotations
 

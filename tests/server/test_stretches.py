@@ -1,4 +1,4 @@
-"""A large bucket adds the last contribution and steps SGD piece by piece: to the bit as it would step as a whole."""
+"""A large bucket adds the last contribution and steps SGD stretch by stretch; the bits are those of a whole step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_server.core import dense, sums
 from ps_server.core.dense import DenseBucket, Gradient
-from ps_server.core.sums import Piece, PieceStep, Scratch, Sum, pieces_of
+from ps_server.core.sums import Scratch, Stretch, StretchStep, Sum, stretches_of
 
-PIECE = 64  # elements, here
+STRETCH = 64  # elements, here
 SIZES = {
     "first": 40,
     "large": 300,
     "tiny": 1,
     "last": 131,
-}  # a piece may have parts of three
+}  # a stretch may have parts of three
 HYPER: dict[str, HyperParameters] = {
     "plain": {"lr": 0.1},
     "momentum": {"lr": 0.1, "momentum": 0.9, "dampening": 0.2},
@@ -33,23 +33,23 @@ HYPER: dict[str, HyperParameters] = {
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (dense, sums):
-        monkeypatch.setattr(module, "PIECE", PIECE)
-    monkeypatch.setattr(pieces_of, "__defaults__", (PIECE,))
+        monkeypatch.setattr(module, "STRETCH", STRETCH)
+    monkeypatch.setattr(stretches_of, "__defaults__", (STRETCH,))
 
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each step that was made in pieces."""
+    """One entry for each step that was made in stretches."""
     made: list[int] = []
-    run = PieceStep.run
+    run = StretchStep.run
 
-    def counting(self: PieceStep, *arguments: Any) -> None:
+    def counting(self: StretchStep, *arguments: Any) -> None:
         made.append(1)
         run(self, *arguments)
 
-    monkeypatch.setattr(PieceStep, "run", counting)
+    monkeypatch.setattr(StretchStep, "run", counting)
     return made
 
 
@@ -100,26 +100,26 @@ def alike(buckets: tuple[DenseBucket, DenseBucket]) -> bool:
     return torch.equal(buckets[0].flat, buckets[1].flat) and same_state[0] == same_state[1]
 
 
-def test_pieces_cover_a_bucket_once_and_know_which_elements_of_which_slice_they_have() -> None:
+def test_stretches_cover_a_bucket_once_and_know_which_elements_of_which_slice_they_have() -> None:
     described = bucket({"lr": 1.0}).bucket
-    made = pieces_of(described, PIECE)
-    assert [(piece.start, piece.stop) for piece in made][:2] == [(0, 64), (64, 128)]
+    made = stretches_of(described, STRETCH)
+    assert [(stretch.start, stretch.stop) for stretch in made][:2] == [(0, 64), (64, 128)]
     assert made[-1].stop == described.numel
     covered = torch.zeros(described.numel, dtype=torch.int64)
-    for piece in made:
-        for part in piece.parts:
+    for stretch in made:
+        for part in stretch.parts:
             begin = described.slices[part.position].offset + part.start
-            assert begin == piece.start + part.offset
+            assert begin == stretch.start + part.offset
             covered[begin : begin + part.stop - part.start] += 1
     for part in described.slices:
         assert covered[part.offset : part.offset + part.length].eq(1).all()
-    assert max(len(piece.parts) for piece in made) == 3
-    assert isinstance(made[0], Piece)
+    assert max(len(stretch.parts) for stretch in made) == 3
+    assert isinstance(made[0], Stretch)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
 @pytest.mark.parametrize("hyper", HYPER.values(), ids=HYPER)
-def test_steps_in_pieces_are_those_of_the_whole_to_the_bit(
+def test_steps_in_stretches_are_those_of_the_whole_to_the_bit(
     hyper: HyperParameters, workers: int, runs: list[int]
 ) -> None:
     buckets = both(hyper)
@@ -139,7 +139,7 @@ NARROW = {
 
 
 @pytest.mark.parametrize("wire", NARROW.values(), ids=NARROW)
-def test_narrow_gradients_are_added_as_float32_in_pieces_or_not(wire: list[torch.dtype], runs: list[int]) -> None:
+def test_narrow_gradients_are_added_as_float32_in_stretches_or_not(wire: list[torch.dtype], runs: list[int]) -> None:
     buckets = both(HYPER["momentum"])
     for number in range(3):
         update(buckets, len(wire), number, wire)
@@ -162,7 +162,7 @@ def test_the_sum_of_narrow_gradients_is_the_one_of_wide_ones(optimizer: str) -> 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
 def test_a_sum_of_mixed_types_is_float32_and_leaves_what_is_lent(types: tuple[torch.dtype, ...], own: bool) -> None:
-    terms = [torch.randn(3 * PIECE + 1).to(dtype) for dtype in (*types, torch.bfloat16)]
+    terms = [torch.randn(3 * STRETCH + 1).to(dtype) for dtype in (*types, torch.bfloat16)]
     lent, expected = [term.clone() for term in terms], sum(term.float() for term in terms)
     made = Sum(Scratch())
     for term in lent:
@@ -214,7 +214,7 @@ def test_unusual_contributions_end_at_the_same_bits(changed: dict[str, Any]) -> 
         assert alike(buckets)
 
 
-def test_hyper_parameters_that_a_script_changes_hold_for_all_pieces(runs: list[int]) -> None:
+def test_hyper_parameters_that_a_script_changes_hold_for_all_stretches(runs: list[int]) -> None:
     buckets = both({"lr": 0.1})
     update(buckets, 2, 0)
     update(buckets, 2, 1, groups={0: {"lr": 0.5}, 1: {"lr": 0.25}})
@@ -224,7 +224,7 @@ def test_hyper_parameters_that_a_script_changes_hold_for_all_pieces(runs: list[i
     assert len(runs) == 3, "the third made the momentum"
 
 
-def test_a_restored_bucket_goes_on_in_pieces(runs: list[int]) -> None:
+def test_a_restored_bucket_goes_on_in_stretches(runs: list[int]) -> None:
     buckets = both(HYPER["momentum"])
     update(buckets, 2, 0)
     for each in buckets:
@@ -244,8 +244,8 @@ def test_others_step_as_a_whole(optimizer: str, dtype: str, runs: list[int]) -> 
     assert not runs
 
 
-def test_a_bucket_of_one_piece_steps_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_of_one_stretch_steps_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     large = bucket({"lr": 0.1})
     assert large.wants_last
-    monkeypatch.setattr(dense, "PIECE", large.flat.numel())
+    monkeypatch.setattr(dense, "STRETCH", large.flat.numel())
     assert not bucket({"lr": 0.1}).wants_last
