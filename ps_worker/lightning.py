@@ -25,6 +25,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies import Strategy as TrainerStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -34,6 +35,7 @@ from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_runtime.launch_id import launched_group_size
 from ps_runtime.rank import TORCHRUN
 from ps_worker.connecting import connect
+from ps_worker.data.loaders import shard_loader
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.session import Session
 
@@ -54,6 +56,37 @@ def _say_steps(session: Session, trainer: Any) -> None:
     steps = trainer.estimated_stepping_batches - trainer.global_step
     if len(trainer.optimizers) == 1 and 0 < steps < math.inf:
         session.progress(total=session.clock + int(steps))
+
+
+class _EarlyLoaders:
+    """Loaders that Lightning makes before the worker has joined, because `configure_optimizers` reads
+    `trainer.estimated_stepping_batches`. Lightning would train with them, so it makes them anew once the optimizers are
+    there. The early ones have the length of the share.
+    """
+
+    def __init__(self) -> None:
+        self._undivided: dict[int, tuple[Any, DataLoader[Any]]] = {}  # by id of what took the place of a loader
+
+    def divided(self, loader: Any, rank: int, count: int) -> Any:
+        """Returns a loader with part `rank` of `count` of the data. Raises Unsupported, InvalidRequest."""
+        if count == 1 or not isinstance(loader, DataLoader):
+            return loader
+        divided = shard_loader(loader, lambda: (rank, count), seed=0)
+        self._undivided[id(divided)] = divided, loader
+        return divided
+
+    def forget(self, trainer: Any) -> None:
+        """Has Lightning make the loaders of `fit` anew, from those of the user."""
+        combined = trainer.fit_loop._combined_loader
+        if combined is not None:  # it may be the user's own, whose loaders Lightning has replaced
+            combined.flattened = [self._undivided.get(id(each), (None, each))[1] for each in combined.flattened]
+            trainer.fit_loop._combined_loader = None
+        self._undivided.clear()
+
+
+def _is_fitting(module: Any) -> bool:
+    """Whether Lightning is in `fit`, with this module."""
+    return module is not None and module.trainer.state.fn == TrainerFn.FITTING
 
 
 class _OnSession:
@@ -195,6 +228,18 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
         _refuse_group("ParameterServerGroupStrategy, which is Lightning's ModelParallelStrategy on servers")
         _OnSession.__init__(self, session, options)
         ParallelStrategy.__init__(self, parallel_devices=[self.session.device])
+        self._early = _EarlyLoaders()
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data is divided: in `fit`, of several workers, and in what comes after it."""
+        return (self._joined or _is_fitting(self.lightning_module)) and self.session.world_size > 1
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Returns a loader of batches on the session's device; the loader itself if nothing is trained."""
+        if not self._joined and _is_fitting(self.lightning_module):
+            return self._early.divided(dataloader, self.session.rank, self.session.world_size)
+        return super().process_dataloader(dataloader)
 
     def model_to_device(self) -> None:
         """Moves the module to the session's device."""
@@ -205,6 +250,7 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
         if self._layer_sync is not None:  # Trainer(sync_batchnorm=True): `prepare` says where that cannot be
             self._layer_sync.apply(self.lightning_module)
         super().setup_optimizers(trainer)
+        self._early.forget(trainer)
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         prepared = self._prepare(self.lightning_module, *self.optimizers, *schedulers)
         self.model = prepared[0]
@@ -272,6 +318,7 @@ class ParameterServerGroupStrategy(ModelParallelStrategy):
             )
         super().__init__(*arguments, **more)
         self._everyone = _OnSession(session, prepare_options or {})
+        self._early = _EarlyLoaders()
         self._is_alone = False  # whether this group does something that the others do not
         self.session = self._everyone.session
         self.cluster_environment = environment = TorchElasticEnvironment()  # it reads the variables of a group
@@ -293,7 +340,8 @@ class ParameterServerGroupStrategy(ModelParallelStrategy):
         self._join()
         own = super().distributed_sampler_kwargs
         count, rank = own["num_replicas"], own["rank"]
-        if not self._everyone._joined:  # `validate` before `fit`: the group goes through all of the data
+        # `validate` before `fit`: the group goes through all of the data.
+        if not self._everyone._joined and not _is_fitting(self.lightning_module):
             return {"num_replicas": count, "rank": rank}
         return {"num_replicas": self.session.world_size * count, "rank": self.session.rank * count + rank}
 
@@ -309,6 +357,11 @@ class ParameterServerGroupStrategy(ModelParallelStrategy):
             raise InvalidRequest("a group loads a checkpoint before it joins: give fit(..., ckpt_path=...)")
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, **more)
         return loaded
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Makes the module's optimizers and schedulers."""
+        super().setup_optimizers(trainer)
+        self._early.forget(trainer)
 
     def _join(self) -> None:
         """Joins the job, once. Lightning makes loaders ready after it has loaded a checkpoint: no hook is between."""
@@ -332,6 +385,9 @@ class ParameterServerGroupStrategy(ModelParallelStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Returns a loader of batches on the session's device; the loader itself where nothing is trained."""
         self._join()
+        if not self._everyone._joined and _is_fitting(self.lightning_module):
+            share = self.distributed_sampler_kwargs
+            return self._early.divided(dataloader, share["rank"], share["num_replicas"])
         return self._everyone.process_dataloader(dataloader)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:

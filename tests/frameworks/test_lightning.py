@@ -78,6 +78,16 @@ def test_resuming_from_a_checkpoint_equals_the_uninterrupted_run(shared: Cluster
         assert whole == resumed
 
 
+@pytest.mark.parametrize(("divides", "combined"), [(True, False), (False, False), (False, True)])
+def test_workers_share_the_data_where_optimizers_ask_for_the_number_of_steps(
+    shared: Cluster, job: str, tmp_path: Path, divides: bool, combined: bool
+) -> None:
+    arguments = (tmp_path, divides, combined)
+    first, second = run_workers("lightning_jobs", "estimate", *arguments, cluster=shared, job=job)
+    assert first[:2] == second[:2] == (6, 6), "48 samples, two workers, batches of 4"
+    assert len({*first[2], *second[2]}) == 48
+
+
 def test_a_decision_of_one_worker_stops_all(shared: Cluster, job: str, tmp_path: Path) -> None:
     epochs = run_workers("lightning_jobs", "stop_early", tmp_path, cluster=shared, job=job)
     assert epochs[0] == epochs[1] < 8

@@ -45,6 +45,16 @@ def test_groups_go_on_from_a_checkpoint_as_if_they_had_not_ended(
         assert len([name for name in files if name.endswith(".distcp")]) == (0 if is_one_file else 2), "of one group"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("divides", [True, False])
+def test_groups_share_the_data_where_optimizers_ask_for_the_number_of_steps(
+    shared: Cluster, job: str, tmp_path: Path, divides: bool
+) -> None:
+    found = run_workers(SCRIPT, "estimate", tmp_path, divides, cluster=shared, job=job, members=2)
+    assert [each[:2] for each in found] == [(3, 3)] * 4, "48 samples, four processes, batches of 4"
+    assert len({sample for each in found for sample in each[2]}) == 48
+
+
 def test_what_a_group_saves_in_a_round_is_the_jobs_and_not_its_own(shared: Cluster, job: str, tmp_path: Path) -> None:
     found = run_workers(SCRIPT, "save_apart", tmp_path, cluster=shared, job=job, mode="local:16", members=2)
     assert found == [{"the job's": True, "not its own": True}] * 4

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import ps_worker
 from ps_worker.lightning import FabricParameterServerStrategy, ParameterServerGroupStrategy, ParameterServerStrategy
-from tests.scripts.lightning_jobs import Net, loaders, trainer, validation_loss
+from tests.scripts.lightning_jobs import Net, Warmed, loaders, trainer, validation_loss
 from tests.scripts.models import refusal
 
 logging.getLogger("lightning").setLevel(logging.ERROR)
@@ -72,6 +72,23 @@ def fit(root: Path, data: int, cut: int, batch: int, epochs: int = 3, **more: An
         "seen": net.seen,
         "best": str(keep.last_model_path),
     }
+
+
+class CutAndWarmed(Warmed, Cut):
+    """The cut regression, whose schedule is over all steps."""
+
+
+def estimate(root: Path, divides: bool) -> tuple[float, int, list[float]]:
+    """The number of steps that the schedule has, that of the steps made, and the samples of this process.
+
+    divides: whether Lightning divides the data
+    """
+    strategy = ParameterServerGroupStrategy(2, 1)
+    options = {"logger": False, "enable_checkpointing": False, "max_epochs": 1, "use_distributed_sampler": divides}
+    made = trainer(root, strategy, **options)
+    net = CutAndWarmed()
+    made.fit(net, loaders(4)[0])
+    return net.estimate, made.global_step, [sample for batch in net.seen for sample in batch]
 
 
 def alone(root: Path, batch: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -57,6 +58,7 @@ class Net(pl.LightningModule):
         self.seen: list[list[float]] = []
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        batch = batch[0] if len(batch) == 1 else batch  # of a CombinedLoader
         self.seen.append(batch[0][:, 0].tolist())
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("train", loss)
@@ -155,6 +157,28 @@ def resume(root: Path, session_job: str) -> tuple[Any, Any]:
     resumed, rest = run("rest", 4, str(root / "first" / "last.ckpt"))
     assert rest == seen[-len(rest) :], "another order of the data"
     return whole, resumed
+
+
+class Warmed(Net):
+    """With a schedule over all steps, as many recipes have it: Lightning makes the loaders before the optimizers."""
+
+    def configure_optimizers(self) -> Any:
+        self.estimate = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=int(self.estimate))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def estimate(root: Path, divides: bool, combined: bool) -> tuple[float, int, list[float]]:
+    """The number of steps that the schedule has, that of the steps made, and the samples.
+
+    divides: whether Lightning divides the data; combined: whether the loader is one that Lightning changes
+    """
+    net, (train, _) = Warmed(), loaders(4)
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "max_epochs": 1}
+    made = trainer(root, "ps", use_distributed_sampler=divides, **options)
+    made.fit(net, CombinedLoader([train], "min_size") if combined else train)
+    return net.estimate, made.global_step, sorted(sample for batch in net.seen for sample in batch)
 
 
 def stop_early(root: Path) -> int:
