@@ -32,7 +32,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_runtime.launch_id import launched_group_size
+from ps_runtime.launch_id import GROUP_SIZE, launched_group_size
 from ps_runtime.rank import hide_launcher_variables
 from ps_worker.connecting import connect as connect_session
 from ps_worker.session import Session
@@ -83,6 +83,7 @@ def join(session: Session, accelerator: Accelerator, *things: Any, **options: An
 
     Raises:
         Unsupported: The accelerator cuts the model in a way that groups do not have.
+        InvalidRequest: No launcher has started this process as one of several that are a worker.
         PSError: As in `Session.prepare`.
     """
     _refuse_other_cuts(accelerator)
@@ -105,7 +106,15 @@ def join(session: Session, accelerator: Accelerator, *things: Any, **options: An
 
 
 def _refuse_other_cuts(accelerator: Accelerator) -> None:
-    """Raises Unsupported for what Accelerate does with several processes and a group does not have."""
+    """Raises Unsupported for what Accelerate does with several processes and a group does not have, and InvalidRequest
+    outside of a group."""
+    if launched_group_size() == 1:
+        raise InvalidRequest(
+            f"ps_torch.accelerate.join: {GROUP_SIZE} does not say that several processes are this worker, so `connect` "
+            "has hidden the others from Accelerate. Start groups by ps-worker run --group N, or set "
+            f"{GROUP_SIZE}=N for the torchrun of each group (docs/groups.md). For a worker of one process take "
+            "session.prepare"
+        )
     if not accelerator.is_fsdp2:
         raise Unsupported(
             "the processes of a group train a model that Accelerate has cut by FSDP2: give Accelerator a "
@@ -166,11 +175,12 @@ class _UndividedLoaders:
         session = None if self._session is None else self._session()
         if session is not None and session.world_size > 1:
             self._session = None
+            in_group = "ps_torch.accelerate.join, and not to accelerator.prepare"
             log.warning(
-                "accelerator.prepare got a loader that session.prepare has not had: each of the %d workers goes "
-                "through all of its data. Hand a loader of training data to session.prepare first; for an evaluation "
-                "on each worker this is right",
+                "accelerator.prepare got a loader that has no worker's share: each of the %d workers goes through all "
+                "of its data. Hand a loader of training data to %s; for an evaluation on each worker this is right",
                 session.world_size,
+                in_group if launched_group_size() > 1 else "session.prepare first",
             )
         return self._plain(loader, *arguments, **options)
 

@@ -47,3 +47,8 @@ def test_what_groups_do_not_have_is_refused_by_name(shared: Cluster, job: str, t
         assert "cpu_offload=True" in offload
         assert "leaves the plugin out on CPUs. Here it has MULTI_CPU" in cpus
         assert "ps_torch.accelerate.join" in trainer
+
+
+def test_join_names_the_variable_that_makes_processes_a_group(shared: Cluster, job: str) -> None:
+    for said in run_workers(SCRIPT, "without_a_group_size", cluster=shared, job=job, members=2, workers=1):
+        assert "PS_GROUP_SIZE=N for the torchrun of each group" in said

@@ -118,3 +118,12 @@ def refusals(root: Path) -> list[str]:
     arguments = TrainingArguments(str(root), use_cpu=True, report_to=[])
     found.append(refusal(lambda: PsTrainer(make()[0], arguments, session=session)))
     return found
+
+
+def without_a_group_size() -> str:
+    """What `join` says where a torchrun for each group started the processes, and no variable calls them a group."""
+    del os.environ["PS_GROUP_SIZE"]
+    session = ps_worker.accelerate.connect()
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _, _ = make()
+    return refusal(lambda: ps_worker.accelerate.join(session, accelerator, model, optimizer))
