@@ -68,9 +68,10 @@ def train(arguments: argparse.Namespace) -> None:
         session.progress(total=arguments.steps)  # (ps) for those who watch
 
     windows = Windows(library_text(), arguments.block, arguments.seed)
-    losses: list[float] = []
+    losses = torch.zeros(2, arguments.steps, dtype=torch.float64)  # of each step, and whether this process has made it
     seconds: list[float] = []
-    for step in range(arguments.steps):
+    # An island that is started again goes on with the job. Servers that roll back take the clock back.
+    while (step := len(seconds) if session is None else session.clock) < arguments.steps:
         began = time.perf_counter()
         first = (step * count + own) * arguments.batch_size  # windows begin at random places of the text
         batch = [windows[(first + index) % len(windows)] for index in range(arguments.batch_size)]
@@ -79,30 +80,32 @@ def train(arguments: argparse.Namespace) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses[:, step] = torch.tensor([loss.item(), 1.0])
         if session is not None:
-            session.log(loss=losses[-1])  # (ps) for those who watch
+            session.log(loss=loss.item())  # (ps) for those who watch
         seconds.append(time.perf_counter() - began)
         if own == 0 and (step + 1) % max(1, arguments.steps // 5) == 0:
-            print(f"step {step + 1}/{arguments.steps}: loss {losses[-1]:.3f} on this process", flush=True)
+            print(f"step {step + 1}/{arguments.steps}: loss {loss.item():.3f} on this process", flush=True)
 
-    leave_result(arguments.out, session, torch.tensor(losses, dtype=torch.float64), seconds, own == 0)
+    leave_result(arguments.out, session, losses, seconds, own == 0)
     dist.destroy_process_group()
 
 
 def leave_result(
     out: Path, session: ps.Session | None, losses: torch.Tensor, seconds: Sequence[float], is_first: bool
 ) -> None:
-    """Writes what came of it: of each step, the loss over the batches of all processes."""
+    """Writes what came of it: of each step, the loss over the batches of the processes that have made it."""
     if session is not None:
         losses = session.mean(losses)  # (ps)
     else:
         dist.all_reduce(losses)
-        losses /= dist.get_world_size()
     if is_first:
+        sums, counts = losses[:, losses[1] > 0]
         out.mkdir(parents=True, exist_ok=True)
-        step = statistics.fmean(seconds[FIRST_STEPS:] or seconds)  # some may wait for the other island, others not
-        result = {"name": session.mode if session else "HSDP", "losses": losses.tolist(), "step_seconds": step}
+        step = statistics.fmean(
+            seconds[FIRST_STEPS:] or seconds or [0.0]
+        )  # some may wait for the other island, others not
+        result = {"name": session.mode if session else "HSDP", "losses": (sums / counts).tolist(), "step_seconds": step}
         (out / ("islands.json" if session else "hsdp.json")).write_text(json.dumps(result) + "\n")
     if session is not None:
         session.close()  # (ps)

@@ -1,13 +1,14 @@
 """A small Llama that several processes train together: FSDP2 and tensor parallel, over a mesh of two dimensions.
 
-    torchrun --nproc-per-node 4 examples/llama.py                                   # alone: 2 x 2 processes
-    ps-worker run --shards 2 --workers 2 --group 4 examples/llama.py                # two groups of 2 x 2, on servers
-    ps-worker run --shards 2 --workers 2 --group 2 examples/llama.py                # two groups of two
+    torchrun --nproc-per-node 4 examples/llama.py                                         # alone: 2 x 2 processes
+    ps-worker run --shards 2 --workers 2 --group 4 examples/llama.py --out runs/llama-4   # two groups of 2 x 2
+    ps-worker run --shards 2 --workers 2 --group 2 examples/llama.py --out runs/llama-2   # two groups of two
 
 It has what such scripts have: tensor parallel with sequence parallel norms, activation checkpointing, `torch.compile`
 where --compile asks for it, clipping, warm-up and cosine, and checkpoints by torch.distributed.checkpoint, from which
-any number of processes goes on. A group of processes is one worker of a parameter server (docs/groups.md): the lines
-marked (ps) are all that it asks of the training.
+any number of processes goes on: all of them read --out, also those of other machines. A group of processes is one
+worker of a parameter server (docs/groups.md). What it asks of the training is marked (ps): two lines to join, its share
+of the data, and results over all groups.
 
 From top to bottom: the model, how it is cut, the schedule, checkpoints, the training.
 """
@@ -78,9 +79,9 @@ def turns(block: int, width: int) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def turned(x: Tensor, by: Tensor) -> Tensor:
+def turned(x: Tensor, rotation: Tensor) -> Tensor:
     """Returns queries or keys with each pair turned by its place, so that their products depend on distances alone."""
-    cosine, sine = by  # (length, head width / 2)
+    cosine, sine = rotation  # (length, head width / 2)
     even, odd = x[..., 0::2], x[..., 1::2]  # (batch, heads, length, head width / 2)
     return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1).flatten(-2)
 
@@ -97,13 +98,13 @@ class Attention(nn.Module):
         self.value = nn.Linear(shape.width, shape.kv_heads * self.head, bias=False)
         self.out = nn.Linear(shape.heads * self.head, shape.width, bias=False)
 
-    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         batch, length, _ = x.shape
         # -1: a tensor-parallel process has a part of the heads.
         q, k, v = (
             layer(x).view(batch, length, -1, self.head).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
-        q, k = turned(q, by), turned(k, by)
+        q, k = turned(q, rotation), turned(k, rotation)
         k, v = (each.repeat_interleave(self.queries_each, dim=1) for each in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, length, head width)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -131,20 +132,20 @@ class LlamaBlock(nn.Module):
         self.forward_norm, self.feed_forward = nn.RMSNorm(shape.width), SwiGLU(shape)
         self.recompute = shape.recompute
 
-    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         if self.recompute:
-            return checkpoint(self._layers, x, by, use_reentrant=False)  # type: ignore[no-any-return]
-        return self._layers(x, by)
+            return checkpoint(self._layers, x, rotation, use_reentrant=False)  # type: ignore[no-any-return]
+        return self._layers(x, rotation)
 
-    def _layers(self, x: Tensor, by: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), by)
+    def _layers(self, x: Tensor, rotation: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
         return x + self.feed_forward(self.forward_norm(x))  # type: ignore[no-any-return]
 
 
 class Llama(nn.Module):
     """Bytes in, logits of the byte after each out."""
 
-    by: Tensor
+    rotation: Tensor
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -152,16 +153,16 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
-        self.register_buffer("by", turns(shape.block, shape.width // shape.heads), persistent=False)
+        self.register_buffer("rotation", turns(shape.block, shape.width // shape.heads), persistent=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        by = self.by[:, : x.shape[1]]
+        rotation = self.rotation[:, : x.shape[1]]
         x = self.embedding(x)  # (batch, length, width); with tensor parallel a part of the length
         for block in self.blocks:
-            x = block(x, by)
+            x = block(x, rotation)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
@@ -226,11 +227,13 @@ def parts(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict
 
 def load_newest(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Loads the newest whole checkpoint, which any number of processes may have written. Returns its step, or 0."""
-    whole = sorted(path.parent for path in folder.glob("step-*/.metadata"))
-    if not whole:
+    complete = sorted(path.parent for path in folder.glob("step-*/.metadata"))
+    newest = [complete[-1] if complete else None]
+    dist.broadcast_object_list(newest, src=0)  # another process may see one more, which is written just now
+    if newest[0] is None:
         return 0
     found = parts(model, optimizer, 0)
-    dcp.load(found, checkpoint_id=whole[-1])
+    dcp.load(found, checkpoint_id=newest[0])
     set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
     return int(found["step"])
 
@@ -244,6 +247,8 @@ def meet(cut_by: int) -> DeviceMesh:
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    if dist.get_world_size() % cut_by:
+        sys.exit(f"llama: {dist.get_world_size()} processes are no multiple of --tensor-parallel {cut_by}")
     return init_device_mesh(kind, (dist.get_world_size() // cut_by, cut_by), mesh_dim_names=("data", "tensor"))
 
 
@@ -266,19 +271,27 @@ def train(arguments: argparse.Namespace) -> None:
     mesh = meet(arguments.tensor_parallel)
     share, shares = mesh["data"].get_local_rank(), mesh["data"].size()  # tensor-parallel processes have one together
     model, optimizer, schedule = begin(arguments, mesh)
+    if schedule.last_epoch >= arguments.steps:
+        if dist.get_rank() == 0:
+            print(f"{arguments.out} has step {schedule.last_epoch} already: give more --steps or another --out")
+        return
     session = None
-    if "PS_GROUP_SIZE" in os.environ:  # whoever starts groups says so
+    if os.environ.get("PS_GROUP_SIZE") or os.environ.get("PS_SERVER"):  # whoever starts groups sets one of them
         session = ps.connect()  # (ps)
+        first = schedule.last_epoch
         model, optimizer, schedule = session.prepare(model, optimizer, schedule, group=mesh)  # (ps)
+        check_beginning(session, first)  # (ps)
         share, shares = session.rank * shares + share, session.world_size * shares  # (ps) a prepared loader knows it
-        session.progress(total=session.clock + arguments.steps - schedule.last_epoch)  # (ps) for those who watch
+        left = arguments.steps - schedule.last_epoch  # none, where the job has ended without this group
+        session.progress(total=max(1, session.clock + left))  # (ps) for those who watch
 
     windows = Windows(library_text(), arguments.block, arguments.seed)
-    losses: list[float] = []
+    losses = torch.zeros(2, arguments.steps, dtype=torch.float64)  # of each step, and whether this process has made it
     # The schedule counts the steps. Servers that roll back take it back, too, and a group that is started again gets
     # that of the job.
     while schedule.last_epoch < arguments.steps:
-        first = (schedule.last_epoch * shares + share) * arguments.batch_size
+        step = schedule.last_epoch
+        first = (step * shares + share) * arguments.batch_size
         batch = [windows[(first + index) % len(windows)] for index in range(arguments.batch_size)]
         x, y = (torch.stack(each).to(mesh.device_type) for each in zip(*batch, strict=True))
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
@@ -287,15 +300,23 @@ def train(arguments: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        losses.append(loss.item())
+        losses[:, step] = torch.tensor([loss.item(), 1.0])  # a step that is made again replaces what it was
         if session is not None:
-            session.log(loss=losses[-1])  # (ps) for those who watch
+            session.log(loss=loss.item())  # (ps) for those who watch
         step = schedule.last_epoch
         if step % arguments.checkpoint_every == 0 or step == arguments.steps:
             save(arguments.out / f"step-{step:06}", model, optimizer, step, session)
             if dist.get_rank() == 0 and (session is None or session.is_main):
-                print(f"step {step}/{arguments.steps}: loss {losses[-1]:.3f} on this process", flush=True)
+                print(f"step {step}/{arguments.steps}: loss {loss.item():.3f} on this process", flush=True)
     leave_result(arguments.out, losses, session)
+
+
+def check_beginning(session: ps.Session, first: int) -> None:
+    """Ends the process where groups begin a job at unlike steps: each has read an --out of its own."""
+    if session.clock == 0:  # the job begins; a group that comes later has got the job's schedule
+        begun = session.gather(first)
+        if len(set(begun)) > 1:
+            sys.exit(f"llama: processes begin at the steps {begun}: --out must be one folder that all machines share")
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, session: ps.Session | None) -> None:
@@ -306,19 +327,18 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
         session.barrier()  # (ps) the other groups wait until it is there
 
 
-def leave_result(out: Path, losses: list[float], session: ps.Session | None) -> None:
-    """Writes the loss of each step, over the batches of all processes."""
-    mean = torch.tensor(losses, dtype=torch.float64)
+def leave_result(out: Path, losses: Tensor, session: ps.Session | None) -> None:
+    """Writes the loss of each step, over the batches of the processes that have made it."""
+    is_first = dist.get_rank() == 0
     if session is not None:
-        mean = session.mean(mean)  # (ps)
+        losses = session.mean(losses)  # (ps)
         is_first = session.is_main
         session.close()  # (ps)
     else:
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-        is_first = dist.get_rank() == 0
+        dist.all_reduce(losses)
     if is_first:
-        (out / "result.json").write_text(json.dumps({"losses": mean.tolist()}) + "\n")
+        sums, counts = losses[:, losses[1] > 0]  # not the steps from before this run
+        (out / "result.json").write_text(json.dumps({"losses": (sums / counts).tolist()}) + "\n")
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:

@@ -15,6 +15,8 @@ from tests.tools.cluster import Cluster
 
 SCRIPT = launching.ROOT / "examples" / "llama.py"
 TINY = ("--steps=8", "--checkpoint-every=4", "--warm-up=2", "--width=32", "--hidden=48", "--block=16")
+ONE = (*TINY, "--tensor-parallel=1")  # a group of one process
+MANY = ("--tensor-parallel=1", "--steps=150", "--checkpoint-every=30")
 UNCLIPPED = "--clip=1000"  # a group clips its own gradient, and processes without servers the mean of all
 
 launching.load(launching.ROOT / "examples" / "char_gpt.py")  # which the script imports by that name
@@ -95,6 +97,10 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint_as_if_it_had_not_ended(
     shutil.copytree(tmp_path / "whole" / "step-000008", tmp_path / "rest" / "step-000008")
     (tmp_path / "rest" / "step-000008" / ".metadata").unlink()  # as where a process was killed while it wrote
     assert run("rest") == whole[4:]
+    result = tmp_path / "whole" / "result.json"
+    before = result.stat().st_mtime_ns
+    assert run("whole") == whole
+    assert result.stat().st_mtime_ns == before, "nothing is left to train"
     assert len(whole) == 8
     assert whole[-1] < whole[0]
 
@@ -110,6 +116,51 @@ def test_what_cannot_be_cut_is_refused(words: list[str], said: str, capsys: pyte
     with pytest.raises(SystemExit):
         llama.parse_arguments(words)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_groups_that_read_checkpoints_of_their_own_are_refused_and_also_without_a_group_size(
+    shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    """As a torchrun for each group starts them. Group 1 lacks the checkpoint of the first four steps."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    begun = launching.python(str(SCRIPT), *ONE, "--steps=4", f"--out={tmp_path / '0'}", **alone, MASTER_PORT="0")
+    assert begun.returncode == 0, begun.stderr
+    servers = {"PS_SERVER": shared.address, "PS_JOB": job, "PS_WORLD_SIZE": "2"}
+    commands = launching.Commands(tmp_path)
+    try:
+        groups = [
+            commands.start(
+                str(SCRIPT), *ONE, f"--out={tmp_path / number}", **alone, **servers, MASTER_PORT="0", PS_RANK=number
+            )
+            for number in "01"
+        ]
+        assert [group.process.wait(120) for group in groups] == [1, 1]
+        assert all("begin at the steps [4, 0]: --out must be one folder" in group.err for group in groups)
+    finally:
+        commands.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("example", ["llama", "islands"])
+def test_a_group_that_is_killed_goes_on_with_the_job_to_its_end(tmp_path: Path, example: str) -> None:
+    script, out = launching.ROOT / "examples" / f"{example}.py", tmp_path / "out"
+    words = (*TINY, *MANY) if example == "llama" else ("--layers=1", "--width=32", "--heads=2", "--steps=150")
+    servers = ("--shards=1", "--workers=2", "--group=1", "--mode=sync", "--max-restarts=1", "--log-dir", str(tmp_path))
+    commands = launching.Commands(tmp_path)
+    try:
+        run = commands.start("-m", "ps_worker", "run", *servers, str(script), *words, f"--out={out}")
+        run.says(r"step 30/150")
+        own = [each for each in run.family() if str(script) in each.cmdline() and each.environ().get("PS_RANK") == "1"]
+        min(own, key=lambda each: each.create_time()).kill()  # the other ones are its own
+        assert run.process.wait(120) == 0, run.err
+        assert "restart 1 of 1" in run.out + run.err, "started again"
+    finally:
+        commands.close()
+    name = "result" if example == "llama" else "islands"
+    found = json.loads((out / f"{name}.json").read_text())["losses"]
+    assert len(found) == 150
+    assert found[-1] < found[0]
 
 
 @pytest.mark.long
