@@ -243,12 +243,12 @@ def load_newest(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 def meet(cut_by: int) -> DeviceMesh:
     """Returns the mesh of the processes that hold the model together: this group, or all that torchrun has started."""
+    if int(os.environ["WORLD_SIZE"]) % cut_by:
+        sys.exit(f"llama: {os.environ['WORLD_SIZE']} processes are no multiple of --tensor-parallel {cut_by}")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    if dist.get_world_size() % cut_by:
-        sys.exit(f"llama: {dist.get_world_size()} processes are no multiple of --tensor-parallel {cut_by}")
     return init_device_mesh(kind, (dist.get_world_size() // cut_by, cut_by), mesh_dim_names=("data", "tensor"))
 
 

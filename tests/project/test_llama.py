@@ -118,6 +118,14 @@ def test_what_cannot_be_cut_is_refused(words: list[str], said: str, capsys: pyte
     assert said in capsys.readouterr().err
 
 
+def test_processes_that_are_no_multiple_of_tensor_parallel_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with pytest.raises(SystemExit, match="3 processes are no multiple of --tensor-parallel 2"):
+        launching.run_here(monkeypatch, SCRIPT, f"--out={tmp_path}", *TINY, **variables)
+
+
 @pytest.mark.long
 def test_groups_that_read_checkpoints_of_their_own_are_refused_and_also_without_a_group_size(
     shared: Cluster, job: str, tmp_path: Path
