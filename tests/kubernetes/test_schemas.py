@@ -198,6 +198,27 @@ def test_the_component_for_groups_changes_the_workers_alone_and_as_the_tests_wit
         assert [wrong for each in found for wrong in refusals(each, VERSIONS[-1])] == []
 
 
+def test_groups_have_a_gpu_for_each_process_as_the_page_patches_the_overlay(files: Path) -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    [text] = [text for text in re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "/groups" in text]
+    folder = files / "overlays" / "gpu-groups"
+    shutil.copytree(files / "overlays" / "gpu", folder)
+    path = folder / "kustomization.yaml"
+    overlay, told = yaml.safe_load(path.read_text()), yaml.safe_load(text)
+    others = [each for each in overlay["patches"] if each["target"] != told["patches"][0]["target"]]
+    path.write_text(yaml.safe_dump({**overlay, **told, "patches": [*told["patches"], *others]}))
+    objects = render(folder)
+    [workers] = [each for each in templates(objects) if each.name == "workers"]
+    resources = workers.container["resources"]
+    assert "--group=2" in workers.container["args"]
+    assert resources["limits"]["nvidia.com/gpu"] == 2
+    assert resources["requests"]["cpu"] == "4", "as many as the component for GPUs asks for"
+    assert workers.count == 4
+    assert "--world-size=4" in workers.container["args"]
+    assert {"name": "OMP_NUM_THREADS", "value": "2"} in workers.container["env"]
+    assert [wrong for each in objects for wrong in refusals(each, VERSIONS[-1])] == []
+
+
 def test_with_volcano_there_are_its_workers_alone(rendered: dict[str, list[Object]]) -> None:
     jobs = [each for each in rendered["volcano"] if each["kind"] == "Job"]
     assert [each["apiVersion"] for each in jobs] == ["batch.volcano.sh/v1alpha1"]

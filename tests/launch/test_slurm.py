@@ -74,9 +74,9 @@ TOLD = "say(*(os.environ[name] for name in ('PS_RANK', 'PS_WORLD_SIZE', 'RANK', 
 
 
 def test_a_task_of_the_batch_file_is_a_launcher_of_a_group_that_starts_it_again_as_a_whole(tmp_path: Path) -> None:
-    """With GROUP set: the twin of the test below, which needs a Slurm."""
+    """With GROUP_SIZE set: the twin of the test below, which needs a Slurm."""
     text = (FILES / "train.sbatch").read_text()
-    [command] = re.findall(r"bash -c '(exec ps-worker run .*?)' group\)", text, re.DOTALL)
+    [command] = re.findall(r"bash -c '(exec \S+ -m ps_worker run .*?)' group\)", text, re.DOTALL)
     fails_once = """
 said = os.environ["PS_RESTART_COUNT"] == "0"
 if said and os.environ["RANK"] == "1":
@@ -85,13 +85,37 @@ while said:
     time.sleep(0.01)
 """
     path = script(tmp_path, fails_once + TOLD)
-    own = environment(**as_task(1, 3), GROUP="2", PS_SERVER="127.0.0.1:1", PS_MODE="sync", PS_STARTED_FILE="")
+    python = tmp_path / "python-of-the-script"
+    python.write_text(f'#!/bin/bash\ntouch {tmp_path}/is-used\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    # GROUP: tcsh exports the name of the user's group.
+    told = {"GROUP_SIZE": "2", "GROUP": "users", "PYTHON": str(python)}
+    own = environment(**as_task(1, 3), **told, PS_SERVER="127.0.0.1:1", PS_MODE="sync", PS_STARTED_FILE="")
     words = ["bash", "-c", command, "group", path]
     done = subprocess.run(words, env=own, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[1.0] 1 3 0 2 2", "[1.1] 1 3 1 2 2"]
+    assert (tmp_path / "is-used").exists()
     assert "member 1 of group 1 failed" in done.stderr
     assert "is started again" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("told", "threads"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "8", "GROUP": "users"}, "8"),
+        ({"SLURM_CPUS_PER_TASK": "8", "GROUP_SIZE": "4"}, "2"),
+        ({"SLURM_CPUS_PER_TASK": "2", "GROUP_SIZE": "4"}, "1"),
+        ({"SLURM_CPUS_PER_TASK": "8", "GROUP_SIZE": "4", "OMP_NUM_THREADS": "3"}, "3"),
+        ({}, "1"),
+    ],
+)
+def test_the_processes_of_a_task_share_its_cores(told: dict[str, str], threads: str) -> None:
+    text = (FILES / "train.sbatch").read_text()
+    [command] = re.findall(r"^threads=.*\nexport OMP_NUM_THREADS=.*$", text, re.MULTILINE)
+    words = ["bash", "-euc", command + '; echo "$OMP_NUM_THREADS"']
+    done = subprocess.run(words, env={"PATH": os.environ["PATH"], **told}, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{threads}\n"
 
 
 def test_the_script_of_the_page_tells_each_task_which_member_of_which_group_it_is(tmp_path: Path) -> None:
@@ -189,7 +213,7 @@ def test_a_job_on_two_nodes_that_is_requeued_goes_on_from_its_checkpoint_and_los
 def test_a_group_of_which_a_process_is_killed_is_started_again_and_the_job_goes_on(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    job = slurm.submit("train.sbatch", SCRIPT, "60", "0.1", str(tmp_path), GROUP="2")
+    job = slurm.submit("train.sbatch", SCRIPT, "60", "0.1", str(tmp_path), GROUP_SIZE="2", GROUP="users")
     log = f"ps-train-{job}"
     until(lambda: (tmp_path / "1-1").exists() and len((tmp_path / "1-1").read_text().splitlines()) >= 5, "steps")
     first = dict(re.findall(r"^\[(\d\.\d)\] worker \d begins .* in process (\d+)", slurm.log(log), re.MULTILINE))
