@@ -7,6 +7,7 @@ collective of torch. So the group ends as a whole, and is started again as a who
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ps_launch.children import Children
@@ -57,6 +58,15 @@ class WorkerProcesses:
         """Returns how many workers run, or are about to."""
         running = {number // self.size for number in self._left} - self._ending.keys()
         return len(running) + sum(ending.again is not None for ending in self._ending.values())
+
+    def gone(self, workers: Iterable[int]) -> set[int]:
+        """Returns those of some workers that have ended for good."""
+        return {worker for worker in workers if not self._is_left(worker)}
+
+    def _is_left(self, worker: int) -> bool:
+        if worker in self._ending:
+            return self._ending[worker].again is not None
+        return not self._left.isdisjoint(self._numbers(worker))
 
     def is_over(self) -> bool:
         """Whether all have ended for good."""

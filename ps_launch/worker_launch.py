@@ -44,12 +44,13 @@ from ps_runtime.launch_id import (
     LAUNCH_RANKS,
     LAUNCHED,
     STARTED_FILE,
+    awaited_ranks,
     is_launched,
     new_launch_id,
 )
 from ps_runtime.logs import TEXT
 from ps_runtime.own_program import own_program
-from ps_runtime.quantities import counted
+from ps_runtime.quantities import counted, ranges
 from ps_runtime.rank import TORCHRUN
 from ps_runtime.signals import on_signals
 
@@ -163,10 +164,12 @@ class _Workers:
         self._processes = WorkerProcesses(plan.size, self._children)
         self._servers = OwnServers(plan.servers, self._console) if plan.servers is not None else None
         self._failures: list[Failure] = []  # for good, in the order in which they were seen
+        self._survived: dict[int, Failure] = {}  # by worker, the last failure after which it was started again
         # By process, the cause of its last failure, if its stderr passes through the launcher
         self._causes: dict[int, Cause] = {}
         self._hidden: dict[int, WorkerOutput] = {}  # the stderr of each that the console does not show
         self._awaits_joins = plan.mode not in ("single", "ddp")
+        self._is_of_fixed_size = self._awaits_joins and not plan.elastic
         # Requests under way: by the child's number, the words of its command
         self._errands: dict[int, tuple[str, ...]] = {}
         self._sent = 0
@@ -188,7 +191,10 @@ class _Workers:
         """Runs until all workers, reports and requests have ended. Returns False if the launch ends before that."""
         while not self._processes.is_over() or self._errands:
             self._look_for_joins()
-            look = time.monotonic() + LOOK_SECONDS if self._awaits_joins else None
+            gone = self._processes.gone(range(self._plan.workers)) if self._is_of_fixed_size else set()
+            if self._waits_in_vain(gone):
+                return False
+            look = time.monotonic() + LOOK_SECONDS if self._awaits_joins or gone else None
             until = min((when for when in (look, self._processes.turn()) if when is not None), default=None)
             for number, code in by_cause(self._children.wait(until)):
                 if number == SERVERS:
@@ -209,6 +215,24 @@ class _Workers:
             plan = self._plan
             joined = "the first worker has" if plan.elastic else f"{counted(plan.world_size, plan.noun)} have"
             self._console.say(f"{joined if plan.world_size > 1 else f'the {plan.noun} has'} joined, training begins")
+
+    def _waits_in_vain(self, gone: Collection[int]) -> bool:
+        """Reports if a worker waits for one that has ended for good. That ends the launch.
+
+        When all workers of a job have left and some were not done, the job has ended. A worker that is started again
+        begins it anew, and waits for all ranks; one that has used its restarts, or was done, never comes.
+        """
+        if not gone or len(gone) == self._plan.workers:
+            return False
+        plan = self._plan
+        missing = sorted(awaited_ranks(self._started) & {plan.first_rank + worker for worker in gone})
+        if not missing:
+            return False
+        self._failures += [failure for worker, failure in self._survived.items() if worker not in gone]
+        self.code = self.code or (self._failures[0].exit_code if self._failures else 1)
+        who = f"{plan.noun}{'s' if len(missing) > 1 else ''} {ranges(missing)}"
+        self._console.say(f"the job begins anew, and {who} will not join it again, so the others are stopped")
+        return True
 
     def stop(self) -> None:
         """Ends all children that still run, servers last: asks them first, and passes on their output meanwhile."""
@@ -325,6 +349,7 @@ class _Workers:
         pause = restarts.after(self._children.seconds_run(number))
         self._processes.end(local, pause)
         if pause is not None:
+            self._survived[local] = failure
             what = "it" if member is None else "its group ends, and"
             count = f"{restarts.count} of {plan.max_restarts}"
             self._console.say(f"{failure}; {what} is started again in {pause:g} s (restart {count})")

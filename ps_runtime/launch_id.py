@@ -2,7 +2,8 @@
 
 The launch distinguishes a worker that is started again from another user's worker of the same job. The report is a
 file, which the first worker creates once all declared workers have joined. The launcher looks for it when a worker
-fails: until then a failure ends the launch.
+fails: until then a failure ends the launch. A second file has the ranks that a worker waits for in a job that has not
+begun: the job may have ended, and begin anew, when one of its ranks has ended for good.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -94,12 +95,51 @@ def launched_group_size() -> int:
     return int(size) if size.isdigit() else 1
 
 
-def report_started() -> None:
-    """Tells the launcher that all declared workers have joined."""
-    path = os.environ.get(STARTED_FILE)
-    if path:
-        with contextlib.suppress(OSError):  # the launcher has ended, or is on a file system of its own
-            Path(path).touch()
+class LauncherReports:
+    """Tells the launcher whether the jobs of its workers have begun. Does nothing without a launcher."""
+
+    def started(self, run: str) -> None:
+        """Reports that all declared workers of a run have joined."""
+        path = os.environ.get(STARTED_FILE)
+        if path:
+            with contextlib.suppress(OSError):  # the launcher has ended, or is on a file system of its own
+                if run not in _runs(path):
+                    with Path(path).open("a") as file:
+                        file.write(f"{run}\n")
+                awaited_file(path).unlink(missing_ok=True)
+
+    def waits(self, run: str, ranks: Iterable[int]) -> None:
+        """Reports that a worker waits for ranks to join. After a rollback, too, a worker waits for others, though not
+        for ranks that have ended: so a run that has begun before is left out.
+        """
+        path = os.environ.get(STARTED_FILE)
+        if path:
+            with contextlib.suppress(OSError):
+                if run not in _runs(path):
+                    own = Path(f"{awaited_file(path)}-{os.getpid()}")
+                    own.write_text(" ".join(map(str, ranks)))
+                    own.replace(awaited_file(path))  # the launcher never reads half of it
+
+
+def awaited_file(started: str | Path) -> Path:
+    """Returns the path of the file with the ranks that a worker waits for, beside the one of STARTED_FILE."""
+    return Path(f"{started}-awaits")
+
+
+def awaited_ranks(started: Path) -> set[int]:
+    """Returns the ranks that a worker waits for in a job that has not begun; none if none waits."""
+    try:
+        return {int(rank) for rank in awaited_file(started).read_text().split()}
+    except FileNotFoundError:
+        return set()
+
+
+def _runs(path: str) -> list[str]:
+    """Returns the runs of jobs that have begun."""
+    try:
+        return Path(path).read_text().split()
+    except FileNotFoundError:
+        return []
 
 
 def new_launch_id() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ps_runtime.launch_id import report_started
+from ps_runtime.launch_id import LauncherReports
 from ps_worker.config import WorkerConfig
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.strategies.ddp import Ddp
@@ -17,7 +17,7 @@ from ps_worker.timeline.recording import Timeline
 
 
 def _on_servers(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device, timeline: Timeline) -> Strategy:
-    return ServerStrategy(config, metrics, device, report_started, timeline)
+    return ServerStrategy(config, metrics, device, LauncherReports(), timeline)
 
 
 # By mode, without the number in `ssp:K` and `local:H`.

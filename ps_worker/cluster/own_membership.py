@@ -217,9 +217,10 @@ class OwnMembership:
         """Whether a place is no longer this worker's: another one follows, or none ever will."""
         return self.place is not place or self.error is not None
 
-    def await_started(self, place: JoinResult) -> None:
+    def await_started(self, place: JoinResult, waits: Callable[[list[int]], None] = lambda _: None) -> None:
         """Waits until all declared workers have joined: with fewer, the job would train another model.
 
+        waits: called with the missing ranks, each time that the log names them
         Raises LimitExceeded, with the missing ranks, after the start timeout.
         """
         began, limit = time.monotonic(), self._options.start_timeout
@@ -233,6 +234,7 @@ class OwnMembership:
                     raise LimitExceeded(f"gave up after --start-timeout {limit:g} s: {self._missing(now - began)}")
                 if now >= notice_at:
                     log.warning("%s", self._missing(now - began))
+                    waits(self._missing_ranks())
                     notice_at = now + NOTICE_PAUSE_SECONDS
                 self._changed.wait(min(notice_at, began + limit) - now)
         self.raise_lost()
@@ -245,7 +247,7 @@ class OwnMembership:
         """
         present, count = self.roster.ranks, self._options.world_size
         own = None if self.place is None else self.place.identity.rank
-        missing = ranges(sorted(set(range(count)) - set(present)))
+        missing = ranges(self._missing_ranks())
         what = f"ranks {missing} to join job {self._options.job!r}"
         if count and not missing and (others := ranges(sorted(set(present) - {own}))):
             what = (
@@ -258,6 +260,9 @@ class OwnMembership:
             f"waiting for {what}: {len(present)} of {count or 'any number of'} workers are there (ranks "
             f"{ranges(sorted(present))}), waiting for {seconds:.0f} s"
         )
+
+    def _missing_ranks(self) -> list[int]:
+        return sorted(set(range(self._options.world_size)) - set(self.roster.ranks))
 
     # -- threads ----------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap, read_script, write_script
+from ps_runtime.launch_id import LauncherReports
 from ps_runtime.pools import Closed
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
@@ -65,7 +66,7 @@ class Participation:
     also ends a `join` or `connect` that waits.
 
     metrics_address: the address of this worker's /metrics, for the coordinator; empty: not reachable
-    started:         called when all declared workers have joined
+    launcher:        hears whether the job has begun: all declared workers have joined
     figures:         returns this worker's measurements, for status and metrics; None: there are none
     timeline:        records the times of steps; None: a new one, which records nothing until it is switched on
     script:          reports the settings of this worker's script to the coordinator
@@ -78,7 +79,7 @@ class Participation:
         self,
         options: JobOptions,
         metrics_address: str,
-        started: Callable[[], None],
+        launcher: LauncherReports,
         figures: Callable[[], WorkerFigures] | None = None,
         timeline: Timeline | None = None,
         group: Group | None = None,
@@ -94,7 +95,7 @@ class Participation:
         self.timeline = timeline or Timeline()
         self.came_late = False  # the job was under way when this process joined
         self._metrics_address = metrics_address
-        self._started = started
+        self._launcher, self._run = launcher, ""
         self.stage_limit = 0  # how many stages the job may come to: from `join` on
         self._shard_map = ShardMap({}, ())
         self._connection: Connection | None = None  # None only until the first one is made
@@ -118,6 +119,7 @@ class Participation:
             self._shard_map, self.stage_limit = registered.shard_map, registered.stage_limit
             agreed = replace(spec, bucket_bytes=registered.bucket_bytes)
             validate(agreed)  # the server may have answered anything
+            self._run = registered.run
             try:
                 self.members.join(registered.run)
                 _taken_part.add(self._where)
@@ -221,7 +223,8 @@ class Participation:
                 self.settle()
                 connection.push_initial(model.layout.held)
                 self.settle()
-            self.members.await_started(place)  # raises after the start timeout; the pulls below wait for rank 0
+            # Raises after the start timeout; the pulls below wait for rank 0.
+            self.members.await_started(place, lambda ranks: self._launcher.waits(self._run, ranks))
             connection.pull(frozen=True)
             self.settle()
         model.begin_pull()
@@ -231,7 +234,7 @@ class Participation:
         self._begun = True
         self.members.await_started(place)
         self._check(place)
-        self._started()
+        self._launcher.started(self._run)
         return any(pull.result().checkpoint for pull in pulls)
 
     def _check(self, place: JoinResult) -> None:
@@ -242,7 +245,7 @@ class Participation:
 
     def beside(self, options: JobOptions) -> Participation:
         """Returns this worker's part in another job, which it has not joined yet. It has this one's figures."""
-        return Participation(options, self._metrics_address, self._started)
+        return Participation(options, self._metrics_address, self._launcher)
 
     # -- the current place -------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ beside     A group that is added to an optimizer later is a job of its own, with
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec, added_name
 from ps_protocol.layout import Layout, bucket_layout
-from ps_runtime.launch_id import is_launched
+from ps_runtime.launch_id import LauncherReports, is_launched
 from ps_runtime.signals import is_cut_short
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation
@@ -66,7 +66,7 @@ log = logging.getLogger("ps_worker")
 class ServerStrategy:
     """The strategy of sync, ssp, async and local, for one job.
 
-    started: called when all declared workers have joined
+    launcher: hears whether the job has begun
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class ServerStrategy:
         job: JobOptions,
         metrics: WorkerMetrics,
         device: torch.device,
-        started: Callable[[], None],
+        launcher: LauncherReports,
         timeline: Timeline,
     ) -> None:
         self._job = job
         self._metrics = metrics
         self._timeline = timeline
         self._device = device
-        self._started = started
+        self._launcher = launcher
         self._joining: Participation | None = None  # from the beginning of `prepare` on
         self._training: JobTraining | None = None  # from the end of `prepare` on
         self._rounds: Exchanging | None = None  # likewise
@@ -153,7 +153,7 @@ class ServerStrategy:
                 group.check_alike(f"rank {job.rank} of {job.world_size} in job {job.job!r}")
                 if not (job.group_size and is_launched()):  # another launcher starts the processes of this group alone
                     job = replace(job, launch=replace(job.launch, ranks=range(0)))
-            self._joining = Participation(job, metrics_address, self._started, figures, self._timeline, group)
+            self._joining = Participation(job, metrics_address, self._launcher, figures, self._timeline, group)
             training = join(self._joining, options, models, optimizers, self._metrics, self._device)
         self._training = training
         self._rounds = value_rounds(self._joining, training)

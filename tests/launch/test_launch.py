@@ -132,9 +132,9 @@ def informed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     await_started = OwnMembership.await_started
 
     def begin_with(count: int) -> None:
-        def awaited(membership: OwnMembership, place: JoinResult) -> None:
+        def awaited(membership: OwnMembership, place: JoinResult, *waits: Callable[[list[int]], None]) -> None:
             until(lambda: len(membership.roster.ranks) == count, "the roster")
-            await_started(membership, place)
+            await_started(membership, place, *waits)
 
         monkeypatch.setattr(OwnMembership, "await_started", awaited)
 
