@@ -11,7 +11,7 @@
 deployment.py What travels between the processes: what servers to start, what a worker is told, which process it is
 actors.py    The coordinator and a shard, each an actor of Ray that has one server process
 server_actors.py `ParameterServer`: the actors of one cluster, and where Ray puts them
-actor_groups.py `ActorGroups`: actors that several at a time are one worker
+actor_groups.py `ActorGroups`: groups of actors; each group is one worker
 train.py     `PsConfig`: the backend for Ray Train
 """
 

@@ -1,4 +1,4 @@
-"""`ActorGroups`: actors that several at a time are one worker, started as a whole and started again as a whole.
+"""`ActorGroups`: groups of actors. Each group is one worker, started as a whole and started again as a whole.
 
     groups = ActorGroups(servers, servers.settings(elastic=False), lambda group, member: Trainer.remote(), 2, 2)
     losses = groups.run(lambda trainer: trainer.train.remote())
@@ -11,26 +11,47 @@ The other groups go on meanwhile.
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 
-from ps_protocol.errors import InvalidRequest, PSError
+from ps_launch.restarts import Restarts
+from ps_protocol.errors import FinishedWithout, InvalidRequest, JobFinished, PSError
 from ps_runtime.quantities import counted
 from ps_worker.ray.deployment import MemberPlace, WorkerProcess, WorkerSettings
-from ps_worker.ray.server_actors import ParameterServer, free_address
+from ps_worker.ray.server_actors import ParameterServer, error_text, free_address
 
 log = logging.getLogger("ps_worker")
+
+NOTICE_SECONDS = 60.0  # between two lines of the log about a group that waits for room
+# For which the end of an actor is awaited after an error of a neighbour: Ray tells of it when its node says so.
+CAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class _ActorAnswer:
+    """An answer that is awaited of an actor. then: takes the answer"""
+
+    group: int
+    then: Callable[[Any], object]
 
 
 class ActorGroups:
     """Groups of actors on a Ray cluster. Each group is one worker of a job; see docs/groups.md.
 
+    A group that Ray has no room for waits, and the log says so every minute. The other groups train or wait meanwhile,
+    and are watched.
+
     Args:
         servers: The job's servers.
         settings: Those of the job, from `servers.settings(elastic=False)`.
         start: Returns a new actor for a member: start(group, member). Its class and where it runs are the script's own.
+            Without a name: a killed actor's name may still be taken when its group is started again.
         groups, members: The number of groups, and of actors in each.
         max_restarts: How often each group is started again.
 
@@ -54,11 +75,7 @@ class ActorGroups:
         self._servers, self._settings, self._make = servers, settings, start
         self._groups, self._members, self._max_restarts = groups, members, max_restarts
         self._actors: dict[int, list[Any]] = {}
-        self._first: dict[int, WorkerProcess] = {}  # of each group: by it the group's end is reported
-        self._restarts = dict.fromkeys(range(groups), 0)
-        self._running: dict[Any, tuple[int, int]] = {}  # what is awaited, and of which group and member
-        self._found: dict[tuple[int, int], Any] = {}
-        self._errors: list[Exception] = []
+        self._begin_anew(lambda actor: None)
 
     def run(self, begin: Callable[[Any], Any]) -> list[list[Any]]:
         """Starts all groups, and waits until all have ended. Their actors end with it.
@@ -67,63 +84,136 @@ class ActorGroups:
             begin: Calls the method of an actor that trains: `lambda actor: actor.train.remote()`.
 
         Returns:
-            What the method returned, by group and member.
+            What the method returned, by group and member. None for all members of a group that was started again when
+            the others had finished the job (`JobFinished`).
 
         Raises:
-            RayError: A group failed more often than `max_restarts`. The others have come to their end by then.
+            RayError: A group failed more often than `max_restarts`. The others have come to their end by then. Or the
+                job had finished before all groups.
         """
+        self._begin_anew(begin)
         try:
             for group in range(self._groups):
-                self._start(group, begin)
-            while self._running:
-                [ended], _ = ray.wait(list(self._running), num_returns=1)
-                group, member = self._running.pop(ended)
-                try:
-                    self._found[group, member] = ray.get(ended)
-                except ray.exceptions.RayError as error:
-                    self._fail(group, begin, error)
+                self._start(group)
+            while self._running or self._due:
+                self._attend()
         finally:
             for group in list(self._actors):
                 self._kill(group)
+        if len(self._late) == self._groups:
+            self._errors += self._late.values()
         if self._errors:
             raise self._errors[0]
-        return [[self._found[group, member] for member in range(self._members)] for group in range(self._groups)]
+        members = range(self._members)
+        return [[self._found.get((group, member)) for member in members] for group in range(self._groups)]
 
-    def _start(self, group: int, begin: Callable[[Any], Any]) -> None:
-        actors = self._actors[group] = [self._make(group, member) for member in range(self._members)]
-        try:
-            address = ray.get(actors[0].__ray_call__.remote(_meeting))
-            told = [
-                actor.__ray_call__.remote(
-                    _apply, self._settings, (group, self._groups), MemberPlace(member, self._members, address)
-                )
-                for member, actor in enumerate(actors)
-            ]
-            self._first[group] = ray.get(told)[0]
-        except ray.exceptions.RayError as error:
-            self._fail(group, begin, error)
+    def _begin_anew(self, begin: Callable[[Any], Any]) -> None:
+        """Forgets an earlier run."""
+        self._train = begin
+        self._restarts = {group: Restarts(self._max_restarts) for group in range(self._groups)}
+        self._begun: dict[int, float] = {}  # when each group was started last
+        self._due: dict[int, float] = {}  # by group, when one that failed is started again
+        self._notice_at: dict[int, float] = {}  # by group that Ray has no room for yet, when the log says so
+        self._first: dict[int, WorkerProcess] = {}  # of each group: by it the group's end is reported
+        self._running: dict[Any, _ActorAnswer] = {}
+        self._found: dict[tuple[int, int], Any] = {}
+        self._late: dict[int, Exception] = {}  # the groups that were started again when the job had finished
+        self._errors: list[Exception] = []
+
+    def _attend(self) -> None:
+        """Waits for the next answer of any actor, and goes on with its group. Starts the groups that are due."""
+        now = time.monotonic()
+        for group in [group for group, when in self._due.items() if when <= now]:
+            del self._due[group]
+            self._start(group)
+        for group in [group for group, when in self._notice_at.items() if when <= now]:
+            self._notice_at[group] = now + NOTICE_SECONDS
+            text = "group %d has waited for %.0f s until all of its %s run: Ray may have no room for them"
+            log.warning(text, group, now - self._begun[group], counted(self._members, "actor"))
+        turn = min((*self._due.values(), *self._notice_at.values()), default=None)
+        left = None if turn is None else max(0.0, turn - time.monotonic())
+        if not self._running:
+            threading.Event().wait(left)
             return
-        self._running |= {begin(actor): (group, member) for member, actor in enumerate(actors)}
+        answered, _ = ray.wait(list(self._running), num_returns=1, timeout=left)
+        for answer in answered:
+            awaited = self._running.pop(answer)
+            try:
+                awaited.then(ray.get(answer))
+            except ray.exceptions.RayError as error:
+                self._fail(awaited.group, error)
 
-    def _fail(self, group: int, begin: Callable[[Any], Any], error: Exception) -> None:
-        """Ends a group of which one member has failed, and starts it again."""
+    def _start(self, group: int) -> None:
+        """Starts the actors of a group. All that follows is done as they answer, so that no group waits for another."""
+        self._begun[group] = time.monotonic()
+        self._notice_at[group] = self._begun[group] + NOTICE_SECONDS
+        actors = self._actors[group] = [self._make(group, member) for member in range(self._members)]
+        self._await(group, actors[0].__ray_call__.remote(_meeting), lambda address: self._tell(group, address))
+
+    def _tell(self, group: int, address: str) -> None:
+        """Gives the members their settings, once the first one says where they meet. When all have them, they begin."""
+        told: dict[int, WorkerProcess] = {}
+
+        def has(member: int, process: WorkerProcess) -> None:
+            told[member] = process
+            if member == 0:
+                self._first[group] = process
+            if len(told) == self._members:
+                self._notice_at.pop(group, None)
+                for each, actor in enumerate(self._actors[group]):
+                    self._await(group, self._train(actor), partial(self._found.__setitem__, (group, each)))
+
+        for member, actor in enumerate(self._actors[group]):
+            place = MemberPlace(member, self._members, address)
+            answer = actor.__ray_call__.remote(_apply, self._settings, (group, self._groups), place)
+            self._await(group, answer, partial(has, member))
+
+    def _await(self, group: int, answer: Any, then: Callable[[Any], object]) -> None:
+        self._running[answer] = _ActorAnswer(group, then)
+
+    def _fail(self, group: int, error: Exception) -> None:
+        """Ends a group of which one member has failed, and starts it again unless its job has finished."""
+        error = self._cause(group, error)
         self._kill(group)
+        own = getattr(error, "cause", None)
+        if isinstance(own, JobFinished):
+            log.info("group %d ends: %s", group, own)
+            self._late[group] = error
+            return
         self._report(group)
-        again = self._restarts[group] < self._max_restarts
-        log.warning(
-            "group %d failed: %s; its %s are ended%s",
-            *(group, _first_line(error), counted(self._members, "actor"), ", and started again" if again else ""),
-        )
-        if again:
-            self._restarts[group] += 1
-            self._start(group, begin)
-        else:
+        # A group that is started again would only learn that the job has finished.
+        is_over = isinstance(own, FinishedWithout)
+        pause = None if is_over else self._restarts[group].after(time.monotonic() - self._begun[group])
+        again = "" if pause is None else f", and started again in {pause:g} s"
+        log.warning("group %d failed: %s; it is ended%s", group, _first_line(error), again)
+        if pause is None:
             self._errors.append(error)
+        else:
+            self._due[group] = time.monotonic() + pause
+
+    def _cause(self, group: int, error: Exception) -> Exception:
+        """Returns the error of an actor that has died, if there is one. The collectives of its neighbours fail then,
+        and their errors may come first.
+        """
+        death: type[Exception] = ray.exceptions.RayActorError
+        if isinstance(error, death):
+            return error
+        others = [answer for answer, awaited in self._running.items() if awaited.group == group]
+        answered, _ = ray.wait(others, num_returns=len(others), timeout=CAUSE_SECONDS) if others else ([], [])
+        for answer in answered:
+            try:
+                ray.get(answer)
+            except death as cause:
+                return cause
+            except ray.exceptions.RayError:
+                continue
+        return error
 
     def _kill(self, group: int) -> None:
         for actor in self._actors.pop(group, []):
             ray.kill(actor)
-        self._running = {awaited: place for awaited, place in self._running.items() if place[0] != group}
+        self._notice_at.pop(group, None)
+        self._running = {answer: awaited for answer, awaited in self._running.items() if awaited.group != group}
 
     def _report(self, group: int) -> None:
         """Tells the coordinator. Without a report the lease ends the group, so an error here ends nothing."""
@@ -146,4 +236,4 @@ def _apply(actor: object, settings: WorkerSettings, place: tuple[int, int], memb
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return error_text(error).splitlines()[0]

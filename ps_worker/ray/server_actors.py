@@ -134,7 +134,7 @@ class ParameterServer:
         except ray.exceptions.GetTimeoutError:
             raise PSError(f"the servers are not ready after {START_SECONDS:g} s; Ray's log says why") from None
         except ray.exceptions.RayError as error:
-            raise PSError(_reason(error)) from None
+            raise PSError(error_text(error)) from None
 
     def settings(
         self, mode: str = "sync", job: str = "default", elastic: bool = True, **more: object
@@ -206,7 +206,7 @@ class ParameterServer:
         except ray.exceptions.GetTimeoutError:
             raise PSError(f"the coordinator's actor does not answer in {START_SECONDS:g} s") from None
         except ray.exceptions.RayError as error:
-            raise PSError(_reason(error)) from None
+            raise PSError(error_text(error)) from None
 
     def __enter__(self) -> ParameterServer:
         return self
@@ -236,9 +236,9 @@ def _no_room(deployment: Deployment) -> str:
     )
 
 
-def _reason(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Returns an actor's own error message, out of the trace in which Ray wraps it."""
     cause = getattr(error, "cause", None)
     text = str(cause if cause is not None else error).strip()
     _, mark, own = text.rpartition("PSError: ")
-    return own if mark else text
+    return own if mark else text or type(cause or error).__name__

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,33 +32,81 @@ class Member:
     def train(self) -> dict[str, Any]:
         return train_in_group(self._folder)
 
+    def train_late(self) -> dict[str, Any]:
+        """As `train`. A group that is started again begins when the job has finished."""
+        path, over = self._folder / f"begun-{os.environ['PS_RANK']}-{os.environ['RANK']}", self._folder / "over"
+        if path.exists():
+            until(over.exists, "the end of the job")
+        path.touch()
+        found = train_in_group(self._folder)
+        over.touch()
+        return found
+
     def fail(self) -> None:
         raise ValueError("no such sample")
 
+    def die_beside_an_error(self) -> None:
+        """Member 1 dies a moment after its neighbour has failed because of it."""
+        (self._folder / f"{os.environ['RANK']}-here").touch()
+        if os.environ["RANK"] == "0":
+            until((self._folder / "1-here").exists, "the neighbour")
+            (self._folder / "failed").touch()
+            raise RuntimeError("Connection closed by peer")
+        until((self._folder / "failed").exists, "its error")
+        os._exit(1)
+
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[Any]:
+def cluster() -> Iterator[Any]:
+    with three_nodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def servers(cluster: Any) -> Iterator[Any]:
     from ps_worker.ray import ParameterServer
 
-    with three_nodes(), ParameterServer(1, server_options=f"--lease {LEASE:g}", insecure=True) as running:
+    with ParameterServer(1, server_options=f"--lease {LEASE:g}", insecure=True) as running:
         yield running
 
 
-def groups_of(servers: Any, folder: Path, job: str, **more: Any) -> Any:
+def groups_of(
+    servers: Any,
+    folder: Path,
+    job: str,
+    needs: Callable[[int], dict[str, float]] = lambda group: {},
+    size: tuple[int, int] = (2, 2),
+    **more: Any,
+) -> Any:
+    """needs: returns the resources that a new actor of a group asks for"""
     import ray
 
     from ps_worker.ray import ActorGroups
 
     settings = servers.settings(mode="sync", job=job, elastic=False)
     kind = ray.remote(num_cpus=0.5)(Member)
-    return ActorGroups(servers, settings, lambda group, member: kind.remote(folder), 2, 2, **more)
+    start = lambda group, member: kind.options(resources=needs(group)).remote(folder)  # noqa: E731
+    return ActorGroups(servers, settings, start, *size, **more)
+
+
+def begin(groups: Any, method: str = "train") -> tuple[threading.Thread, list[Any]]:
+    """Runs groups in a thread. Returns it, and the list that gets the results."""
+    found: list[Any] = []
+    train = lambda actor: getattr(actor, method).remote()  # noqa: E731
+    running = threading.Thread(target=lambda: found.append(groups.run(train)), daemon=True)
+    running.start()
+    return running, found
+
+
+def kill(folder: Path, name: str) -> None:
+    """Kills the process of a member that trains, by its number among all members."""
+    for pid in (pid for own, pid in steps(folder) if own == name):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_group_of_actors_is_started_again_as_a_whole_and_the_other_goes_on(servers: Any, tmp_path: Path) -> None:
-    groups = groups_of(servers, tmp_path, "groups", max_restarts=1)
-    found: list[Any] = []
-    running = threading.Thread(target=lambda: found.append(groups.run(lambda actor: actor.train.remote())), daemon=True)
-    running.start()
+    running, found = begin(groups_of(servers, tmp_path, "groups", max_restarts=1))
     until(lambda: len([each for each in steps(tmp_path).values() if each > 20]) == 4, "four members that train")
     first = set(steps(tmp_path))
     [killed] = [pid for name, pid in first if name == "3"]
@@ -82,9 +131,61 @@ def test_a_group_of_actors_is_started_again_as_a_whole_and_the_other_goes_on(ser
     assert results[1][0]["first"] == results[1][1]["first"] > 20, "it came back at the job's clock"
 
 
-def test_a_group_that_fails_too_often_raises_its_own_error(servers: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such sample"):
-        groups_of(servers, tmp_path, "fails", max_restarts=1).run(lambda actor: actor.fail.remote())
+def test_while_one_group_waits_for_room_the_end_of_an_actor_of_another_is_seen(
+    cluster: Any, servers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ps_worker.ray.actor_groups.NOTICE_SECONDS", 0.5)
+    made: list[int] = []
+
+    def needs(group: int) -> dict[str, float]:
+        made.append(group)
+        return {"later": 1.0} if group == 0 and made.count(0) > 2 else {}
+
+    running, found = begin(groups_of(servers, tmp_path, "room", needs, max_restarts=1))
+    until(lambda: len([each for each in steps(tmp_path).values() if each > 2]) == 4, "four members that train")
+    kill(tmp_path, "0")
+    until(lambda: made.count(0) == 4, "the actors of group 0 anew")
+    until(lambda: "group 0 has waited for" in caplog.text, "the notice")
+    kill(tmp_path, "3")
+    until(lambda: made.count(1) == 4, "the actors of group 1 anew")
+
+    cluster.add_node(num_cpus=1, resources={"later": 2}, include_dashboard=False)
+    until(lambda: len(steps(tmp_path)) == 8, "all members anew")
+    (tmp_path / ENOUGH).touch()
+    running.join(END_SECONDS)
+    [results] = found
+    assert [[each["member"] for each in group] for group in results] == [[0, 1], [0, 1]]
+
+
+def test_a_group_that_comes_back_when_the_others_have_finished_ends_with_them(servers: Any, tmp_path: Path) -> None:
+    running, found = begin(groups_of(servers, tmp_path, "late", max_restarts=1), "train_late")
+    until(lambda: len([each for each in steps(tmp_path).values() if each > 2]) == 4, "four members that train")
+    first = {process for process in steps(tmp_path) if process[0] in "01"}
+    kill(tmp_path, "3")
+    until_further(tmp_path, first)
+    (tmp_path / ENOUGH).touch()
+    running.join(END_SECONDS)
+    [results] = found
+    assert [each["member"] for each in results[0]] == [0, 1], "its results are kept"
+    assert results[1] == [None, None]
+
+
+def test_a_group_that_fails_too_often_raises_its_own_error(
+    servers: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = groups_of(servers, tmp_path, "fails", size=(1, 1), max_restarts=1)
+    for runs in (1, 2):
+        with pytest.raises(ValueError, match="no such sample"):
+            groups.run(lambda actor: actor.fail.remote())
+        again = "group 0 failed: no such sample; it is ended, and started again in 0.5 s"
+        assert caplog.text.count(again) == runs, "each run has all restarts"
+
+
+def test_the_error_of_a_group_is_the_end_of_its_actor_and_no_error_of_a_neighbour(servers: Any, tmp_path: Path) -> None:
+    from ray.exceptions import RayActorError
+
+    with pytest.raises(RayActorError):
+        groups_of(servers, tmp_path, "dies", size=(1, 2)).run(lambda actor: actor.die_beside_an_error.remote())
 
 
 def test_groups_that_cannot_be_are_refused(servers: Any, tmp_path: Path) -> None:
