@@ -419,26 +419,19 @@ class ReceivingRoom:
 
 
 class Incoming:
-    """What has come of an edition, from any shard.
-
-    parts:     when how many bytes came of payloads, the first ones first
-    has_begun: a bucket has come, or its beginning
-    """
+    """What has come of an edition, from any shard. parts: when how many bytes came of payloads, the first ones first"""
 
     def __init__(self, arriving: Arriving, room: ReceivingRoom, what: str) -> None:
         self._arriving, self._room, self._what = arriving, room, what
         self.parts: list[tuple[float, int]] = []
-        self.has_begun = False
 
     def place(self, bucket: EditionBucket) -> memoryview | None:
         """See ShardReader.pull."""
-        self.has_begun = True
         self._room.begin(self._arriving)
         return self._arriving.place(bucket)
 
     def take(self, files: HandedOver | None, bucket: EditionBucket, timeline: int) -> None:
         """Takes a bucket, which may lie in memory that a server has handed over."""
-        self.has_begun = True
         if files is not None and bucket.lies is not None:
             size = self._arriving.file_size(bucket, self._what)
             self._arriving.map(bucket, timeline, files.file(bucket.lies.file, size), self._what)

@@ -50,7 +50,7 @@ from ps_protocol.errors import (
     anew,
 )
 from ps_protocol.layout import EDITION_WIRES
-from ps_protocol.messages.editions import EditionCall, RelayReport, WeightsAsked, WeightsHere
+from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.troubles import Troubles
@@ -62,7 +62,6 @@ IDLE_SECONDS = 1.0  # without an update, after which a job is asked for what it 
 PASSED_SECONDS = 0.005  # after which a version further ahead is asked for
 POLL_SECONDS = 0.05  # between two looks at how far a job is, in modes in which shards copy their weights as they are
 LOOK_SECONDS = 1.0  # between two looks where no edition is due yet: so shards know that somebody follows the job
-TELL_SECONDS = 5.0  # after which a relay that waits for an edition tells of other readers than it had before
 MOST_UNREADABLE = 3  # editions in a row of which a message cannot be read: another one would not be read either
 EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter exits
 # Of a payload in one message. With messages of 2 MiB a reader of 100 MB took 150 MB beside its two editions, with these
@@ -73,8 +72,7 @@ _RANDOM = random.Random()
 
 
 class _StandsStill(Exception):
-    """The job makes no updates at present, and its weights are newer than the edition; or a relay has something to tell
-    while it waits: the wait is to begin again."""
+    """The job makes no updates at present, and its weights are newer than the edition."""
 
 
 @dataclass
@@ -119,7 +117,6 @@ class Subscription:
     shared_directory: where a server on this host may hand over the memory of its editions; None: all comes in messages
     told:   is called, in the subscription's thread, at each new edition, at an error, and at the end
     room:   the memory into which editions are received
-    relay:  returns what the reader says of itself if it is a relay
 
     Raises InvalidRequest for settings that cannot be.
     """
@@ -138,7 +135,6 @@ class Subscription:
         shared_directory: Path | None = None,
         told: Callable[[], None] | None = None,
         room: ReceivingRoom | None = None,
-        relay: Callable[[], RelayReport | None] = lambda: None,
     ) -> None:
         if every < 1:
             raise InvalidRequest(f"every must be a number of updates from 1, got {every}")
@@ -147,7 +143,7 @@ class Subscription:
         if not 0 <= period <= 3600:
             raise InvalidRequest(f"period must be 0 to 3600 seconds, got {period}")
         self._servers, self._job, self._access = server.split(","), job, access
-        self._told_of, self._room, self._relay = told, room or ReceivingRoom(), relay
+        self._told_of, self._room = told, room or ReceivingRoom()
         self._every, self._wire, self._period = every, wire, period
         self._wanted = None if parameters is None else frozenset(parameters)
         self._process = os.getpid()
@@ -169,7 +165,8 @@ class Subscription:
         self._equal: float | None = None  # when the edition was last known to be the newest there is
         self._ended = False
         self._restores = 0
-        self._changed, self._closing = threading.Condition(), threading.Event()
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
         self._troubles = Troubles(log, "feed")
         self._thread = threading.Thread(target=self._run, name="ps-feed", daemon=True)
         start(self._thread)
@@ -373,7 +370,7 @@ class Subscription:
 
         Raises PSError: OutOfOrder if a shard was past the version; _StandsStill if the job does not come to it.
         """
-        edition, self._described_at, self._report = self._edition, time.monotonic(), self._relay()
+        edition, self._described_at = self._edition, time.monotonic()
         here = self._described(shards)
         highest, timeline = max(each.highest for each in here), max(each.timeline for each in here)
         is_same = edition is not None and (edition.run, edition.timeline) == (here[0].run, timeline)
@@ -464,8 +461,8 @@ class Subscription:
     def _describe(self, reader: ShardReader, run: str, with_spec: bool) -> WeightsHere:
         contents = self._contents
         buckets = () if contents is None or self._wanted is None else tuple(sorted(contents.buckets))
-        how = self._wire, contents is not None, buckets, self._report
-        return reader.describe(WeightsAsked(self._job, run, with_spec, *how))
+        asked = WeightsAsked(self._job, run, with_spec, self._wire, contents is not None, buckets)
+        return reader.describe(asked)
 
     def _version(self, here: list[WeightsHere], highest: int, own: int | None) -> int | None:
         """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""
@@ -522,8 +519,7 @@ class Subscription:
                 bases = {} if base is None else base.bases(wanted, shard.timeline)
                 what = self._job, shard.run, shard.timeline, least, self._wire, wanted, bases, PART_BYTES
                 with self._handover.offered(not self._is_damaged) as files:
-                    offer = None if files is None else files.offer
-                    call = EditionCall(*what, offer, sparse=True, relay=self._report)
+                    call = EditionCall(*what, None if files is None else files.offer, sparse=True)
                     reader.pull(call, partial(came.take, files), partial(alive, reader.index), came.place)
             else:
                 del heard[reader.index]
@@ -532,9 +528,6 @@ class Subscription:
             self._heard_of(told)
             self._lag = age
             heard[index] = time.monotonic() - (age or 0.0)
-            is_waiting = not came.has_begun and time.monotonic() - self._described_at > TELL_SECONDS
-            if is_waiting and self._relay() != self._report:  # the next edition may be far away
-                raise _StandsStill
             if before is not None and self._told <= before.version:
                 equal = min(list(heard.values()))
                 self._equal = equal if self._equal is None else max(self._equal, equal)

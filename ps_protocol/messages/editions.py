@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,28 +16,12 @@ from ps_protocol.convert import (
     wire_format,
     wire_format_number,
 )
-from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer, Parts, message_parts
 from ps_protocol.handover import MappingOffer
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import feed_pb2
 
 LEAST_PART_BYTES = 2**16  # of a payload in one message: each message costs both ends some time
-MOST_TOLD_READERS = 1_000_000  # of a relay: it is shown as a number, and relays add such numbers up
-_RELAY_NAME = re.compile(r"[A-Za-z0-9.:_%\[\]-]{1,128}")
-
-
-class RelayReport(NamedTuple):
-    """What a relay says of itself; nobody checks it.
-
-    name:    the address at which readers reach it, or one with the name of its host
-    readers: its own, and those of relays behind it, up to MOST_TOLD_READERS
-    version: that of its newest edition; None: there is none
-    """
-
-    name: str
-    readers: int
-    version: int | None = None
 
 
 class WeightsAsked(NamedTuple):
@@ -49,7 +32,6 @@ class WeightsAsked(NamedTuple):
     wire:      the type in which float32 elements are to travel later: relays pull these
     follows:   keep the last weights of `buckets` when the job ends
     buckets:   the indices of the buckets that the reader will ask for; empty: all
-    relay:     what the reader says of itself, if it is a relay
     """
 
     job: str
@@ -58,7 +40,6 @@ class WeightsAsked(NamedTuple):
     wire: str = "float32"
     follows: bool = False
     buckets: tuple[int, ...] = ()
-    relay: RelayReport | None = None
 
 
 class WeightsHere(NamedTuple):
@@ -113,7 +94,6 @@ class EditionCall(NamedTuple):
     part_bytes: the most bytes of a payload in one message; 0: no limit
     sparse:   changes may be sparse
     mapping:  the offer to map the edition's memory, for a relay of this host; None: send payloads
-    relay:    what the reader says of itself, if it is a relay
     """
 
     job: str
@@ -126,7 +106,6 @@ class EditionCall(NamedTuple):
     part_bytes: int = 0
     mapping: MappingOffer | None = None
     sparse: bool = False
-    relay: RelayReport | None = None
 
 
 class BucketPlace(NamedTuple):
@@ -186,29 +165,6 @@ class EditionPart(NamedTuple):
     more: Buffer | None = None
 
 
-def is_relay_name(name: str) -> bool:
-    """Whether a relay may have this name."""
-    return _RELAY_NAME.fullmatch(name) is not None
-
-
-def _relay_message(report: RelayReport | None) -> feed_pb2.RelayReport | None:
-    if report is None:
-        return None
-    readers = min(report.readers, MOST_TOLD_READERS)
-    return feed_pb2.RelayReport(name=report.name, reader_count=readers, edition_version=report.version)
-
-
-def _relay_report(message: feed_pb2.DescribeWeightsRequest | feed_pb2.PullEditionRequest) -> RelayReport | None:
-    """Returns what a relay says of itself in a request. Raises InvalidRequest for a name that none may have."""
-    if not message.HasField("relay"):
-        return None
-    relay = message.relay
-    if not is_relay_name(relay.name):
-        raise InvalidRequest("the name of a relay is to be an address of 1 to 128 characters")
-    version = relay.edition_version if relay.HasField("edition_version") else None
-    return RelayReport(relay.name, min(relay.reader_count, MOST_TOLD_READERS), version)
-
-
 def write_weights_asked(asked: WeightsAsked) -> bytes:
     """Writes a DescribeWeightsRequest."""
     return feed_pb2.DescribeWeightsRequest(
@@ -218,7 +174,6 @@ def write_weights_asked(asked: WeightsAsked) -> bytes:
         wire_format=wire_format_number(asked.wire),
         follows=asked.follows,
         buckets=asked.buckets,
-        relay=_relay_message(asked.relay),
     ).SerializeToString()
 
 
@@ -226,8 +181,7 @@ def read_weights_asked(data: bytes) -> WeightsAsked:
     """Reads a DescribeWeightsRequest."""
     message = parse(feed_pb2.DescribeWeightsRequest, data)
     wire, buckets = _cast(message.wire_format), tuple(message.buckets)
-    what = message.job, message.run, message.with_spec
-    return WeightsAsked(*what, wire, message.follows, buckets, _relay_report(message))
+    return WeightsAsked(message.job, message.run, message.with_spec, wire, message.follows, buckets)
 
 
 def write_weights_here(origin: Origin, here: WeightsHere) -> bytes:
@@ -282,7 +236,6 @@ def write_edition_call(call: EditionCall) -> bytes:
         part_bytes=call.part_bytes,
         mapping=mapping,
         sparse_changes=call.sparse,
-        relay=_relay_message(call.relay),
     ).SerializeToString()
 
 
@@ -295,8 +248,8 @@ def read_edition_call(data: bytes) -> EditionCall:
     offer = message.mapping
     of_offer = offer.location, offer.socket_inode, offer.nonce, offer.reader
     mapping = MappingOffer(*of_offer) if message.HasField("mapping") else None
-    how = dict(message.base_versions), most, mapping, message.sparse_changes
-    return EditionCall(*what, wire, tuple(message.buckets), *how, _relay_report(message))
+    bases = dict(message.base_versions)
+    return EditionCall(*what, wire, tuple(message.buckets), bases, most, mapping, message.sparse_changes)
 
 
 def in_messages(bucket: EditionBucket, most: int) -> tuple[EditionBucket, list[Buffer]]:

@@ -12,32 +12,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DescribeWeightsRequest(_message.Message):
-    __slots__ = ("job", "run", "with_spec", "wire_format", "follows", "buckets", "relay")
+    __slots__ = ("job", "run", "with_spec", "wire_format", "follows", "buckets")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     WITH_SPEC_FIELD_NUMBER: _ClassVar[int]
     WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
-    RELAY_FIELD_NUMBER: _ClassVar[int]
     job: str
     run: str
     with_spec: bool
     wire_format: _types_pb2.WireFormat
     follows: bool
     buckets: _containers.RepeatedScalarFieldContainer[int]
-    relay: RelayReport
-    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., with_spec: _Optional[bool] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., follows: _Optional[bool] = ..., buckets: _Optional[_Iterable[int]] = ..., relay: _Optional[_Union[RelayReport, _Mapping]] = ...) -> None: ...
-
-class RelayReport(_message.Message):
-    __slots__ = ("name", "reader_count", "edition_version")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    READER_COUNT_FIELD_NUMBER: _ClassVar[int]
-    EDITION_VERSION_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    reader_count: int
-    edition_version: int
-    def __init__(self, name: _Optional[str] = ..., reader_count: _Optional[int] = ..., edition_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., with_spec: _Optional[bool] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., follows: _Optional[bool] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DescribeWeightsResponse(_message.Message):
     __slots__ = ("header", "highest_version", "timeline", "shard_count", "buckets", "has_one_version", "edition_versions", "spec", "ended", "relayed", "age_duration", "buffer_versions")
@@ -75,7 +63,7 @@ class DescribeWeightsResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., highest_version: _Optional[int] = ..., timeline: _Optional[int] = ..., shard_count: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., has_one_version: _Optional[bool] = ..., edition_versions: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., ended: _Optional[bool] = ..., relayed: _Optional[bool] = ..., age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., buffer_versions: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class PullEditionRequest(_message.Message):
-    __slots__ = ("job", "run", "timeline", "version", "wire_format", "buckets", "base_versions", "part_bytes", "mapping", "sparse_changes", "relay")
+    __slots__ = ("job", "run", "timeline", "version", "wire_format", "buckets", "base_versions", "part_bytes", "mapping", "sparse_changes")
     class BaseVersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -93,7 +81,6 @@ class PullEditionRequest(_message.Message):
     PART_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAPPING_FIELD_NUMBER: _ClassVar[int]
     SPARSE_CHANGES_FIELD_NUMBER: _ClassVar[int]
-    RELAY_FIELD_NUMBER: _ClassVar[int]
     job: str
     run: str
     timeline: int
@@ -104,8 +91,7 @@ class PullEditionRequest(_message.Message):
     part_bytes: int
     mapping: MappingOffer
     sparse_changes: bool
-    relay: RelayReport
-    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., timeline: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., buckets: _Optional[_Iterable[int]] = ..., base_versions: _Optional[_Mapping[int, int]] = ..., part_bytes: _Optional[int] = ..., mapping: _Optional[_Union[MappingOffer, _Mapping]] = ..., sparse_changes: _Optional[bool] = ..., relay: _Optional[_Union[RelayReport, _Mapping]] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., timeline: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., buckets: _Optional[_Iterable[int]] = ..., base_versions: _Optional[_Mapping[int, int]] = ..., part_bytes: _Optional[int] = ..., mapping: _Optional[_Union[MappingOffer, _Mapping]] = ..., sparse_changes: _Optional[bool] = ...) -> None: ...
 
 class MappingOffer(_message.Message):
     __slots__ = ("location", "nonce", "socket_inode", "reader")

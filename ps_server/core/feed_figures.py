@@ -7,21 +7,6 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class RelayFigures:
-    """What a relay has said of itself: RelayStatus in shard.proto.
-
-    readers: its own, and those of relays behind it
-    version: that of its newest edition; None: it has none yet
-    behind:  updates that this edition lacks
-    """
-
-    name: str
-    readers: int
-    version: int | None = None
-    behind: int = 0
-
-
-@dataclass(frozen=True)
 class FeedFigures:
     """The readers of a job's weights, and the editions that they get: FeedStatus in shard.proto.
 
@@ -36,7 +21,6 @@ class FeedFigures:
     refused:  on a shard, how many editions it has not made, by reason; not in any message
     mapped:   how many readers of this host map the server's memory
     held:     bytes of it that only these readers still use
-    relays:   the relays among the readers, by name
     """
 
     readers: int = 0
@@ -50,21 +34,13 @@ class FeedFigures:
     refused: Mapping[str, int] = field(default_factory=dict)
     mapped: int = 0
     held: int = 0
-    relays: tuple[RelayFigures, ...] = ()
-
-    @property
-    def relayed(self) -> int:
-        """How many readers the relays have, as they say."""
-        return sum(each.readers for each in self.relays)
 
 
 def of_all_wires(figures: Sequence[FeedFigures]) -> FeedFigures:
     """Returns the figures of a job that is read in several wire formats.
 
-    Versions, ages and distances are the largest of all wire formats; everything else is summed. A relay says the same
-    in each of them, and counts once.
+    Versions, ages and distances are the largest of all wire formats; everything else is summed.
     """
-    relays = {relay.name: relay for each in figures for relay in each.relays}
     return FeedFigures(
         sum(each.readers for each in figures),
         max((each.version for each in figures if each.version is not None), default=None),
@@ -76,5 +52,4 @@ def of_all_wires(figures: Sequence[FeedFigures]) -> FeedFigures:
         next((each.trouble for each in figures if each.trouble), ""),
         mapped=sum(each.mapped for each in figures),
         held=sum(each.held for each in figures),
-        relays=tuple(relays[name] for name in sorted(relays)),
     )

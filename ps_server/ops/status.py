@@ -17,7 +17,6 @@ from ps_server.ops.columns import folded, lines_of, printable
 from ps_server.rpc.coordinator_client import OperatorClient
 from ps_server.rpc.plain import plain
 
-MOST_RELAYS = 8  # of a job that have a line each
 FEWER = 1.05  # the least ratio that is shown: below it the bytes are those of sync, with some padding
 
 
@@ -99,44 +98,9 @@ def _feeds(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
     """
     if status["coordinator"].get("upstream"):
         feeds = [held["feed"] for held in _held(status, job["name"]) if held.get("feed")]
-        lines = [f"job {job['name']}: {_feed_text(feed)}" for feed in feeds]
-    else:
-        feed = _of_all_shards(status, job["name"])
-        lines = [] if feed is None else [f"  weights are read: {_feed_text(feed)}"]
-    return lines + relay_lines(status, job["name"])
-
-
-def _relays(status: dict[str, Any], job: str) -> list[dict[str, Any]]:
-    """Returns what relays have said of themselves to the shards that answer, those with most readers first.
-
-    A relay says the same to all shards, and in each wire format. What it has said last has the highest version.
-    """
-    told: dict[str, dict[str, Any]] = {}
-    for held in _held(status, job):
-        for relay in (held["feed"] or {}).get("relays", ()):
-            told[relay["name"]] = max(told.get(relay["name"], relay), relay, key=_newer)
-    return sorted(told.values(), key=lambda relay: (-relay["reader_count"], relay["name"]))
-
-
-def _newer(relay: dict[str, Any]) -> tuple[int, int, int]:
-    version = -1 if relay["edition_version"] is None else relay["edition_version"]
-    return version, relay["behind"], relay["reader_count"]
-
-
-def relay_lines(status: dict[str, Any], job: str) -> list[str]:
-    """Returns a line for each relay of a job, and one for those past MOST_RELAYS together."""
-    relays = _relays(status, job)
-    lines = [f"    relay {each['name']} tells of {_relay_text(each)}" for each in relays[:MOST_RELAYS]]
-    more = relays[MOST_RELAYS:]
-    readers = counted(sum(each["reader_count"] for each in more), "reader")
-    return [*lines, f"    and {counted(len(more), 'more relay')} with {readers}"] if more else lines
-
-
-def _relay_text(relay: dict[str, Any]) -> str:
-    edition, readers = relay["edition_version"], counted(relay["reader_count"], "reader")
-    if edition is None:
-        return f"{readers}, and has no edition yet"
-    return f"{readers}; its edition {edition} is {counted(relay['behind'], 'update')} behind"
+        return [f"job {job['name']}: {_feed_text(feed)}" for feed in feeds]
+    feed = _of_all_shards(status, job["name"])
+    return [] if feed is None else [f"  weights are read: {_feed_text(feed)}"]
 
 
 def _of_all_shards(status: dict[str, Any], job: str) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ const EVENTS_KEPT = 200;
 const OLD_CHECKPOINT = 900; // seconds
 const SHOWN = 12; // workers that are shown one by one; of more, the slowest and the fastest
 const [SLOWEST, FASTEST] = [8, 2];
-const RELAYS = 8; // that have a row each
 const FIGURE_WIDTH = 160; // pixels, at least
 const LINES = ["#3b82d4", "#d9822b", "#2c9a6b", "#b455c9", "#c94a4a", "#7a8a2b", "#3aa7b8", "#8b6f5a"];
 
@@ -388,28 +387,6 @@ function drawTables(job, status) {
   fill($("tables"), heads, rows);
 }
 
-// What relays have said of themselves: each tells all shards. Those with most readers come first.
-function drawRelays(job, status) {
-  const told = new Map();
-  for (const held of status.shards.flatMap((shard) => shard.jobs).filter((each) => each.job === job.name)) {
-    for (const relay of held.feed?.relays ?? []) {
-      const before = told.get(relay.name), newer = (relay.edition_version ?? -1) - (before?.edition_version ?? -1);
-      if (!before || newer > 0 || (newer === 0 && relay.behind > before.behind)) told.set(relay.name, relay);
-    }
-  }
-  const relays = [...told.values()].sort((a, b) => b.reader_count - a.reader_count || (a.name < b.name ? -1 : 1));
-  const heads = ["relay", ["readers", "number"], ["edition", "number"], ["updates behind", "number"]];
-  const rows = relays.slice(0, RELAYS).map((relay) => {
-    const cells = [relay.reader_count, relay.edition_version ?? "none", relay.edition_version === null ? "–" : relay.behind];
-    return [relay.name, ...cells.map((cell) => [cell, "number"])];
-  });
-  const more = relays.slice(RELAYS);
-  $("relays-part").hidden = relays.length === 0;
-  const rest = more.length ? `and ${plural(more.length, "more relay")} with ${plural(sum(more, "reader_count"), "reader")}. ` : "";
-  $("relays-note").textContent = `${rest}This is what relays say of themselves. Those behind a relay are in its number of readers.`;
-  fill($("relays"), heads, rows);
-}
-
 // -- bars -------------------------------------------------------------------------------------------------------------
 
 function bars(place, entries, nothing) {
@@ -598,7 +575,7 @@ function choose(jobs) {
   return known.find(([name]) => name === shown)?.[2];
 }
 
-const OF_RUNNING = ["race-part", "workers-part", "bars-part", "shards-part", "progress-part", "rows", "relays-part"];
+const OF_RUNNING = ["race-part", "workers-part", "bars-part", "shards-part", "progress-part", "rows"];
 
 function drawRunning(job, view) {
   const of = view.jobs.find((each) => each.job === job.name);
@@ -611,7 +588,6 @@ function drawRunning(job, view) {
   drawWorkers(job, views);
   drawShards(job, view);
   drawTables(job, view.status);
-  drawRelays(job, view.status);
   drawStaleness(job, view.status);
   drawAwaited(of);
   drawProgress(job);

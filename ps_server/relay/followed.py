@@ -26,7 +26,6 @@ from ps_server.relay.sending import RelaySender
 from ps_server.shard.mapped import MappedFiles
 from ps_server.shard.outbox import Outbox
 from ps_server.shard.shared_changes import BucketChanges
-from ps_server.shard.told_relays import ToldRelays
 
 MOST = 2
 HELD_SECONDS = 30.0  # for which readers may hold an edition that a newer one waits to replace
@@ -51,7 +50,6 @@ class FollowedJob:
     ) -> None:
         self.name, self.wire, self.mapped = name, wire, mapped or MappedFiles(None)
         self._clock = clock or time.monotonic  # looked up here, so that a simulation has its own
-        self.relays = ToldRelays()  # the relays among the readers
         self.asked = self._clock()  # when a reader last asked for the job
         self.sent_bytes = self.sent_elements = 0  # `sent_elements`: the bytes if changes had been sent whole
         self._changes_of: tuple[str, int] | None = None  # the run and the timeline of:
@@ -128,9 +126,7 @@ class FollowedJob:
         own = [file for each in self.kept() for file in each.arrays.files.values()]
         held = self.mapped.held_bytes(own)
         own_readers, mapped = len(self.callers()), self.mapped.readers
-        relays = self.relays.figures(self.latest, self._clock())
-        numbers = own_readers, version, age, behind, self.nbytes
-        return FeedFigures(*numbers, *sent, mapped=mapped, held=held, relays=relays)
+        return FeedFigures(own_readers, version, age, behind, self.nbytes, *sent, mapped=mapped, held=held)
 
     def describe(self, with_spec: bool, run: str = "") -> WeightsHere:
         """Describes the job's weights and its newest edition. Raises TryLater, NotFound or RunEnded.
@@ -186,13 +182,7 @@ class FollowedJob:
             if self._is_closed:
                 raise self._not_followed()
             self._waiting.add(sender)
-        release = self.relays.hold(call.relay, caller, self._clock)
-
-        def forget() -> None:
-            sender.forget()
-            release()
-
-        outbox.on_close(forget)  # before anything is sent: the end may come at once
+        outbox.on_close(sender.forget)  # before anything is sent: the end may come at once
         self._promote()
 
     def hold(self, reader: Reader, fits: Callable[[KeptEdition], bool]) -> KeptEdition | None:

@@ -13,9 +13,8 @@ from pathlib import Path
 from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
 from ps_protocol.layout import EDITION_WIRES
-from ps_protocol.messages.editions import EditionCall, RelayReport, WeightsAsked, WeightsHere, is_relay_name
+from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
-from ps_server.core.feed_figures import of_all_wires
 from ps_server.core.limits import check_feeds
 from ps_server.relay.followed import FollowedJob
 from ps_server.relay.room import EditionRoom
@@ -34,7 +33,6 @@ class Relayed:
     every, period: the least number of updates, and of seconds, between two editions
     limit:  the most feeds of one job; one principal may have half as many
     shared_directory: the directory in which readers on this host wait for shared memory; None: payloads are sent
-    name:   what the relay calls itself to its upstream: see RelayReport
     """
 
     def __init__(
@@ -46,9 +44,8 @@ class Relayed:
         period: float = 0.0,
         limit: float = math.inf,
         shared_directory: Path | None = None,
-        name: str = "",
     ) -> None:
-        self.upstream, self._directory, self._name = upstream, shared_directory, name
+        self.upstream, self._directory = upstream, shared_directory
         self._named, self._every, self._period, self._limit = frozenset(named), every, period, limit
         self._room = EditionRoom(is_shared=shared_directory is not None)
         self._followed: dict[tuple[str, str], FollowedJob] = {}
@@ -99,14 +96,9 @@ class Relayed:
         found.asked = time.monotonic()
         return found
 
-    def describe(self, asked: WeightsAsked, caller: str = "") -> WeightsHere:
-        """Describes a job's weights. Raises the errors of `get` and FollowedJob.describe.
-
-        caller: the principal that asks; empty: unknown
-        """
-        job = self.get(asked.job, asked.wire)
-        job.relays.tell(asked.relay if asked.follows else None, caller, time.monotonic())
-        return job.describe(asked.with_spec, asked.run)
+    def describe(self, asked: WeightsAsked) -> WeightsHere:
+        """Describes a job's weights. Raises the errors of `get` and FollowedJob.describe."""
+        return self.get(asked.job, asked.wire).describe(asked.with_spec, asked.run)
 
     def pull(self, call: EditionCall, outbox: Outbox, caller: str) -> None:
         """Sends an edition on the outbox, and ends it. Returns at once.
@@ -147,18 +139,10 @@ class Relayed:
                 access=self.upstream.access,
                 told=told,
                 room=self._room,
-                relay=partial(self._report, name),
             )
 
         mapped = self._mapped.setdefault((name, wire), MappedFiles(self._directory))
         return FollowedJob(name, wire, subscribe, self._room, mapped)
-
-    def _report(self, name: str) -> RelayReport | None:
-        """Returns what to tell the upstream of a job's readers here; None: nothing, as this relay has no name."""
-        if not is_relay_name(self._name):
-            return None
-        job = of_all_wires([each.figures for each in self.followed() if each.name == name])
-        return RelayReport(self._name, job.readers + job.relayed, job.version)
 
     def _look_for(self, name: str, before: FollowedJob | None) -> None:
         """Makes sure that a job of this name can be followed.

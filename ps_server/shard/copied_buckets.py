@@ -60,9 +60,10 @@ class _Scratch(threading.local):
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns memory for so many elements, until the next call."""
-        if not self._memory.numel():
-            self._memory = torch.empty(_CONVERTED_BYTES, dtype=torch.uint8)
-        return self._memory[: numel * dtype.itemsize].view(dtype)
+        size = numel * dtype.itemsize
+        if self._memory.numel() < size:
+            self._memory = torch.empty(max(size, _CONVERTED_BYTES), dtype=torch.uint8)
+        return self._memory[:size].view(dtype)
 
 
 _scratch = _Scratch()

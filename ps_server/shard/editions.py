@@ -35,7 +35,6 @@ from ps_server.shard.copied_buckets import CopiedBucket, EditionFiles, Piece, me
 from ps_server.shard.feed_tally import FeedTally
 from ps_server.shard.mapped import MappedFiles, NewFiles
 from ps_server.shard.shared_changes import BucketChanges
-from ps_server.shard.told_relays import ToldRelays
 
 MOST = 2
 KEPT_SECONDS = 10.0  # for which an edition that nobody reads is kept for others
@@ -269,7 +268,6 @@ class Editions:
     promised: returns the bytes of free memory that training was promised and has not allocated yet
     waiting:  editions that wait for updates
     tally:    what readers have had
-    relays:   the relays among the readers
     """
 
     def __init__(self, job: str, buckets: Mapping[int, Bucket], promised: Callable[[], int]) -> None:
@@ -285,7 +283,7 @@ class Editions:
         self._mapped: dict[MappedFiles, float] = {}
         self._new_files = NewFiles(WrittenFile)
         self.waiting: tuple[TakenEdition, ...] = ()
-        self.tally, self.relays = FeedTally(), ToldRelays()
+        self.tally = FeedTally()
 
     def versions(self) -> list[int]:
         """Returns the versions of editions of one version that somebody waits for, or that no bucket is past yet."""
@@ -422,8 +420,7 @@ class Editions:
         if not self._kept and not held and now - self._followed > KEPT_SECONDS:
             return None
         seen = self.tally.figures(readers, lowest, self.nbytes, now)
-        relays = self.relays.figures(lowest, now)
-        return replace(seen, mapped=sum(each.readers for each in mapped), held=held, relays=relays)
+        return replace(seen, mapped=sum(each.readers for each in mapped), held=held)
 
     def copied_now(
         self, pieces: frozenset[Piece], locked: Callable[[int], AbstractContextManager[Bucket]]

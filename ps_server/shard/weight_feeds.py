@@ -334,18 +334,13 @@ class WeightFeeds:
         self._mapped: dict[tuple[str, str], MappedFiles] = {}
         self._lock = threading.Lock()
 
-    def describe(self, asked: WeightsAsked, caller: str = "") -> WeightsHere:
-        """Returns what this shard has of a job's weights. Raises NotFound, RunEnded, TryLater, or InvalidRequest.
-
-        caller: the principal that asks; empty: unknown
-        """
+    def describe(self, asked: WeightsAsked) -> WeightsHere:
+        """Returns what this shard has of a job's weights. Raises NotFound, RunEnded, TryLater, or InvalidRequest."""
         source = self._source(asked.job, asked.run)
         _check_wire(asked.wire)
         if asked.follows:
             followed = source.specs.keys() & (asked.buckets or source.specs.keys())
             source.heard_of_reader(self._clock(), _pieces(asked.wire, followed, source))
-            if isinstance(source, JobSource):
-                source.job.editions.relays.tell(asked.relay, caller, self._clock())
         versions = source.versions
         return WeightsHere(
             source.run,
@@ -371,12 +366,7 @@ class WeightFeeds:
         handed = self._handed(call)
         wanted = replace(_wanted(call, source), maps=None if handed is None else handed[1])
         bases = {index: call.bases[index] for index in source.specs if index in call.bases}  # it may name any number
-        give_backs = [self._taken.take(caller, _message_bytes(wanted, source, call.part_bytes))]
-
-        def give_back() -> None:
-            for each in give_backs:
-                each()
-
+        give_back = self._taken.take(caller, _message_bytes(wanted, source, call.part_bytes))
         how = call.part_bytes, call.sparse, give_back, handed
         feed = EditionSender(source, wanted, bases, outbox, caller, self._clock, *how)
         try:
@@ -384,8 +374,6 @@ class WeightFeeds:
         except PSError:
             give_back()
             raise
-        if isinstance(source, JobSource):  # no status shows what is left of others
-            give_backs.append(source.job.editions.relays.hold(call.relay, caller, self._clock))
         self._wake()
         try:
             # The job may have ended its feeds meanwhile, without this one.

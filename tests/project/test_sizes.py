@@ -76,6 +76,7 @@ LARGER_CLASSES = {
     "LocalRounds": "implements StepKind for rounds of local steps",
     "Membership": "the pure rules of joins, leaves and leases",
     "Objects": "implements Files for an object store",
+    "ParameterServerGroupStrategy": "implements Lightning's Strategy: it has no method that is not Lightning's",
     "QuorumRule": "implements UpdateRule for a quorum",
     "ServerTables": "implements Rows on servers, for all tables of a model",
     "Shard": "a method for each call of DataService and ShardService",
