@@ -1,7 +1,7 @@
 """One process of `python -m bench groups`: a member of a group, of torch's HSDP, or one that trains alone.
 
-The first line of its input is its Order; each line after it is told to all processes of a system at the same time, and
-answered by each of them:
+It reads an Order from the first line of its input. The benchmark sends each later line to all processes of a system at
+the same time, and each of them answers:
 
     {"steps": N}    takes N steps: when they began and ended, the last loss, the seconds of a core that this process has
                     used, and the bytes that went through this host's interfaces meanwhile

@@ -71,7 +71,7 @@ if count == "0":
 open(path + "-awaits", "w").write({awaits!r})
 if {awaits!r} != "1":
     sys.exit(0)
-time.sleep(600)
+time.sleep(600)  # the launcher stops it
 """
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import mmap
+import os
 import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -154,3 +157,15 @@ class Feeding:
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.shard.tick()
+
+
+def assert_sealed(descriptor: int) -> None:
+    """No way changes a memory file through this descriptor: not its elements, not its size, not by a mapping."""
+    for change in (
+        lambda: os.pwrite(descriptor, b"x", 0),
+        lambda: os.ftruncate(descriptor, 1),
+        lambda: os.ftruncate(descriptor, 2**20),
+        lambda: mmap.mmap(descriptor, os.fstat(descriptor).st_size),
+    ):
+        with pytest.raises(PermissionError):
+            change()
