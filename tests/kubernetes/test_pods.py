@@ -187,6 +187,8 @@ def test_a_pod_that_is_a_group_starts_it_again_as_a_whole_and_comes_back_itself(
         assert not members[0].is_running()
         assert pods.replaced == [], "the pod stays"
 
+        joins = steps()
+        pods.until(lambda: steps() > joins + 1, "steps of both groups, so that the next join is at a later clock")
         before = steps()
         kill_family(other.process.pid)
         pods.until(lambda: len(joined()) == 3, "another pod with the group")
