@@ -276,7 +276,7 @@ class Arriving:
             return sum(self._contents.size(self._contents.buckets[index]) for index in self.missing)
 
     def take(self, sent: EditionBucket, timeline: int, what: str) -> None:
-        """Adds a bucket. Raises Damaged if its checksum differs, if it was not requested, or if it came before."""
+        """Adds a bucket. Raises Damaged if its checksum or type differs, or if it was not requested or came before."""
         bucket = self._awaited(sent, what)
         with self._lock:
             self._empty.discard(bucket.space)
@@ -327,6 +327,9 @@ class Arriving:
         bucket = self._contents.buckets.get(sent.bucket)
         if bucket is None or sent.bucket in self._versions:
             raise Damaged(f"{what}: bucket {sent.bucket} was not asked for, or came twice")
+        came_as, expected = sent.wire_format or bucket.dtype, self._contents.dtype(bucket)
+        if came_as != expected:  # it may have as many bytes, and they would be read as other numbers
+            raise Damaged(f"{what}: expected bucket {sent.bucket} as {expected}, got {came_as}")
         return bucket
 
     def _took(self, sent: EditionBucket, timeline: int, size: int) -> None:

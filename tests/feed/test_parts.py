@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -14,7 +15,7 @@ from torch import nn
 
 import ps_torch as ps
 from ps_feed import subscription
-from ps_feed.edition import Arriving, Damaged, EditionArrays
+from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays
 from ps_feed.edition_client import JoinedParts, receive
 from ps_protocol.changes import apply_change, encode_change
 from ps_protocol.framing import Buffer, split_message
@@ -159,3 +160,15 @@ def test_a_bucket_that_is_there_is_not_written_again() -> None:
     assert not again[0].bucket or arriving.place(again[0].bucket) is None
     space = arriving._spaces[CONTENTS.buckets[0].space]
     assert space[: SIZES[0]].tobytes() == bucket(0, 7.0).payload
+
+
+def test_a_bucket_in_another_type_of_the_same_size_is_refused() -> None:
+    contents = Contents(CONTENTS.spec, None, "bfloat16")
+    payload = bytes(contents.size(contents.buckets[0]))
+    asked = EditionBucket(0, 1, "bfloat16", zlib.crc32(payload), payload)
+    arriving = Arriving(contents, None)
+    for other in ("float16", ""):
+        with pytest.raises(Damaged, match="expected bucket 0 as bfloat16, got float"):
+            arriving.take(asked._replace(wire_format=other), 0, "an edition")
+    arriving.take(asked, 0, "an edition")
+    assert 0 not in arriving.missing
