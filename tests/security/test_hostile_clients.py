@@ -258,6 +258,7 @@ def test_calls_in_flight_are_limited_in_all_but_for_probes(make_cluster: MakeClu
     cluster = make_cluster(shards=1, limits=Limits(all_calls=12))
     server = cluster.servers[0]
     register(cluster, job())
+    until(lambda: server.calls_in_flight() == 0, "the end of that call: its answer is here a moment before")
     with open_channel(cluster.address) as channel:
         watching = [watch(channel, 600) for _ in range(6)]
         for stream in watching:
