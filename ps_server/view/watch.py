@@ -54,7 +54,7 @@ class Watch:
         self._over = False
         self._background = Background()
         self.process = secrets.randbits(53)
-        self._view = self._make()
+        self._view = self._make(coordinator.jobs())
 
     def start(self) -> None:
         """Starts the thread that makes views."""
@@ -77,12 +77,12 @@ class Watch:
         for index, shard in self._coordinator.shards().items():
             if self._is_due(shard):
                 self._background.apart("view", str(index), partial(self._ask, shard))
-        view = self._make()
+        jobs = self._coordinator.jobs()
+        view = self._make(jobs)
         self._note_shards(view)
-        jobs = {job.placed.run: job for job in self._coordinator.jobs().values()}
         with self._lock:
             self._view = view
-            before, self._jobs = self._jobs, jobs
+            before, self._jobs = self._jobs, {job.placed.run: job for job in jobs.values()}
             number = self._history.next
             self._finished.look(view, number, lambda job: self._history.after(0, [job]), partial(_end, before))
             self._history.add(view.time, samples(view))
@@ -164,8 +164,9 @@ class Watch:
             if self._answers[shard.index].process == shard.process:  # another one may serve it by now
                 self._answers[shard.index] = Answer(shard.process, statistics)
 
-    def _make(self) -> View:
-        jobs = self._coordinator.statistics().jobs
+    def _make(self, running: Mapping[str, CoordinatedJob]) -> View:
+        """Makes a view of these jobs, which the caller keeps: one may end before the view is made."""
+        jobs = {name: job.statistics() for name, job in running.items()}
         with self._lock:
             sources = Sources(
                 now=self._clock.now(),

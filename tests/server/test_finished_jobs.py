@@ -12,8 +12,10 @@ from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.ended_jobs import JOBS_KEPT, EndedJobs, FinishedJob
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.state_file import StateFile
+from ps_server.coordinator.timing import Clock
 from ps_server.core.membership import DEFAULT_ABSENCE_SECONDS
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.view.watch import Watch
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess, train
 from tests.tools.raw_worker import vector_job
 
@@ -68,6 +70,33 @@ def test_a_job_that_its_workers_deserted_has_not_finished(cluster: OneProcess) -
     cluster.coordinator.expire_workers()
     cluster.coordinator.job("job").desert()
     assert begins(cluster, "a")
+
+
+class LeavingClock(Clock):
+    """The clock of a watch. In the view after `leaving` is set, the job has ended once its figures are read."""
+
+    def __init__(self, worker: DirectWorker) -> None:
+        self.leaving, self._worker = False, worker
+
+    def since_1970(self) -> float:
+        if self.leaving:
+            self.leaving = False
+            assert self._worker.leave(done=True)
+        return super().since_1970()
+
+
+def test_a_job_that_ends_while_a_view_is_made_is_kept_with_its_last_checkpoint(cluster: OneProcess) -> None:
+    [worker] = trained(cluster, "a")
+    clock = LeavingClock(worker)
+    watch = Watch(cluster.coordinator, 1, clock)
+    clock.leaving = True
+    watch.look()
+    assert list(watch.view.jobs) == ["job"]
+    assert cluster.coordinator.jobs() == {}
+    watch.look()
+    [finished] = watch.finished
+    assert finished.end.checkpoints is not None
+    assert finished.end.checkpoints.name is not None, "the one that was made at its end"
 
 
 def test_a_process_that_has_taken_part_begins_its_job_anew_and_its_launch_with_it(cluster: OneProcess) -> None:

@@ -339,7 +339,6 @@ def test_a_shard_is_silent_since_it_was_asked_and_not_while_it_is_left_alone() -
     coordinator = SimpleNamespace(
         shards=lambda: shards,
         shard_directory=SimpleNamespace(count=1),
-        statistics=lambda: SimpleNamespace(jobs={}),
         jobs=dict,
         lease=10.0,
         events=events,
