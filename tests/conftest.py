@@ -46,10 +46,19 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, whatever earlier tests have run here: a command leaves its handler."""
+    """SIGINT raises KeyboardInterrupt, also where it is ignored, as in a run in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """Takes back the handlers that a test leaves: a command that runs here sets its own, and so does a session."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import signal
 import socket
 import sys
 import threading
@@ -41,15 +40,6 @@ from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 INF, NAN = float("inf"), float("nan")
-
-
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    """A command that runs in this process sets handlers of its own."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 # -- pushes and pulls ------------------------------------------------------------------------------------------------

@@ -421,6 +421,7 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_wait_at_once_and_the_answer_is_received_all_the_same(make: Callable[[], Shard]) -> None:
     shard, answer, attending = make(), Read(), Attending()
     attending.begin([shard.connection])
@@ -439,6 +440,7 @@ def test_ctrl_c_ends_a_wait_at_once_and_the_answer_is_received_all_the_same(make
     assert answer.by == "receive"
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_middle_of_an_answer_waits_for_its_end(make: Callable[[], Shard]) -> None:
     """Half an answer that was thrown away would make all that follows unreadable."""
     shard, payload, comes = make(), bytes(range(256)) * 4096, Coming()
@@ -464,6 +466,7 @@ def test_ctrl_c_in_the_middle_of_an_answer_waits_for_its_end(make: Callable[[], 
     after.done.result(0)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_middle_of_an_answer_whose_rest_does_not_come_is_heard(
     make_looking: Callable[[], Shard],
 ) -> None:
@@ -486,6 +489,7 @@ def test_ctrl_c_in_the_middle_of_an_answer_whose_rest_does_not_come_is_heard(
     assert not shard.connection.is_open
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_between_answers_is_heard_although_more_have_come(make: Callable[[], Shard]) -> None:
     shard, seen = make(), []
 
@@ -614,6 +618,7 @@ def test_many_threads_have_their_answers_whoever_receives(make: Callable[[], Sha
 def test_the_training_thread_receives_what_its_steps_wait_for(
     shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(client, "_LOOK_SECONDS", 60.0)  # no thread comes by meanwhile and has an answer read
     received: list[str] = []
     real = ClientConnection._take
 
