@@ -35,6 +35,7 @@ from tests.tools.raw_worker import RawWorker, vector_job
 
 MakeCluster = Callable[..., Cluster]
 SECONDS = 20.0
+LEASE = 120.0  # of workers that send no heartbeats
 
 
 def create(buckets: Iterable[int] = (0,), **changes: Any) -> shard_pb2.CreateJobRequest:
@@ -195,7 +196,7 @@ def test_a_reader_of_one_job_was_told_of_all(make_cluster: MakeCluster, tmp_path
 def test_a_state_without_end_could_be_saved_on_the_coordinator_by_anybody(
     make_cluster: MakeCluster, tmp_path: Path
 ) -> None:
-    cluster = make_cluster(shards=1, limits=Limits(state_bytes=100), checkpoint_dir=tmp_path)
+    cluster = make_cluster(shards=1, limits=Limits(state_bytes=100), checkpoint_dir=tmp_path, lease=LEASE)
     with RawWorker(cluster.address, vector_job(JOB, "sync", cells=16, world_size=1), 0) as worker:
         for size, other, error in (
             (101, {}, LimitExceeded),
@@ -210,7 +211,7 @@ def test_a_state_without_end_could_be_saved_on_the_coordinator_by_anybody(
 def test_the_states_of_many_workers_had_no_bound_together(make_cluster: MakeCluster, tmp_path: Path) -> None:
     """Each of 4096 workers of 64 jobs could leave 16 MiB in the coordinator's memory."""
     limits = Limits(state_bytes=100, all_state_bytes=500)
-    cluster = make_cluster(shards=1, limits=limits, checkpoint_dir=tmp_path)
+    cluster = make_cluster(shards=1, limits=limits, checkpoint_dir=tmp_path, lease=LEASE)
     spec, other = vector_job(JOB, "sync", cells=16, world_size=2), vector_job("other", "sync", cells=16, world_size=1)
     with (
         RawWorker(cluster.address, spec, 0) as zero,

@@ -71,7 +71,7 @@ def test_workers_wait_as_long_as_a_restore_gets_on(
             with piece:  # both shards read in sync
                 before = len(clock.told)
                 arguments[2](1)
-                until(lambda before=before: len(clock.told) > before or over.is_set(), "a worker hears of it", 20.0)  # type: ignore[misc]
+                until(lambda before=before: len(clock.told) > before or over.is_set(), "a worker hears of it")  # type: ignore[misc]
                 clock.now += PIECE_SECONDS
         reads.append(1)
         return read(store, *arguments)
@@ -85,7 +85,7 @@ def test_workers_wait_as_long_as_a_restore_gets_on(
             until(lambda: session.clock > 3 or training.done())
             cluster.coordinator.job("default").checkpoint()
             cluster.start_again(1)
-            until(lambda: reads or training.done(), "the restore", 30.0)
+            until(lambda: reads or training.done(), "the restore")
             before = session.clock
             until(lambda: session.clock > before + 3 or training.done(), "more steps")
         finally:

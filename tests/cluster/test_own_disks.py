@@ -15,6 +15,7 @@ import torch
 
 from ps_protocol.errors import InvalidRequest, TryLater
 from ps_protocol.messages.workers import JoinRequest
+from ps_runtime.free_ports import free_port
 from ps_server.config import ServerConfig
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.server import Server
@@ -41,6 +42,7 @@ class Machines:
         self.servers = [self._start(index, root / f"machine-{index}") for index in range(shards)]
 
     def _start(self, index: int, directory: Path, port: int = 0) -> Server:
+        port = port or free_port()  # one that is free once more when the shard has moved
         config = ServerConfig(index=index, coordinator=self.address, checkpoint_dir=directory, own_disk=True, port=port)
         server = Server(config)
         assert server.wait_ready(START_SECONDS)

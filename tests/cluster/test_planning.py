@@ -26,6 +26,7 @@ from ps_server.ops.status import fetch
 from ps_tables.contributions import RowGradients
 from ps_tables.sizes import record_bytes
 from ps_tables.table import Table
+from tests.tools.cluster import until
 from tests.tools.launching import environment, resident
 from tests.tools.raw_worker import RawWorker
 
@@ -38,7 +39,9 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "docs/benchmarks"
 
 
 def held_by(address: str) -> dict[str, Any]:
-    [shard] = fetch(address)["shards"]
+    """What the only shard has of the only job, once it answers: on a busy machine it may need longer than a status
+    waits."""
+    [shard] = until(lambda: [each for each in fetch(address)["shards"] if each["reachable"]], "an answer of the shard")
     [job] = shard["jobs"]
     return dict(job)
 

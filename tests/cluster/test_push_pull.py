@@ -16,8 +16,8 @@ CELLS = 48  # three buckets, on one shard
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """One shard, on which each test has a job of its own."""
-    running = Cluster(shards=1)
+    """One shard, on which each test has a job of its own. Its workers send no heartbeats."""
+    running = Cluster(shards=1, lease=600.0)
     yield running
     running.stop()
 

@@ -10,6 +10,7 @@ import torch
 
 from ps_protocol.errors import JobMismatch, NoCheckpoints, NotFound, TryLater
 from ps_protocol.messages.workers import JoinRequest
+from ps_runtime.free_ports import free_port
 from ps_server.config import ServerConfig
 from ps_server.coordinator.state_file import SavedJob, StateFile
 from ps_server.core.statistics import RecoveryStatistics
@@ -17,7 +18,7 @@ from ps_server.ops import status
 from ps_server.server import Server
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cases import cases, crossed
-from tests.tools.cluster import Cluster, in_parallel, until
+from tests.tools.cluster import START_SECONDS, Cluster, in_parallel, until
 from tests.tools.raw_worker import RawWorker, vector_job
 from tests.tools.rollbacks import CELLS, LEASE, QUICK, job_of, join_again, make_checkpoint, step, train
 
@@ -149,17 +150,16 @@ def test_the_workers_wait_for_each_other_after_the_job_was_set_back(cluster: Clu
 
 def test_the_coordinator_comes_back_and_its_workers_notice_nothing(make_cluster: MakeCluster, tmp_path: Path) -> None:
     """The coordinator alone in its process: no shard is lost with it."""
-    directory = tmp_path / "checkpoints"
-    alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=LEASE))
+    directory, port = tmp_path / "checkpoints", free_port()
+    alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=LEASE, port=port))
     shard = Server(ServerConfig(index=0, coordinator=alone.address, checkpoint_dir=directory))
     try:
-        assert shard.wait_ready(20)
+        assert shard.wait_ready(START_SECONDS)
         with RawWorker(alone.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
             worker.initialise()
             step(worker)
             alone.stop()
             assert torch.equal(step(worker), torch.full((CELLS,), 2.0)), "training does not need it"
-            port = int(alone.address.rpartition(":")[2])
             alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=LEASE, port=port, resume=True))
 
             def heard() -> bool:

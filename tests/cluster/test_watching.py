@@ -153,7 +153,12 @@ def test_wrong_figures_are_refused_with_the_heartbeat_and_change_nothing(shared:
 def test_a_shard_says_what_it_measured_of_itself_and_of_each_job(cluster: Cluster) -> None:
     sessions = [cluster.connect("sync", rank, 2, job="j") for rank in range(2)]
     in_parallel(2, lambda rank: train(sessions[rank], 6))
-    running = status.fetch(cluster.address)
+
+    def answered() -> dict[str, Any] | None:  # by all shards: on a busy machine one may need longer than a status waits
+        found = status.fetch(cluster.address)
+        return found if all(shard["reachable"] for shard in found["shards"]) else None
+
+    running = until(answered, "an answer of both shards") or {}
     held = [job for shard in running["shards"] for job in shard["jobs"] if job["job"] == "j"]
     assert sum(job["figures"]["apply_count"] for job in held) == 6 * sum(job["bucket_count"] for job in held)
     assert all(job["figures"]["apply_duration"] > 0 for job in held)

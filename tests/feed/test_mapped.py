@@ -184,8 +184,8 @@ def test_operators_see_how_many_readers_map_a_relays_memory_and_what_these_keep(
             assert seen("ps_feed_mapped_readers") == 2, "a reader counts once, whatever it has mapped"
             size = held.arrays.spaces["float32"].nbytes  # frozen tensors are in the newest edition, too
             until(lambda: seen("ps_edition_held_bytes") == size, "the memory that one reader keeps")
-            text = status.table(status.fetch(near.address))
-            assert re.search(r"2 readers, 2 readers with its memory mapped, .* more that readers keep mapped, ", text)
+            said = r"2 readers, 2 readers with its memory mapped, .* more that readers keep mapped, "
+            until(lambda: re.search(said, status.table(status.fetch(near.address))), "that both wait for the next")
         del held, feed, other, each
         until(lambda: gc.collect() >= 0 and seen("ps_feed_mapped_readers") == 0, "that both are gone")
         assert seen("ps_edition_held_bytes") == 0

@@ -153,9 +153,8 @@ def test_slow_readers_hold_a_bounded_part_of_the_shards_memory_and_the_others_ge
         trained.step()
     assert came == [False] * (mapped.MOST_HELD + 1) + [True] * 2
     held = mapped_of(alone.shards[0], job)
-    text = status.table(status.fetch(alone.address))
-    readers = mapped.MOST_HELD + 1
-    assert re.search(rf"{readers} readers with its memory mapped, .* more that readers keep mapped, ", text)
+    said = rf"{mapped.MOST_HELD + 1} readers with its memory mapped, .* more that readers keep mapped, "
+    until(lambda: re.search(said, status.table(status.fetch(alone.address))), "what readers keep")
     assert all(trained.has(each.state_dict(), each.version) for each in slow)
     slow.clear()
     gc.collect()
@@ -195,7 +194,7 @@ def test_a_shard_that_is_killed_takes_nothing_from_a_reader_that_has_mapped_its_
     job: str, here: Path, tmp_path: Path
 ) -> None:
     commands = Commands(tmp_path)
-    words = ("up", "--shards", "1", "--port", "0", "--shared-directory", str(here))
+    words = ("up", "--shards", "1", "--port", "0", "--metrics-port", "0", "--shared-directory", str(here))
     command = commands.start("-m", "ps_server", *words)
     [address] = command.says(r"ready at (\S+)")
     [server] = psutil.Process(command.process.pid).children()

@@ -426,9 +426,9 @@ def test_a_client_that_takes_nothing_is_cut_off_and_one_that_asks_nothing(
         followed = near.relayed.followed()[0]
         holds, held = followed.hold, threading.Event()
         monkeypatch.setattr(followed, "hold", lambda *given: (holds(*given), held.set())[0])
-        monkeypatch.setattr(downloads, "IDLE_SECONDS", 0.3)
         host, port = near.http_address.split(":")
-        with socket.create_connection((host, int(port)), 60) as idle:
+        with monkeypatch.context() as patch, socket.create_connection((host, int(port)), 60) as idle:
+            patch.setattr(downloads, "IDLE_SECONDS", 0.3)
             assert idle.recv(1) == b"", "it asked for nothing"
         with socket.create_connection((host, int(port)), 60) as stuck:
             stuck.sendall(f"GET /jobs/{job}/latest.safetensors HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())

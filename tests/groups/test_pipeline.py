@@ -36,7 +36,16 @@ from tests.scripts.train_pipeline import Model, Options, one_process, trained
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
-from tests.tools.groups import LEASE, WAIT_SECONDS, Groups, Tensors, last, relative_distance, same
+from tests.tools.groups import (
+    LEASE,
+    WAIT_SECONDS,
+    Groups,
+    Tensors,
+    last,
+    let_go_once_begun,
+    relative_distance,
+    same,
+)
 
 ONE = Options(groups=1)
 NAMES = {name for name, _ in Model().named_parameters()}
@@ -276,7 +285,8 @@ def test_a_pipeline_that_lost_a_shard_ends_as_undisturbed(
 ) -> None:
     cluster = make_cluster(lease=LEASE, checkpoint_dir=tmp_path / "checkpoints", checkpoint_every="2steps")
     store = CheckpointStore(tmp_path / "checkpoints")
-    with Groups(nursery, cluster.address, job, tmp_path, replace(ONE, holds=[5])) as groups:
+    with Groups(nursery, cluster.address, job, tmp_path, replace(ONE, holds=[0, 5])) as groups:
+        let_go_once_begun(groups, cluster, job, 0, 1, (0,))  # or it might be of a clock that is not reached here
         until(lambda: groups.are_held(5, (0,)), "the pipeline to stand at step 5")
         until(lambda: last(store, job) > 0, "a checkpoint")
         cluster.start_again(1)

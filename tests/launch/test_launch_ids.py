@@ -28,22 +28,27 @@ from ps_server.ops import status
 from ps_server.storage.manifest import seal
 from ps_worker import Session
 from tests.tools.cluster import Cluster, in_parallel, until
-from tests.tools.launching import ROOT, Command, Commands
+from tests.tools.launching import ROOT, START_SECONDS, Command, Commands
 
 END_SECONDS = 120.0
 LEASE = 10.0
 LONG_LEASE = 300.0  # longer than any test: what ends before was not waited for
 
-# Trains until there is a file NAME.stop; a file says its clock. Argument: the name.
+# Connects once there is no file NAME.hold, and trains until there is a file NAME.stop; files say that it is here, and
+# its clock. Argument: the name.
 SCRIPT = """
 import os, sys, time
 import torch
 import ps_worker
 
 name = sys.argv[1]
+model = torch.nn.Linear(1, 1, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+open(f"{name}.{os.environ['PS_RANK']}.here", "w").close()
+while os.path.exists(f"{name}.hold"):
+    time.sleep(0.01)
 with ps_worker.connect() as session:
-    model = torch.nn.Linear(1, 1, bias=False)
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model, optimizer = session.prepare(model, optimizer)
     sys.stdout.write(f"{name}: rank {session.rank} begins at clock {session.clock} with {model.weight.item()}\\n")
     open(f"{name}.{session.rank}.{os.getpid()}.pid", "w").close()
     while not os.path.exists(f"{name}.stop"):
@@ -51,8 +56,9 @@ with ps_worker.connect() as session:
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(0.02)  # so that it leaves the processor to the other launch; it steps until it is stopped
-        with open(f"{name}.{session.rank}.clock", "w") as file:
+        with open(f"{name}.{session.rank}.new", "w") as file:
             file.write(str(session.clock))
+        os.rename(f"{name}.{session.rank}.new", f"{name}.{session.rank}.clock")  # whoever reads it finds a clock
 """
 
 
@@ -73,7 +79,7 @@ class Launches:
 
     def _clock(self, name: str, rank: int) -> int:
         try:
-            return int((self._directory / f"{name}.{rank}.clock").read_text() or 0)
+            return int((self._directory / f"{name}.{rank}.clock").read_text())
         except FileNotFoundError:
             return 0
 
@@ -143,13 +149,16 @@ def test_a_second_launch_on_a_running_job_is_refused_and_takes_over_where_it_is_
 
 @pytest.mark.long
 def test_a_user_who_starts_again_after_a_crash_waits_for_the_lease_and_is_not_refused(
-    launches: Callable[..., Launches],
+    launches: Callable[..., Launches], tmp_path: Path
 ) -> None:
-    at = launches("--lease", "20")  # longer than an interpreter needs to start
+    at, hold = launches("--lease", "20"), tmp_path / "second.hold"
     first = at.run("first")
     at.trains("first")
+    hold.touch()  # or the lease might be over before interpreters have started
+    second = at.run("second", "--connect-timeout", "5")  # shorter than the lease: the wait is the coordinator's wish
+    until(lambda: len([*tmp_path.glob("second.*.here")]) == 2, "both workers of the second", START_SECONDS)
     kill_all(first)
-    second = at.run("second", "--connect-timeout", "1")  # shorter than the lease: the wait is the coordinator's wish
+    hold.unlink()
     at.trains("second")
     assert "is in use: workers 0 and 1 on host" in second.err
     assert "Waiting for a sign of life" in second.err

@@ -42,7 +42,7 @@ class Training:
     def steps(self) -> list[int]:
         """Of each worker."""
         paths = [self.directory / f"steps-{rank}" for rank in range(self.workers)]
-        return [int(path.read_text() or 0) if path.exists() else 0 for path in paths]
+        return [int(path.read_text()) if path.exists() else 0 for path in paths]
 
     def advances(self) -> None:
         """Until each worker has made more steps."""

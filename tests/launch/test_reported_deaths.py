@@ -38,13 +38,14 @@ with ps_worker.connect() as session:
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        (here / f"clock-{session.rank}").write_text(str(session.clock))
+        (here / f"clock-{session.rank}.new").write_text(str(session.clock))
+        (here / f"clock-{session.rank}.new").rename(here / f"clock-{session.rank}")
 """
 
 
 def clock(directory: Path, rank: int) -> int:
     path = directory / f"clock-{rank}"
-    return int(path.read_text() or 0) if path.exists() else 0
+    return int(path.read_text()) if path.exists() else 0
 
 
 def process_of(address: str, index: int) -> int | None:

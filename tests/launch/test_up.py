@@ -170,7 +170,7 @@ def test_a_shard_that_hangs_in_its_start_is_killed_and_the_others_come_back_mean
 
     In one cluster shard 1 hangs and in another one the coordinator: they wait for the same time.
     """
-    clusters = [up("--shards=2", "--shard-start-timeout=15") for _ in range(2)]
+    clusters = [up("--shards=2", "--shard-start-timeout=30") for _ in range(2)]
     addresses = [ready(command) for command in clusters]
     before = [all_shards(address, 2) for address in addresses]
     for command, shards, hung in zip(clusters, before, (1, 0), strict=True):

@@ -55,7 +55,8 @@ def main() -> None:
     while steps % LOOK_STEPS or not stop.exists() or steps < int(stop.read_text()):
         step()
         if steps % LOOK_STEPS == 0:
-            (directory / f"steps-{session.rank}").write_text(str(steps))
+            (directory / f"steps-{session.rank}.new").write_text(str(steps))
+            (directory / f"steps-{session.rank}.new").rename(directory / f"steps-{session.rank}")
     if session.rank == 0:
         until(lambda: all((directory / f"found-{rank}").exists() for rank in others), "the others' end", 120)
         step()

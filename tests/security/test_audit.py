@@ -122,11 +122,18 @@ def test_it_tells_of_changed_credentials_and_no_secret_is_in_it(
 ) -> None:
     monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.0)
     text = (tmp_path / "tokens").read_text()
-    (tmp_path / "tokens").write_text(text.replace("reader ", "reader:mine "))
+
+    def write(tokens: str) -> None:
+        """Changes the whole file at once: servers read it meanwhile."""
+        (tmp_path / "new-tokens").write_text(tokens)
+        (tmp_path / "new-tokens").chmod(0o600)
+        (tmp_path / "new-tokens").replace(tmp_path / "tokens")
+
+    write(text.replace("reader ", "reader:mine "))
     with pytest.raises(Unauthenticated):
         status.fetch(cluster.address, STRANGER)
     until(lambda: any(line["what"] == "credentials" for line in lines()), "a line")
-    (tmp_path / "tokens").write_text(text + "captain a-third-token-of-some-length\n")
+    write(text + "captain a-third-token-of-some-length\n")
     with pytest.raises(Unauthenticated):
         status.fetch(cluster.address, STRANGER)
     changed = [line["detail"] for line in lines() if line["what"] == "credentials"]

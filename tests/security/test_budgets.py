@@ -43,7 +43,8 @@ def with_tokens(make_cluster: Callable[..., Cluster], tmp_path: Path, limits: Li
     )
     tokens.write_text("\n".join(lines))
     tokens.chmod(0o600)
-    return make_cluster(shards=1, tokens=tokens, limits=limits, checkpoint_dir=tmp_path / "kept")
+    kept = tmp_path / "kept"
+    return make_cluster(shards=1, tokens=tokens, limits=limits, checkpoint_dir=kept, lease=120.0)  # without heartbeats
 
 
 @pytest.fixture

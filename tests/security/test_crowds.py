@@ -42,7 +42,7 @@ def test_workers_of_one_address_join_and_train_beyond_the_limit_of_its_calls(tra
 
 
 def test_a_call_past_the_limit_is_told_when_to_come_back_and_heartbeats_and_watches_count_apart() -> None:
-    cluster = Cluster(shards=1, limits=Limits(calls=4))
+    cluster = Cluster(shards=1, limits=Limits(calls=4), lease=120.0)  # the worker sends one heartbeat
     try:
         with (
             joined(cluster.address, vector_job("job", "async", 16, 1)) as [worker],

@@ -42,6 +42,7 @@ from tests.tools.frame_client import FrameClient, clocks_read, push_parts, ticke
 from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 CELLS = 16
+LEASE = 120.0  # of raw workers, which send no heartbeats: on a busy machine a test may take many seconds
 
 
 @pytest.fixture
@@ -327,7 +328,7 @@ def test_an_exchange_like_the_last_is_refused_once_its_token_does_not_permit_it(
         roles.chmod(0o600)
 
     write("worker:job {token}")
-    cluster = make_cluster(shards=1, tokens=roles)
+    cluster = make_cluster(shards=1, tokens=roles, lease=LEASE)
     with joined(cluster.address, vector_job("job", "async", CELLS, 1), access) as [worker]:
         found = ticket(cluster.address, worker, access)
         with FrameClient(found.port, found.ticket) as client:
@@ -417,7 +418,7 @@ def test_what_is_no_request_gets_an_error_and_the_connection_stays(
 
 
 def test_a_request_that_is_not_sent_to_its_end_is_cut_off(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(shards=1, limits=Limits(upload_seconds=1.0))
+    cluster = make_cluster(shards=1, limits=Limits(upload_seconds=1.0), lease=LEASE)
     with joined(cluster.address, vector_job("job", "async", CELLS, 1)) as [worker]:
         found = ticket(cluster.address, worker)
         with FrameClient(found.port, found.ticket) as client:
@@ -431,7 +432,7 @@ def test_a_request_that_is_not_sent_to_its_end_is_cut_off(make_cluster: Callable
 def test_a_worker_that_does_not_read_is_cut_off_and_holds_up_nobody(make_cluster: Callable[..., Cluster]) -> None:
     """Its bucket is stepped by others meanwhile: what the kernel does not take is copied, not kept from them."""
     cells = 4 * 2**20
-    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=1.0), lease=120.0)
+    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=1.0), lease=LEASE)
     job = vector_job("job", "async", cells, 2)
     job = job.__class__(**{**job.__dict__, "bucket_bytes": 4 * cells})
     with joined(cluster.address, job) as [slow, quick]:
@@ -448,7 +449,7 @@ def test_a_worker_that_does_not_read_is_cut_off_and_holds_up_nobody(make_cluster
 
 
 def test_those_who_say_nothing_take_no_place_from_a_worker(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(shards=1)
+    cluster = make_cluster(shards=1, lease=LEASE)
     with joined(cluster.address, vector_job("job", "async", CELLS, 1)) as [worker], ExitStack() as stack:
         port = ticket(cluster.address, worker).port
         silent = [stack.enter_context(FrameClient(port)) for _ in range(300)]
@@ -460,7 +461,7 @@ def test_those_who_say_nothing_take_no_place_from_a_worker(make_cluster: Callabl
 
 
 def test_a_server_that_stops_ends_connections_in_the_middle_of_calls(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(shards=1)
+    cluster = make_cluster(shards=1, lease=LEASE)
     with joined(cluster.address, vector_job("job", "async", CELLS, 1)) as [worker]:
         found = ticket(cluster.address, worker)
         with FrameClient(found.port, found.ticket) as client:
@@ -474,7 +475,7 @@ def test_a_server_that_stops_ends_connections_in_the_middle_of_calls(make_cluste
 
 def test_a_refused_request_that_does_not_come_ends_its_connection() -> None:
     """It is passed over as it comes: a worker that kept it back would have the connection's thread for good."""
-    cluster = Cluster(shards=1, limits=Limits(calls=4, upload_seconds=1.0))
+    cluster = Cluster(shards=1, limits=Limits(calls=4, upload_seconds=1.0), lease=LEASE)
     try:
         with joined(cluster.address, vector_job("job", "async", CELLS, 1)) as [worker]:
             found = ticket(address_of(cluster, worker), worker)

@@ -241,7 +241,7 @@ def test_a_thousand_silent_connections_take_no_thread_and_keep_no_descriptor(
 def test_where_no_thread_can_be_had_a_connection_is_closed_and_the_next_one_works(
     make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = make_cluster(shards=1)
+    cluster = make_cluster(shards=1, lease=120.0)  # nobody sends a heartbeat
     start = threading.Thread.start
 
     def fails(thread: threading.Thread) -> None:

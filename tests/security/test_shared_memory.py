@@ -179,7 +179,7 @@ def test_a_worker_that_hands_nothing_over_holds_one_call_and_delays_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ps_server.shard.segments.HANDOVER_SECONDS", START_SECONDS)  # it is not over meanwhile
-    cluster = make_cluster(shards=1, shared_directory=tmp_path)
+    cluster = make_cluster(shards=1, shared_directory=tmp_path, lease=120.0)  # this worker sends no heartbeats
     with SharingWorker(cluster.address, job, CELLS, directory=tmp_path) as worker:
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(worker.attach, silent.offer)
@@ -201,7 +201,7 @@ def test_a_worker_that_hands_nothing_over_holds_one_call_and_delays_no_other(
 def test_a_worker_that_is_fenced_while_it_hands_a_segment_over_has_none(
     make_cluster: Callable[..., Cluster], tmp_path: Path, job: str, silent: SilentSocket
 ) -> None:
-    cluster = make_cluster(shards=1, shared_directory=tmp_path)
+    cluster = make_cluster(shards=1, shared_directory=tmp_path, lease=120.0)  # this worker sends no heartbeats
     with SharingWorker(cluster.address, job, CELLS, directory=tmp_path) as worker, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(worker.attach, silent.offer)
         with silent.wait_for_shard() as connection, LocalSegment(worker.segment.memory.size(), tmp_path) as segment:

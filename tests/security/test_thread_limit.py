@@ -198,7 +198,7 @@ def test_past_its_share_of_threads_who_has_most_data_connections_makes_room_for_
     who = ["one"]
     monkeypatch.setattr("ps_server.rpc.grpc_port.thread_shares", lambda *_: ThreadShares(64, connections=2))
     monkeypatch.setattr("ps_server.rpc.data_service.caller_name", lambda: who[-1])
-    cluster = make_cluster(shards=1)
+    cluster = make_cluster(shards=1, lease=120.0)  # nobody sends a heartbeat
     with joined(cluster.address, vector_job("job", "async", 16, 5)) as workers, ExitStack() as stack:
 
         def knock(worker: RawWorker) -> FrameClient:

@@ -142,7 +142,7 @@ def test_workers_that_are_sent_away_come_back_and_the_result_is_exact(make_clust
 
 def test_a_refused_push_is_not_kept(make_cluster: Callable[..., Cluster]) -> None:
     """What is refused is megabytes: it is gone with its call, and waits for no collector of cycles."""
-    cluster = make_cluster(shards=1, limits=Limits(staged_bytes=1))
+    cluster = make_cluster(shards=1, limits=Limits(staged_bytes=1), lease=120.0)  # nobody sends a heartbeat
     spec = vector_job("refused", "sync", cells=32, world_size=2)
     with RawWorker(cluster.address, spec, 0) as first, RawWorker(cluster.address, spec, 1) as second:
         first.initialise()

@@ -41,7 +41,7 @@ def test_a_job_that_is_made_after_it_was_dropped_does_not_stay(
     make_cluster: Callable[..., Cluster],
 ) -> None:
     """As where the call to make it was on its way for longer than the coordinator waited."""
-    cluster = make_cluster(timing=Timing(held_jobs_look=0.02))
+    cluster = make_cluster(timing=Timing(held_jobs_look=0.02), lease=120.0)  # nobody sends a heartbeat
     kept, late = vector_job("kept", "sync", CELLS, 1), vector_job("late", "sync", CELLS, 1)
     with RawWorker(cluster.address, kept, 0) as worker:
         worker.initialise()

@@ -66,7 +66,7 @@ def test_a_server_without_another_thread_goes_on_with_joins_pushes_pulls_and_hea
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """grpcio's own thread calls `submit`, and would end with its exception: then nothing is answered any more."""
-    cluster = Cluster(shards=1)
+    cluster = Cluster(shards=1, lease=120.0)  # each worker sends one heartbeat
     heartbeat = JobMembers.heartbeat
 
     def beat(*arguments: Any) -> int:

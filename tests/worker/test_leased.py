@@ -23,7 +23,7 @@ from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, unti
 from tests.tools.counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for, train
 from tests.tools.forkserver import Nursery
 from tests.tools.raw_worker import RawWorker, vector_job
-from tests.tools.rollbacks import CELLS, join_again, make_checkpoint
+from tests.tools.rollbacks import CELLS, LEASE, join_again, make_checkpoint
 
 MODES = ["sync", "ssp:2", "async"]
 
@@ -324,7 +324,7 @@ def test_what_a_shard_lost_with_its_memory_is_given_out_again(
     make_cluster: Callable[..., Cluster], tmp_path: Path, mode: str
 ) -> None:
     """In sync to all shards, which were rolled back together; else the shards that kept theirs leave it out."""
-    cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(asked_checkpoint=0.1))
+    cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(asked_checkpoint=0.1), lease=LEASE)
     with RawWorker(cluster.address, vector_job("job", mode, CELLS, 0), 0) as worker:
         worker.initialise()
         first = worker.lease().ranges

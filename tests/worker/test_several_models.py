@@ -18,7 +18,7 @@ from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import close, drawn, filled, same, weights_of
 
 WAYS = [("sync", "shm"), ("sync", "grpc"), ("ssp:2", "shm"), ("async", "grpc")]
-MOST_BATCHES = 2000
+MOST_BATCHES = 20_000
 BATCHES_AFTER = 10  # of a run after it was disturbed
 
 
