@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import grpc
 
 from ps_feed.edition import Damaged
-from ps_protocol.errors import InvalidRequest, TryLater, Unsupported
+from ps_protocol.errors import InvalidRequest, PSError, TryLater, Unsupported
 from ps_protocol.framing import Buffer, split_message
 from ps_protocol.job import MAX_MESSAGE_BYTES
 from ps_protocol.messages.editions import (
@@ -35,6 +36,7 @@ from ps_runtime.retry import Peer
 T = TypeVar("T")
 
 CALL_SECONDS = 10.0
+REPORT_SECONDS = 2.0  # for a report of a relay, whose answer nobody waits for
 MOST_SHARDS = 1024  # of a cluster that is followed
 _SERVICE = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
 
@@ -146,7 +148,7 @@ def cluster(server: str, access: Access) -> KnownShards:
 
 
 class ShardReader:
-    """One shard. `cancel` may be called from any thread, all else is for one at a time."""
+    """One shard. `tell` and `cancel` may be called from any thread, all else is for one at a time."""
 
     def __init__(self, index: int, address: str, access: Access) -> None:
         self.index, self.address = index, address
@@ -155,6 +157,7 @@ class ShardReader:
         self._describe = self._channel.unary_unary(f"/{_SERVICE}/DescribeWeights")
         self._pull = self._channel.unary_stream(f"/{_SERVICE}/PullEdition")
         self._call: Any = None
+        self._telling: Any = None
         self._is_cancelled = self._is_closed = False
         self._lock = threading.Lock()
 
@@ -167,6 +170,14 @@ class ShardReader:
         except grpc.RpcError as error:
             raise self.peer.error(error) from None
         return read_weights_here(data)
+
+    def tell(self, asked: WeightsAsked) -> None:
+        """Sends what a relay says of itself with a call whose answer nobody waits for. It is not repeated if it fails,
+        because the next report comes soon. Does nothing once pulls are cancelled."""
+        with self._lock, contextlib.suppress(PSError, grpc.RpcError):
+            if not self._is_cancelled:
+                # gRPC cancels a call that nothing refers to.
+                self._telling = self._describe.future(write_weights_asked(asked), timeout=REPORT_SECONDS)
 
     def pull(
         self,

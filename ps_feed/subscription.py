@@ -36,6 +36,7 @@ from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays, Incoming
 from ps_feed.edition_client import EachShard, ShardReader, Unreadable, cluster
 from ps_feed.mapping import Handover
 from ps_feed.pace import NetworkSpeed, UpdatesAhead
+from ps_feed.telling import Telling
 from ps_protocol.errors import (
     Forbidden,
     InvalidRequest,
@@ -50,7 +51,7 @@ from ps_protocol.errors import (
     anew,
 )
 from ps_protocol.layout import EDITION_WIRES
-from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
+from ps_protocol.messages.editions import EditionCall, RelayReport, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.troubles import Troubles
@@ -62,6 +63,7 @@ IDLE_SECONDS = 1.0  # without an update, after which a job is asked for what it 
 PASSED_SECONDS = 0.005  # after which a version further ahead is asked for
 POLL_SECONDS = 0.05  # between two looks at how far a job is, in modes in which shards copy their weights as they are
 LOOK_SECONDS = 1.0  # between two looks where no edition is due yet: so shards know that somebody follows the job
+TELL_SECONDS = 5.0  # between two reports of a relay that waits for an edition, and up to half as much more
 MOST_UNREADABLE = 3  # editions in a row of which a message cannot be read: another one would not be read either
 EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter exits
 # Of a payload in one message. With messages of 2 MiB a reader of 100 MB took 150 MB beside its two editions, with these
@@ -117,6 +119,7 @@ class Subscription:
     shared_directory: where a server on this host may hand over the memory of its editions; None: all comes in messages
     told:   is called, in the subscription's thread, at each new edition, at an error, and at the end
     room:   the memory into which editions are received
+    relay:  returns what the reader says of itself; None: nothing, as it is no relay
 
     Raises InvalidRequest for settings that cannot be.
     """
@@ -135,6 +138,7 @@ class Subscription:
         shared_directory: Path | None = None,
         told: Callable[[], None] | None = None,
         room: ReceivingRoom | None = None,
+        relay: Callable[[], RelayReport | None] = lambda: None,
     ) -> None:
         if every < 1:
             raise InvalidRequest(f"every must be a number of updates from 1, got {every}")
@@ -144,6 +148,7 @@ class Subscription:
             raise InvalidRequest(f"period must be 0 to 3600 seconds, got {period}")
         self._servers, self._job, self._access = server.split(","), job, access
         self._told_of, self._room = told, room or ReceivingRoom()
+        self._telling = Telling(relay, lambda: TELL_SECONDS * _RANDOM.uniform(1.0, 1.5))
         self._every, self._wire, self._period = every, wire, period
         self._wanted = None if parameters is None else frozenset(parameters)
         self._process = os.getpid()
@@ -163,10 +168,8 @@ class Subscription:
         self._updated = time.monotonic()  # when `_told` rose last
         self._described_at = 0.0  # when shards were asked last how far they are
         self._equal: float | None = None  # when the edition was last known to be the newest there is
-        self._ended = False
-        self._restores = 0
-        self._changed = threading.Condition()
-        self._closing = threading.Event()
+        self._ended, self._restores = False, 0
+        self._changed, self._closing = threading.Condition(), threading.Event()
         self._troubles = Troubles(log, "feed")
         self._thread = threading.Thread(target=self._run, name="ps-feed", daemon=True)
         start(self._thread)
@@ -371,6 +374,7 @@ class Subscription:
         Raises PSError: OutOfOrder if a shard was past the version; _StandsStill if the job does not come to it.
         """
         edition, self._described_at = self._edition, time.monotonic()
+        self._telling.renew()
         here = self._described(shards)
         highest, timeline = max(each.highest for each in here), max(each.timeline for each in here)
         is_same = edition is not None and (edition.run, edition.timeline) == (here[0].run, timeline)
@@ -459,10 +463,12 @@ class Subscription:
         return shards.all(lambda reader: self._describe(reader, run, is_first and reader.index == 0))
 
     def _describe(self, reader: ShardReader, run: str, with_spec: bool) -> WeightsHere:
+        return reader.describe(self._asking(run, with_spec))
+
+    def _asking(self, run: str, with_spec: bool = False) -> WeightsAsked:
         contents = self._contents
         buckets = () if contents is None or self._wanted is None else tuple(sorted(contents.buckets))
-        asked = WeightsAsked(self._job, run, with_spec, self._wire, contents is not None, buckets)
-        return reader.describe(asked)
+        return WeightsAsked(self._job, run, with_spec, self._wire, contents is not None, buckets, self._telling.last)
 
     def _version(self, here: list[WeightsHere], highest: int, own: int | None) -> int | None:
         """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""
@@ -528,6 +534,9 @@ class Subscription:
             self._heard_of(told)
             self._lag = age
             heard[index] = time.monotonic() - (age or 0.0)
+            if self._telling.is_due():  # the wait goes on meanwhile: the edition may come at any moment
+                for each in shards.readers:
+                    each.tell(self._asking(here[0].run))
             if before is not None and self._told <= before.version:
                 equal = min(list(heard.values()))
                 self._equal = equal if self._equal is None else max(self._equal, equal)

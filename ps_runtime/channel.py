@@ -176,6 +176,14 @@ class _Method:
         self._made: tuple[int, Any] = (-1, None)
 
     def __call__(self, request: Any, **options: Any) -> Any:
+        return self._begin(lambda made: made, request, options)
+
+    def future(self, request: Any, **options: Any) -> Any:
+        """Begins a call whose answer is not waited for, and returns it."""
+        return self._begin(lambda made: made.future, request, options)
+
+    def _begin(self, way: Callable[[Any], Any], request: Any, options: dict[str, Any]) -> Any:
+        """way: returns what begins a call, given gRPC's method"""
         generation, channel = self._channel.current()
         signed = self._channel.metadata()
         if signed is not None:
@@ -183,7 +191,7 @@ class _Method:
         try:
             if self._made[0] != generation:
                 self._made = (generation, self._make(channel))
-            return self._made[1](request, **options)
+            return way(self._made[1])(request, **options)
         except ValueError:
             if self._channel.is_closed:  # since a moment ago
                 raise ChannelClosed from None

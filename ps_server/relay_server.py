@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 from collections.abc import Callable
 
 import grpc
@@ -17,7 +18,7 @@ from ps_protocol.handover import MOST_FILES
 from ps_runtime import downloads, web
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.channel import server_options
-from ps_runtime.credentials import Access
+from ps_runtime.credentials import Access, is_loopback
 from ps_runtime.downloads import serve_downloads
 from ps_runtime.metrics import process_registry, serve_metrics
 from ps_runtime.pools import Pool
@@ -51,8 +52,7 @@ class RelayServer:
     """
 
     def __init__(self, config: RelayConfig) -> None:
-        self._config, server = config, config.server
-        exposed = config.check_exposure()
+        self._config, server, exposed = config, config.server, config.check_exposure()
         allow_many_files(server.limits.connections + _shared_files(config))
         authenticator = Authenticator(server.tokens)
         token = authenticator.cluster_token if authenticator.is_required else None
@@ -74,6 +74,7 @@ class RelayServer:
             period=config.period,
             limit=server.limits.feeds,
             shared_directory=server.shared_directory,
+            name=_known_as(self.address),
         )
         feeds = RelayFeedService(self.relayed, Origin(0, secrets.randbits(63)), shares.pool)
         registry.register(relay_gauges(self.relayed))
@@ -130,6 +131,14 @@ class RelayServer:
         port = HealthPort(server.host, server.health_port, self.is_ready, self.ports.trouble, why)
         self._stops.append(port.stop)
         return port
+
+
+def _known_as(address: str) -> str:
+    """Returns what a relay calls itself, from its address. The host's name takes the place of a loopback address, which
+    every host has.
+    """
+    host, _, port = address.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if is_loopback(host) else address
 
 
 def _shared_files(config: RelayConfig) -> int:

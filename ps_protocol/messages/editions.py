@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -16,12 +17,28 @@ from ps_protocol.convert import (
     wire_format,
     wire_format_number,
 )
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer, Parts, message_parts
 from ps_protocol.handover import MappingOffer
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import feed_pb2
 
 LEAST_PART_BYTES = 2**16  # of a payload in one message: each message costs both ends some time
+MOST_TOLD_READERS = 1_000_000  # that a relay can say it has
+_RELAY_NAME = re.compile(r"[A-Za-z0-9.:_%\[\]-]{1,128}")
+
+
+class RelayReport(NamedTuple):
+    """What a relay says of itself. Nobody checks it.
+
+    name:    the address at which readers reach it, or one with the name of its host
+    readers: its own, and those of relays behind it, up to MOST_TOLD_READERS
+    version: that of its newest edition; None: there is none of the job's present run and timeline
+    """
+
+    name: str
+    readers: int
+    version: int | None = None
 
 
 class WeightsAsked(NamedTuple):
@@ -32,6 +49,7 @@ class WeightsAsked(NamedTuple):
     wire:      the type in which float32 elements are to travel later: relays pull these
     follows:   keep the last weights of `buckets` when the job ends
     buckets:   the indices of the buckets that the reader will ask for; empty: all
+    relay:     what the reader says of itself if it is a relay
     """
 
     job: str
@@ -40,6 +58,7 @@ class WeightsAsked(NamedTuple):
     wire: str = "float32"
     follows: bool = False
     buckets: tuple[int, ...] = ()
+    relay: RelayReport | None = None
 
 
 class WeightsHere(NamedTuple):
@@ -165,6 +184,26 @@ class EditionPart(NamedTuple):
     more: Buffer | None = None
 
 
+def is_relay_name(name: str) -> bool:
+    """Whether a relay may have this name."""
+    return _RELAY_NAME.fullmatch(name) is not None
+
+
+def _relay_message(report: RelayReport | None) -> feed_pb2.RelayReport | None:
+    if report is None:
+        return None
+    readers = min(report.readers, MOST_TOLD_READERS)
+    return feed_pb2.RelayReport(name=report.name, reader_count=readers, edition_version=report.version)
+
+
+def _relay_report(message: feed_pb2.RelayReport) -> RelayReport:
+    """Reads what a relay says of itself. Raises InvalidRequest for a name that no relay may have."""
+    if not is_relay_name(message.name):
+        raise InvalidRequest("the name of a relay must be an address of 1 to 128 characters")
+    version = message.edition_version if message.HasField("edition_version") else None
+    return RelayReport(message.name, min(message.reader_count, MOST_TOLD_READERS), version)
+
+
 def write_weights_asked(asked: WeightsAsked) -> bytes:
     """Writes a DescribeWeightsRequest."""
     return feed_pb2.DescribeWeightsRequest(
@@ -174,6 +213,7 @@ def write_weights_asked(asked: WeightsAsked) -> bytes:
         wire_format=wire_format_number(asked.wire),
         follows=asked.follows,
         buckets=asked.buckets,
+        relay=_relay_message(asked.relay),
     ).SerializeToString()
 
 
@@ -181,7 +221,8 @@ def read_weights_asked(data: bytes) -> WeightsAsked:
     """Reads a DescribeWeightsRequest."""
     message = parse(feed_pb2.DescribeWeightsRequest, data)
     wire, buckets = _cast(message.wire_format), tuple(message.buckets)
-    return WeightsAsked(message.job, message.run, message.with_spec, wire, message.follows, buckets)
+    relay = _relay_report(message.relay) if message.HasField("relay") else None
+    return WeightsAsked(message.job, message.run, message.with_spec, wire, message.follows, buckets, relay)
 
 
 def write_weights_here(origin: Origin, here: WeightsHere) -> bytes:

@@ -27,7 +27,7 @@ from ps_protocol.v1 import job_pb2 as ps__protocol_dot_v1_dot_job__pb2
 from ps_protocol.v1 import types_pb2 as ps__protocol_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ps_protocol/v1/feed.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18ps_protocol/v1/job.proto\x1a\x1aps_protocol/v1/types.proto\"\x98\x01\n\x16\x44\x65scribeWeightsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x11\n\twith_spec\x18\x03 \x01(\x08\x12/\n\x0bwire_format\x18\x04 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12\x0f\n\x07\x66ollows\x18\x05 \x01(\x08\x12\x0f\n\x07\x62uckets\x18\x06 \x03(\r\"\xd2\x03\n\x17\x44\x65scribeWeightsResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x17\n\x0fhighest_version\x18\x02 \x01(\x04\x12\x10\n\x08timeline\x18\x03 \x01(\x04\x12\x13\n\x0bshard_count\x18\x04 \x01(\r\x12\x0f\n\x07\x62uckets\x18\x05 \x03(\r\x12\x17\n\x0fhas_one_version\x18\x06 \x01(\x08\x12\x18\n\x10\x65\x64ition_versions\x18\x07 \x03(\x04\x12%\n\x04spec\x18\x08 \x01(\x0b\x32\x17.ps_protocol.v1.JobSpec\x12\r\n\x05\x65nded\x18\t \x01(\x08\x12\x0f\n\x07relayed\x18\n \x01(\x08\x12/\n\x0c\x61ge_duration\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12T\n\x0f\x62uffer_versions\x18\x0c \x03(\x0b\x32;.ps_protocol.v1.DescribeWeightsResponse.BufferVersionsEntry\x1a\x35\n\x13\x42ufferVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xf0\x02\n\x12PullEditionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x10\n\x08timeline\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12/\n\x0bwire_format\x18\x05 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12\x0f\n\x07\x62uckets\x18\x06 \x03(\r\x12K\n\rbase_versions\x18\x07 \x03(\x0b\x32\x34.ps_protocol.v1.PullEditionRequest.BaseVersionsEntry\x12\x12\n\npart_bytes\x18\x08 \x01(\r\x12-\n\x07mapping\x18\t \x01(\x0b\x32\x1c.ps_protocol.v1.MappingOffer\x12\x16\n\x0esparse_changes\x18\n \x01(\x08\x1a\x33\n\x11\x42\x61seVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"U\n\x0cMappingOffer\x12\x10\n\x08location\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x14\n\x0csocket_inode\x18\x03 \x01(\x04\x12\x0e\n\x06reader\x18\x04 \x01(\x04\"\xef\x01\n\x13PullEditionResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12-\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x1c.ps_protocol.v1.EditionBeginH\x00\x12/\n\x06\x62ucket\x18\x03 \x01(\x0b\x32\x1d.ps_protocol.v1.EditionBucketH\x00\x12/\n\x0c\x61ge_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\x06\n\x04part\"G\n\x0c\x45\x64itionBegin\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x10\n\x08timeline\x18\x02 \x01(\x04\x12\x14\n\x0c\x62ucket_count\x18\x03 \x01(\r\"\xf2\x01\n\rEditionBucket\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12/\n\x0bwire_format\x18\x03 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x07\x12\x19\n\x0c\x62\x61se_version\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x04\x12\x11\n\x04\x66ile\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06offset\x18\x08 \x01(\x04\x12\x0e\n\x06sparse\x18\t \x01(\x08\x42\x0f\n\r_base_versionB\x07\n\x05_file\"r\n\x10WatchRowsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x0c\x12\x32\n\x0fperiod_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x82\x01\n\nRoundBegin\x12\x0c\n\x04\x66ull\x18\x01 \x01(\x08\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0bshard_count\x18\x03 \x01(\r\x12\x0b\n\x03\x64im\x18\x04 \x01(\r\x12\x33\n\x0binitializer\x18\x05 \x01(\x0b\x32\x1e.ps_protocol.v1.RowInitializer\"\xea\x01\n\x11WatchRowsResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12)\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x1a.ps_protocol.v1.RoundBegin\x12\x15\n\rremoved_count\x18\x03 \x01(\x04\x12\x11\n\trow_count\x18\x04 \x01(\x04\x12/\n\x0bwire_format\x18\x05 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12\x0e\n\x06\x63ursor\x18\x06 \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x32\x9f\x02\n\x0b\x46\x65\x65\x64Service\x12R\n\tWatchRows\x12 .ps_protocol.v1.WatchRowsRequest\x1a!.ps_protocol.v1.WatchRowsResponse0\x01\x12\x62\n\x0f\x44\x65scribeWeights\x12&.ps_protocol.v1.DescribeWeightsRequest\x1a\'.ps_protocol.v1.DescribeWeightsResponse\x12X\n\x0bPullEdition\x12\".ps_protocol.v1.PullEditionRequest\x1a#.ps_protocol.v1.PullEditionResponse0\x01\x42S\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ps_protocol/v1/feed.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18ps_protocol/v1/job.proto\x1a\x1aps_protocol/v1/types.proto\"\xc4\x01\n\x16\x44\x65scribeWeightsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x11\n\twith_spec\x18\x03 \x01(\x08\x12/\n\x0bwire_format\x18\x04 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12\x0f\n\x07\x66ollows\x18\x05 \x01(\x08\x12\x0f\n\x07\x62uckets\x18\x06 \x03(\r\x12*\n\x05relay\x18\x07 \x01(\x0b\x32\x1b.ps_protocol.v1.RelayReport\"c\n\x0bRelayReport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0creader_count\x18\x02 \x01(\r\x12\x1c\n\x0f\x65\x64ition_version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x12\n\x10_edition_version\"\xd2\x03\n\x17\x44\x65scribeWeightsResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x17\n\x0fhighest_version\x18\x02 \x01(\x04\x12\x10\n\x08timeline\x18\x03 \x01(\x04\x12\x13\n\x0bshard_count\x18\x04 \x01(\r\x12\x0f\n\x07\x62uckets\x18\x05 \x03(\r\x12\x17\n\x0fhas_one_version\x18\x06 \x01(\x08\x12\x18\n\x10\x65\x64ition_versions\x18\x07 \x03(\x04\x12%\n\x04spec\x18\x08 \x01(\x0b\x32\x17.ps_protocol.v1.JobSpec\x12\r\n\x05\x65nded\x18\t \x01(\x08\x12\x0f\n\x07relayed\x18\n \x01(\x08\x12/\n\x0c\x61ge_duration\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12T\n\x0f\x62uffer_versions\x18\x0c \x03(\x0b\x32;.ps_protocol.v1.DescribeWeightsResponse.BufferVersionsEntry\x1a\x35\n\x13\x42ufferVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xf0\x02\n\x12PullEditionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x10\n\x08timeline\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12/\n\x0bwire_format\x18\x05 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12\x0f\n\x07\x62uckets\x18\x06 \x03(\r\x12K\n\rbase_versions\x18\x07 \x03(\x0b\x32\x34.ps_protocol.v1.PullEditionRequest.BaseVersionsEntry\x12\x12\n\npart_bytes\x18\x08 \x01(\r\x12-\n\x07mapping\x18\t \x01(\x0b\x32\x1c.ps_protocol.v1.MappingOffer\x12\x16\n\x0esparse_changes\x18\n \x01(\x08\x1a\x33\n\x11\x42\x61seVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"U\n\x0cMappingOffer\x12\x10\n\x08location\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x14\n\x0csocket_inode\x18\x03 \x01(\x04\x12\x0e\n\x06reader\x18\x04 \x01(\x04\"\xef\x01\n\x13PullEditionResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12-\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x1c.ps_protocol.v1.EditionBeginH\x00\x12/\n\x06\x62ucket\x18\x03 \x01(\x0b\x32\x1d.ps_protocol.v1.EditionBucketH\x00\x12/\n\x0c\x61ge_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\x06\n\x04part\"G\n\x0c\x45\x64itionBegin\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x10\n\x08timeline\x18\x02 \x01(\x04\x12\x14\n\x0c\x62ucket_count\x18\x03 \x01(\r\"\xf2\x01\n\rEditionBucket\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12/\n\x0bwire_format\x18\x03 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x07\x12\x19\n\x0c\x62\x61se_version\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x04\x12\x11\n\x04\x66ile\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06offset\x18\x08 \x01(\x04\x12\x0e\n\x06sparse\x18\t \x01(\x08\x42\x0f\n\r_base_versionB\x07\n\x05_file\"r\n\x10WatchRowsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x0c\x12\x32\n\x0fperiod_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x82\x01\n\nRoundBegin\x12\x0c\n\x04\x66ull\x18\x01 \x01(\x08\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0bshard_count\x18\x03 \x01(\r\x12\x0b\n\x03\x64im\x18\x04 \x01(\r\x12\x33\n\x0binitializer\x18\x05 \x01(\x0b\x32\x1e.ps_protocol.v1.RowInitializer\"\xea\x01\n\x11WatchRowsResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12)\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x1a.ps_protocol.v1.RoundBegin\x12\x15\n\rremoved_count\x18\x03 \x01(\x04\x12\x11\n\trow_count\x18\x04 \x01(\x04\x12/\n\x0bwire_format\x18\x05 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12\x0e\n\x06\x63ursor\x18\x06 \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x32\x9f\x02\n\x0b\x46\x65\x65\x64Service\x12R\n\tWatchRows\x12 .ps_protocol.v1.WatchRowsRequest\x1a!.ps_protocol.v1.WatchRowsResponse0\x01\x12\x62\n\x0f\x44\x65scribeWeights\x12&.ps_protocol.v1.DescribeWeightsRequest\x1a\'.ps_protocol.v1.DescribeWeightsResponse\x12X\n\x0bPullEdition\x12\".ps_protocol.v1.PullEditionRequest\x1a#.ps_protocol.v1.PullEditionResponse0\x01\x42S\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,29 +40,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PULLEDITIONREQUEST_BASEVERSIONSENTRY']._loaded_options = None
   _globals['_PULLEDITIONREQUEST_BASEVERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_DESCRIBEWEIGHTSREQUEST']._serialized_start=132
-  _globals['_DESCRIBEWEIGHTSREQUEST']._serialized_end=284
-  _globals['_DESCRIBEWEIGHTSRESPONSE']._serialized_start=287
-  _globals['_DESCRIBEWEIGHTSRESPONSE']._serialized_end=753
-  _globals['_DESCRIBEWEIGHTSRESPONSE_BUFFERVERSIONSENTRY']._serialized_start=700
-  _globals['_DESCRIBEWEIGHTSRESPONSE_BUFFERVERSIONSENTRY']._serialized_end=753
-  _globals['_PULLEDITIONREQUEST']._serialized_start=756
-  _globals['_PULLEDITIONREQUEST']._serialized_end=1124
-  _globals['_PULLEDITIONREQUEST_BASEVERSIONSENTRY']._serialized_start=1073
-  _globals['_PULLEDITIONREQUEST_BASEVERSIONSENTRY']._serialized_end=1124
-  _globals['_MAPPINGOFFER']._serialized_start=1126
-  _globals['_MAPPINGOFFER']._serialized_end=1211
-  _globals['_PULLEDITIONRESPONSE']._serialized_start=1214
-  _globals['_PULLEDITIONRESPONSE']._serialized_end=1453
-  _globals['_EDITIONBEGIN']._serialized_start=1455
-  _globals['_EDITIONBEGIN']._serialized_end=1526
-  _globals['_EDITIONBUCKET']._serialized_start=1529
-  _globals['_EDITIONBUCKET']._serialized_end=1771
-  _globals['_WATCHROWSREQUEST']._serialized_start=1773
-  _globals['_WATCHROWSREQUEST']._serialized_end=1887
-  _globals['_ROUNDBEGIN']._serialized_start=1890
-  _globals['_ROUNDBEGIN']._serialized_end=2020
-  _globals['_WATCHROWSRESPONSE']._serialized_start=2023
-  _globals['_WATCHROWSRESPONSE']._serialized_end=2257
-  _globals['_FEEDSERVICE']._serialized_start=2260
-  _globals['_FEEDSERVICE']._serialized_end=2547
+  _globals['_DESCRIBEWEIGHTSREQUEST']._serialized_end=328
+  _globals['_RELAYREPORT']._serialized_start=330
+  _globals['_RELAYREPORT']._serialized_end=429
+  _globals['_DESCRIBEWEIGHTSRESPONSE']._serialized_start=432
+  _globals['_DESCRIBEWEIGHTSRESPONSE']._serialized_end=898
+  _globals['_DESCRIBEWEIGHTSRESPONSE_BUFFERVERSIONSENTRY']._serialized_start=845
+  _globals['_DESCRIBEWEIGHTSRESPONSE_BUFFERVERSIONSENTRY']._serialized_end=898
+  _globals['_PULLEDITIONREQUEST']._serialized_start=901
+  _globals['_PULLEDITIONREQUEST']._serialized_end=1269
+  _globals['_PULLEDITIONREQUEST_BASEVERSIONSENTRY']._serialized_start=1218
+  _globals['_PULLEDITIONREQUEST_BASEVERSIONSENTRY']._serialized_end=1269
+  _globals['_MAPPINGOFFER']._serialized_start=1271
+  _globals['_MAPPINGOFFER']._serialized_end=1356
+  _globals['_PULLEDITIONRESPONSE']._serialized_start=1359
+  _globals['_PULLEDITIONRESPONSE']._serialized_end=1598
+  _globals['_EDITIONBEGIN']._serialized_start=1600
+  _globals['_EDITIONBEGIN']._serialized_end=1671
+  _globals['_EDITIONBUCKET']._serialized_start=1674
+  _globals['_EDITIONBUCKET']._serialized_end=1916
+  _globals['_WATCHROWSREQUEST']._serialized_start=1918
+  _globals['_WATCHROWSREQUEST']._serialized_end=2032
+  _globals['_ROUNDBEGIN']._serialized_start=2035
+  _globals['_ROUNDBEGIN']._serialized_end=2165
+  _globals['_WATCHROWSRESPONSE']._serialized_start=2168
+  _globals['_WATCHROWSRESPONSE']._serialized_end=2402
+  _globals['_FEEDSERVICE']._serialized_start=2405
+  _globals['_FEEDSERVICE']._serialized_end=2692
 # @@protoc_insertion_point(module_scope)

@@ -12,20 +12,32 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DescribeWeightsRequest(_message.Message):
-    __slots__ = ("job", "run", "with_spec", "wire_format", "follows", "buckets")
+    __slots__ = ("job", "run", "with_spec", "wire_format", "follows", "buckets", "relay")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     WITH_SPEC_FIELD_NUMBER: _ClassVar[int]
     WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    RELAY_FIELD_NUMBER: _ClassVar[int]
     job: str
     run: str
     with_spec: bool
     wire_format: _types_pb2.WireFormat
     follows: bool
     buckets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., with_spec: _Optional[bool] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., follows: _Optional[bool] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+    relay: RelayReport
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., with_spec: _Optional[bool] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., follows: _Optional[bool] = ..., buckets: _Optional[_Iterable[int]] = ..., relay: _Optional[_Union[RelayReport, _Mapping]] = ...) -> None: ...
+
+class RelayReport(_message.Message):
+    __slots__ = ("name", "reader_count", "edition_version")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    READER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EDITION_VERSION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    reader_count: int
+    edition_version: int
+    def __init__(self, name: _Optional[str] = ..., reader_count: _Optional[int] = ..., edition_version: _Optional[int] = ...) -> None: ...
 
 class DescribeWeightsResponse(_message.Message):
     __slots__ = ("header", "highest_version", "timeline", "shard_count", "buckets", "has_one_version", "edition_versions", "spec", "ended", "relayed", "age_duration", "buffer_versions")

@@ -97,7 +97,7 @@ class ShardJobStatus(_message.Message):
     def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ..., run: _Optional[str] = ..., figures: _Optional[_Union[_figures_pb2.ShardJobFigures, _Mapping]] = ..., departed_clocks: _Optional[_Mapping[int, int]] = ..., sharing_ranks: _Optional[_Iterable[int]] = ..., connected_ranks: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[_figures_pb2.TableFigures, _Mapping]]] = ..., agreement: _Optional[_Union[RoundAgreement, _Mapping]] = ..., feed: _Optional[_Union[FeedStatus, _Mapping]] = ...) -> None: ...
 
 class FeedStatus(_message.Message):
-    __slots__ = ("reader_count", "edition_version", "age_duration", "behind", "size_bytes", "sent_bytes", "trouble", "element_bytes", "mapped_reader_count", "held_bytes")
+    __slots__ = ("reader_count", "edition_version", "age_duration", "behind", "size_bytes", "sent_bytes", "trouble", "element_bytes", "mapped_reader_count", "held_bytes", "relays", "relay_count", "relayed_reader_count")
     READER_COUNT_FIELD_NUMBER: _ClassVar[int]
     EDITION_VERSION_FIELD_NUMBER: _ClassVar[int]
     AGE_DURATION_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,9 @@ class FeedStatus(_message.Message):
     ELEMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAPPED_READER_COUNT_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    RELAY_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RELAYED_READER_COUNT_FIELD_NUMBER: _ClassVar[int]
     reader_count: int
     edition_version: int
     age_duration: _duration_pb2.Duration
@@ -118,7 +121,22 @@ class FeedStatus(_message.Message):
     element_bytes: int
     mapped_reader_count: int
     held_bytes: int
-    def __init__(self, reader_count: _Optional[int] = ..., edition_version: _Optional[int] = ..., age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., behind: _Optional[int] = ..., size_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., element_bytes: _Optional[int] = ..., mapped_reader_count: _Optional[int] = ..., held_bytes: _Optional[int] = ...) -> None: ...
+    relays: _containers.RepeatedCompositeFieldContainer[RelayStatus]
+    relay_count: int
+    relayed_reader_count: int
+    def __init__(self, reader_count: _Optional[int] = ..., edition_version: _Optional[int] = ..., age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., behind: _Optional[int] = ..., size_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., element_bytes: _Optional[int] = ..., mapped_reader_count: _Optional[int] = ..., held_bytes: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[RelayStatus, _Mapping]]] = ..., relay_count: _Optional[int] = ..., relayed_reader_count: _Optional[int] = ...) -> None: ...
+
+class RelayStatus(_message.Message):
+    __slots__ = ("name", "reader_count", "edition_version", "behind")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    READER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EDITION_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    reader_count: int
+    edition_version: int
+    behind: int
+    def __init__(self, name: _Optional[str] = ..., reader_count: _Optional[int] = ..., edition_version: _Optional[int] = ..., behind: _Optional[int] = ...) -> None: ...
 
 class RoundAgreement(_message.Message):
     __slots__ = ("mean_square", "square_mean")

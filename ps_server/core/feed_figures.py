@@ -7,6 +7,35 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class RelayFigures:
+    """What a relay has said of itself: RelayStatus in shard.proto.
+
+    readers: its own, and those of relays behind it
+    version: that of its newest edition; None: it has none yet
+    behind:  updates that this edition lacks
+    """
+
+    name: str
+    readers: int
+    version: int | None = None
+    behind: int = 0
+
+
+@dataclass(frozen=True)
+class AllRelays:
+    """The relays of a job.
+
+    shown:   those with the most readers
+    count:   how many there are, with those that are not shown
+    readers: the readers of all of them, as they have said
+    """
+
+    shown: tuple[RelayFigures, ...] = ()
+    count: int = 0
+    readers: int = 0
+
+
+@dataclass(frozen=True)
 class FeedFigures:
     """The readers of a job's weights, and the editions that they get: FeedStatus in shard.proto.
 
@@ -21,6 +50,7 @@ class FeedFigures:
     refused:  on a shard, how many editions it has not made, by reason; not in any message
     mapped:   how many readers of this host map the server's memory
     held:     bytes of it that only these readers still use
+    relays:   the relays among the readers
     """
 
     readers: int = 0
@@ -34,12 +64,14 @@ class FeedFigures:
     refused: Mapping[str, int] = field(default_factory=dict)
     mapped: int = 0
     held: int = 0
+    relays: AllRelays = field(default_factory=AllRelays)
 
 
 def of_all_wires(figures: Sequence[FeedFigures]) -> FeedFigures:
     """Returns the figures of a job that is read in several wire formats.
 
-    Versions, ages and distances are the largest of all wire formats; everything else is summed.
+    Versions, ages and distances are the largest of all wire formats; everything else is summed. Relays are told for
+    the job, whatever its wire format.
     """
     return FeedFigures(
         sum(each.readers for each in figures),
@@ -52,4 +84,5 @@ def of_all_wires(figures: Sequence[FeedFigures]) -> FeedFigures:
         next((each.trouble for each in figures if each.trouble), ""),
         mapped=sum(each.mapped for each in figures),
         held=sum(each.held for each in figures),
+        relays=max((each.relays for each in figures), key=lambda relays: relays.count, default=AllRelays()),
     )

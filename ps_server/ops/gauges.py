@@ -118,6 +118,7 @@ def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
                 for name, text, label, numbers in _OF_TABLE
             ),
             *feed_gauges(_feeds, "ps_edition_taken_age_seconds", "How long ago the newest edition was complete."),
+            ("ps_feed_relayed_readers", "Readers that relays have, as they say.", ("job",), _relayed_readers),
             ("ps_edition_refused_total", "Editions not taken, by reason.", ("job", "reason"), _refused_editions),
         ],
     )
@@ -125,6 +126,10 @@ def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
 
 def _feeds(statistics: ShardStatistics) -> dict[str, FeedFigures]:
     return {name: job.feed for name, job in statistics.jobs.items() if job.feed is not None}
+
+
+def _relayed_readers(statistics: ShardStatistics) -> Iterable[Sample]:
+    return [((name,), feed.relays.readers) for name, feed in _feeds(statistics).items()]
 
 
 def _refused_editions(statistics: ShardStatistics) -> Iterable[Sample]:

@@ -17,6 +17,7 @@ from ps_server.ops.columns import folded, lines_of, printable
 from ps_server.rpc.coordinator_client import OperatorClient
 from ps_server.rpc.plain import plain
 
+MOST_RELAYS = 8  # of a job, that have a line each
 FEWER = 1.05  # the least ratio that is shown: below it the bytes are those of sync, with some padding
 
 
@@ -97,10 +98,52 @@ def _feeds(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
     relay.
     """
     if status["coordinator"].get("upstream"):
-        feeds = [held["feed"] for held in _held(status, job["name"]) if held.get("feed")]
-        return [f"job {job['name']}: {_feed_text(feed)}" for feed in feeds]
-    feed = _of_all_shards(status, job["name"])
-    return [] if feed is None else [f"  weights are read: {_feed_text(feed)}"]
+        lines = [f"job {job['name']}: {_feed_text(feed)}" for feed in _fed(status, job["name"])]
+    else:
+        feed = _of_all_shards(status, job["name"])
+        lines = [] if feed is None else [f"  weights are read: {_feed_text(feed)}"]
+    return lines + relay_lines(status, job["name"])
+
+
+def _relays(status: dict[str, Any], job: str) -> list[dict[str, Any]]:
+    """Returns what relays have said of themselves to the shards that answer, those with the most readers first.
+
+    A relay tells all shards, and it has the highest version where it was heard last.
+    """
+    told: dict[str, dict[str, Any]] = {}
+    for feed in _fed(status, job):
+        for relay in feed["relays"]:
+            told[relay["name"]] = max(told.get(relay["name"], relay), relay, key=_newer)
+    return sorted(told.values(), key=lambda relay: (-relay["reader_count"], relay["name"]))
+
+
+def _fed(status: dict[str, Any], job: str) -> list[dict[str, Any]]:
+    """Returns the `feed` of a job from each shard, or in each wire format of a relay."""
+    return [held["feed"] for held in _held(status, job) if held.get("feed")]
+
+
+def _newer(relay: dict[str, Any]) -> tuple[int, int, int]:
+    version = -1 if relay["edition_version"] is None else relay["edition_version"]
+    return version, relay["behind"], relay["reader_count"]
+
+
+def relay_lines(status: dict[str, Any], job: str) -> list[str]:
+    """Returns a line for each of a job's relays with the most readers, and one for all others."""
+    relays = _relays(status, job)
+    shown, feeds = relays[:MOST_RELAYS], _fed(status, job)
+    lines = [f"    relay {each['name']} tells of {_relay_text(each)}" for each in shown]
+    # A shard counts all relays, and names those with the most readers. Shards may have heard of different ones.
+    more = max([len(relays), *(feed["relay_count"] for feed in feeds)]) - len(shown)
+    known, counts = (sum(each["reader_count"] for each in some) for some in (relays, shown))
+    readers = max([known, *(feed["relayed_reader_count"] for feed in feeds)]) - counts
+    return [*lines, f"    and {counted(more, 'more relay')} with {counted(readers, 'reader')}"] if more else lines
+
+
+def _relay_text(relay: dict[str, Any]) -> str:
+    edition, readers = relay["edition_version"], counted(relay["reader_count"], "reader")
+    if edition is None:
+        return f"{readers}, and of no edition"
+    return f"{readers}; its edition {edition} is {counted(relay['behind'], 'update')} behind"
 
 
 def _of_all_shards(status: dict[str, Any], job: str) -> dict[str, Any] | None:

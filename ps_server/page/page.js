@@ -7,6 +7,7 @@ const EVENTS_KEPT = 200;
 const OLD_CHECKPOINT = 900; // seconds
 const SHOWN = 12; // workers that are shown one by one; of more, the slowest and the fastest
 const [SLOWEST, FASTEST] = [8, 2];
+const RELAYS = 8; // that have a row each
 const FIGURE_WIDTH = 160; // pixels, at least
 const LINES = ["#3b82d4", "#d9822b", "#2c9a6b", "#b455c9", "#c94a4a", "#7a8a2b", "#3aa7b8", "#8b6f5a"];
 
@@ -387,6 +388,30 @@ function drawTables(job, status) {
   fill($("tables"), heads, rows);
 }
 
+// What relays have said of themselves, each to all shards. Those with the most readers come first.
+function drawRelays(job, status) {
+  const held = status.shards.flatMap((shard) => shard.jobs).filter((each) => each.job === job.name && each.feed);
+  const feeds = held.map((each) => each.feed), told = new Map();
+  for (const relay of feeds.flatMap((feed) => feed.relays)) {
+    const before = told.get(relay.name), newer = (relay.edition_version ?? -1) - (before?.edition_version ?? -1);
+    if (!before || newer > 0 || (newer === 0 && relay.behind > before.behind)) told.set(relay.name, relay);
+  }
+  const relays = [...told.values()].sort((a, b) => b.reader_count - a.reader_count || (a.name < b.name ? -1 : 1));
+  const shown = relays.slice(0, RELAYS);
+  const heads = ["relay", ["readers", "number"], ["edition", "number"], ["updates behind", "number"]];
+  const rows = shown.map((relay) => {
+    const cells = [relay.reader_count, ...(relay.edition_version === null ? ["–", "–"] : [relay.edition_version, relay.behind])];
+    return [relay.name, ...cells.map((cell) => [cell, "number"])];
+  });
+  // A shard counts all relays, and names those with the most readers. Shards may have heard of different ones.
+  const more = Math.max(relays.length, ...feeds.map((feed) => feed.relay_count)) - shown.length;
+  const readers = Math.max(sum(relays, "reader_count"), ...feeds.map((feed) => feed.relayed_reader_count)) - sum(shown, "reader_count");
+  $("relays-part").hidden = relays.length === 0;
+  const rest = more ? `and ${plural(more, "more relay")} with ${plural(readers, "reader")}. ` : "";
+  $("relays-note").textContent = `${rest}This is what relays say of themselves. Readers of relays behind a relay count as its own.`;
+  fill($("relays"), heads, rows);
+}
+
 // -- bars -------------------------------------------------------------------------------------------------------------
 
 function bars(place, entries, nothing) {
@@ -575,7 +600,7 @@ function choose(jobs) {
   return known.find(([name]) => name === shown)?.[2];
 }
 
-const OF_RUNNING = ["race-part", "workers-part", "bars-part", "shards-part", "progress-part", "rows"];
+const OF_RUNNING = ["race-part", "workers-part", "bars-part", "shards-part", "progress-part", "rows", "relays-part"];
 
 function drawRunning(job, view) {
   const of = view.jobs.find((each) => each.job === job.name);
@@ -588,6 +613,7 @@ function drawRunning(job, view) {
   drawWorkers(job, views);
   drawShards(job, view);
   drawTables(job, view.status);
+  drawRelays(job, view.status);
   drawStaleness(job, view.status);
   drawAwaited(of);
   drawProgress(job);

@@ -26,6 +26,7 @@ from ps_server.relay.sending import RelaySender
 from ps_server.shard.mapped import MappedFiles
 from ps_server.shard.outbox import Outbox
 from ps_server.shard.shared_changes import BucketChanges
+from ps_server.shard.told_relays import ToldRelays
 
 MOST = 2
 HELD_SECONDS = 30.0  # for which readers may hold an edition that a newer one waits to replace
@@ -37,6 +38,7 @@ class FollowedJob:
     subscribe: begins to follow it; its argument is called at every change
     room:      the relay's memory
     mapped:    the editions that readers on this host have mapped; None: editions are always sent
+    relays:    the relays among the job's readers, in all wire formats
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class FollowedJob:
         room: EditionRoom,
         mapped: MappedFiles | None = None,
         clock: Callable[[], float] | None = None,
+        relays: ToldRelays | None = None,
     ) -> None:
         self.name, self.wire, self.mapped = name, wire, mapped or MappedFiles(None)
+        self.relays = relays or ToldRelays()
         self._clock = clock or time.monotonic  # looked up here, so that a simulation has its own
         self.asked = self._clock()  # when a reader last asked for the job
         self.sent_bytes = self.sent_elements = 0  # `sent_elements`: the bytes if changes had been sent whole
@@ -117,6 +121,21 @@ class FollowedJob:
             return [each.caller for each in (*self._waiting, *readers)]
 
     @property
+    def reader_count(self) -> int:
+        """How many readers have an edition, or wait for one."""
+        with self._lock:
+            return len(self._waiting) + sum(len(kept.readers) for kept in self._kept)
+
+    @property
+    def present_version(self) -> int | None:
+        """The version of the newest edition; None: there is none of the job's present run and timeline."""
+        newest, following = self.newest, self._subscription
+        edition = following.edition
+        if newest is None or edition is None or following.is_left:
+            return None
+        return newest.arrays.version if newest.series == (edition.run, edition.timeline) else None
+
+    @property
     def figures(self) -> FeedFigures:
         """The figures of the job's readers, for status and metrics."""
         kept = self.newest
@@ -125,8 +144,9 @@ class FollowedJob:
         sent = self.sent_bytes, self.sent_elements, str(self.trouble or "")
         own = [file for each in self.kept() for file in each.arrays.files.values()]
         held = self.mapped.held_bytes(own)
-        own_readers, mapped = len(self.callers()), self.mapped.readers
-        return FeedFigures(own_readers, version, age, behind, self.nbytes, *sent, mapped=mapped, held=held)
+        numbers = self.reader_count, version, age, behind, self.nbytes
+        relays = self.relays.figures(self.latest, self._clock())
+        return FeedFigures(*numbers, *sent, mapped=self.mapped.readers, held=held, relays=relays)
 
     def describe(self, with_spec: bool, run: str = "") -> WeightsHere:
         """Describes the job's weights and its newest edition. Raises TryLater, NotFound or RunEnded.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
 from ps_protocol.layout import EDITION_WIRES
-from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
+from ps_protocol.messages.editions import EditionCall, RelayReport, WeightsAsked, WeightsHere, is_relay_name
 from ps_runtime.background import guarded, start
 from ps_server.core.limits import check_feeds
 from ps_server.relay.followed import FollowedJob
@@ -21,6 +22,9 @@ from ps_server.relay.room import EditionRoom
 from ps_server.relay.upstream import Upstream
 from ps_server.shard.mapped import MappedFiles
 from ps_server.shard.outbox import Outbox
+from ps_server.shard.told_relays import ToldRelays
+
+log = logging.getLogger("ps_server")
 
 IDLE_SECONDS = 60.0  # how long a job is followed after the last call of a reader
 TICK_SECONDS = 0.1
@@ -33,6 +37,7 @@ class Relayed:
     every, period: the least number of updates, and of seconds, between two editions
     limit:  the most feeds of one job; one principal may have half as many
     shared_directory: the directory in which readers on this host wait for shared memory; None: payloads are sent
+    name:   what the relay calls itself to its upstream: see RelayReport; empty: it says nothing of itself
     """
 
     def __init__(
@@ -44,17 +49,25 @@ class Relayed:
         period: float = 0.0,
         limit: float = math.inf,
         shared_directory: Path | None = None,
+        name: str = "",
     ) -> None:
-        self.upstream, self._directory = upstream, shared_directory
+        if name and not is_relay_name(name):
+            log.warning(
+                "the upstream is not told how many readers this relay has: %r cannot be shown as its name", name
+            )
+            name = ""
+        self.upstream, self._directory, self._name = upstream, shared_directory, name
         self._named, self._every, self._period, self._limit = frozenset(named), every, period, limit
         self._room = EditionRoom(is_shared=shared_directory is not None)
         self._followed: dict[tuple[str, str], FollowedJob] = {}
         # Mapped files use memory, and count, even after their job is no longer followed.
         self._mapped: dict[tuple[str, str], MappedFiles] = {}
+        self._told_relays: dict[str, ToldRelays] = {}  # by job
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        for each in sorted(self._named):
-            self._followed[each] = self._follow(*each)
+        with self._lock:  # the first subscription asks who reads here while others are made
+            for each in sorted(self._named):
+                self._followed[each] = self._follow(*each)
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
         start(self._thread)
 
@@ -96,9 +109,14 @@ class Relayed:
         found.asked = time.monotonic()
         return found
 
-    def describe(self, asked: WeightsAsked) -> WeightsHere:
-        """Describes a job's weights. Raises the errors of `get` and FollowedJob.describe."""
-        return self.get(asked.job, asked.wire).describe(asked.with_spec, asked.run)
+    def describe(self, asked: WeightsAsked, caller: str = "") -> WeightsHere:
+        """Describes a job's weights. Raises the errors of `get` and FollowedJob.describe.
+
+        caller: the principal that asks; empty: unknown
+        """
+        job = self.get(asked.job, asked.wire)
+        job.relays.tell(asked.relay, caller, time.monotonic())
+        return job.describe(asked.with_spec, asked.run)
 
     def pull(self, call: EditionCall, outbox: Outbox, caller: str) -> None:
         """Sends an edition on the outbox, and ends it. Returns at once.
@@ -139,10 +157,22 @@ class Relayed:
                 access=self.upstream.access,
                 told=told,
                 room=self._room,
+                relay=partial(self._report, name),
             )
 
         mapped = self._mapped.setdefault((name, wire), MappedFiles(self._directory))
-        return FollowedJob(name, wire, subscribe, self._room, mapped)
+        relays = self._told_relays.setdefault(name, ToldRelays())
+        return FollowedJob(name, wire, subscribe, self._room, mapped, relays=relays)
+
+    def _report(self, name: str) -> RelayReport | None:
+        """Returns what to tell the upstream about a job; None: nothing, as this relay has no name."""
+        if not self._name:
+            return None
+        jobs = [each for each in self.followed() if each.name == name]
+        readers = sum(each.reader_count for each in jobs)
+        behind = max((each.relays.readers(time.monotonic()) for each in jobs), default=0)  # one for all wire formats
+        versions = [version for each in jobs if (version := each.present_version) is not None]
+        return RelayReport(self._name, readers + behind, max(versions, default=None))
 
     def _look_for(self, name: str, before: FollowedJob | None) -> None:
         """Makes sure that a job of this name can be followed.
@@ -183,6 +213,8 @@ class Relayed:
             elif now - job.asked > IDLE_SECONDS and not job.callers():
                 with self._lock:
                     self._followed.pop(key, None)
+                    if not any(name == job.name for name, _ in self._followed):
+                        self._told_relays.pop(job.name, None)
                 job.close()
         self._forget_mapped()
 

@@ -36,7 +36,7 @@ class RelayFeedService(FeedMethods):
     def describe_weights(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         asked = editions.read_weights_asked(request)
         check_job(asked.job)
-        return editions.write_weights_here(self._origin, self._relayed.describe(asked))
+        return editions.write_weights_here(self._origin, self._relayed.describe(asked, caller_name()))
 
     def pull_edition(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = editions.read_edition_call(request)

@@ -35,6 +35,7 @@ from ps_server.shard.copied_buckets import CopiedBucket, EditionFiles, Piece, me
 from ps_server.shard.feed_tally import FeedTally
 from ps_server.shard.mapped import MappedFiles, NewFiles
 from ps_server.shard.shared_changes import BucketChanges
+from ps_server.shard.told_relays import ToldRelays
 
 MOST = 2
 KEPT_SECONDS = 10.0  # for which an edition that nobody reads is kept for others
@@ -268,6 +269,7 @@ class Editions:
     promised: returns the bytes of free memory that training was promised and has not allocated yet
     waiting:  editions that wait for updates
     tally:    what readers have had
+    relays:   the relays among the readers
     """
 
     def __init__(self, job: str, buckets: Mapping[int, Bucket], promised: Callable[[], int]) -> None:
@@ -283,7 +285,7 @@ class Editions:
         self._mapped: dict[MappedFiles, float] = {}
         self._new_files = NewFiles(WrittenFile)
         self.waiting: tuple[TakenEdition, ...] = ()
-        self.tally = FeedTally()
+        self.tally, self.relays = FeedTally(), ToldRelays()
 
     def versions(self) -> list[int]:
         """Returns the versions of editions of one version that somebody waits for, or that no bucket is past yet."""
@@ -420,7 +422,8 @@ class Editions:
         if not self._kept and not held and now - self._followed > KEPT_SECONDS:
             return None
         seen = self.tally.figures(readers, lowest, self.nbytes, now)
-        return replace(seen, mapped=sum(each.readers for each in mapped), held=held)
+        relays = self.relays.figures(lowest, now)
+        return replace(seen, mapped=sum(each.readers for each in mapped), held=held, relays=relays)
 
     def copied_now(
         self, pieces: frozenset[Piece], locked: Callable[[int], AbstractContextManager[Bucket]]

@@ -334,10 +334,15 @@ class WeightFeeds:
         self._mapped: dict[tuple[str, str], MappedFiles] = {}
         self._lock = threading.Lock()
 
-    def describe(self, asked: WeightsAsked) -> WeightsHere:
-        """Returns what this shard has of a job's weights. Raises NotFound, RunEnded, TryLater, or InvalidRequest."""
+    def describe(self, asked: WeightsAsked, caller: str = "") -> WeightsHere:
+        """Returns what this shard has of a job's weights. Raises NotFound, RunEnded, TryLater, or InvalidRequest.
+
+        caller: the principal that asks; empty: unknown
+        """
         source = self._source(asked.job, asked.run)
         _check_wire(asked.wire)
+        if isinstance(source, JobSource):  # nobody is shown who reads what is left of a job
+            source.job.editions.relays.tell(asked.relay, caller, self._clock())
         if asked.follows:
             followed = source.specs.keys() & (asked.buckets or source.specs.keys())
             source.heard_of_reader(self._clock(), _pieces(asked.wire, followed, source))

@@ -30,7 +30,7 @@ class Following:
     def __init__(self, told: Callable[[], None]) -> None:
         self.edition: EditionArrays | None = None
         self.trouble: PSError | None = None
-        self.ended = self.closed = False
+        self.ended = self.closed = self.is_left = False
         self.latest, self.age = 0, 0.0
         self._told = told
 
@@ -105,6 +105,22 @@ def followed(shared: Cluster, job: str, far: None) -> Iterator[Followed]:
     with shared.connect("sync", job=job) as session, ps.subscribe(shared.address, job) as feed:
         FollowedTrainer(session)
         yield Followed(feed.wait_for().arrays)
+
+
+def test_an_edition_that_the_job_has_left_is_not_its_present_one(followed: Followed) -> None:
+    job = followed.job
+    assert job.present_version is None
+    followed.made[0].has(followed.edition("a", 4))
+    assert job.present_version == 4
+    followed.made[0].is_left = True
+    assert job.present_version is None
+    followed.made[0].is_left = False
+    followed.made[0].ends()
+    assert job.present_version == 4
+    job.follow_again()
+    assert job.present_version is None, "the next run has none yet"
+    followed.made[1].has(followed.edition("b", 1))
+    assert job.present_version == 1
 
 
 def test_a_run_that_has_ended_is_told_as_that_until_the_next_has_an_edition(followed: Followed) -> None:

@@ -214,6 +214,28 @@ def test_who_reads_the_weights_is_among_the_figures() -> None:
     assert told[2]["readers of the weights"] == "3"
 
 
+def test_each_relay_has_a_row_and_of_many_those_with_most_readers() -> None:
+    """A relay tells all shards. The newest version that any of them has heard is shown."""
+    few, many = view(4), view(4)
+    for index, shard in enumerate(few.status.shards):
+        feed = shard.jobs[0].feed
+        feed.relays.add(name="near:1", reader_count=3, edition_version=40 + index, behind=2 - index)
+        feed.relays.add(name="new:1", reader_count=5)
+        feed.relay_count, feed.relayed_reader_count = 2, 8
+    feed = many.status.shards[0].jobs[0].feed
+    for number in range(10):
+        feed.relays.add(name=f"r{number}:1", reader_count=number, edition_version=0)
+    feed.relay_count, feed.relayed_reader_count = 40, 100
+    without, two, ten = page(view(4), few, many)["shown"]
+    last = len(few.status.shards) - 1
+    assert "relays-part" in without["hidden"]
+    assert two["relays"] == [["new:1", "5", "–", "–"], ["near:1", "3", str(40 + last), str(2 - last)]]
+    assert two["relaysNote"].startswith("This is what relays say of themselves.")
+    assert [row[:2] for row in ten["relays"]] == [[f"r{number}:1", str(number)] for number in range(9, 1, -1)]
+    assert ten["relaysNote"].startswith("and 32 more relays with 56 readers. ")
+    assert "relays-part" not in ten["hidden"]
+
+
 def test_nothing_above_the_fold_speaks_of_clocks_and_no_size_breaks_in_two() -> None:
     [shown] = page(view(4))["shown"]
     figures = {name: value for value, name in shown["figures"]}

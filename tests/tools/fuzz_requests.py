@@ -142,6 +142,9 @@ _REQUESTS = [
         job=JOB, table="table", cursor=RowCursor(0, 1, 0).to_bytes(), period_duration={"seconds": 2}
     ),
     feed_pb2.DescribeWeightsRequest(job=JOB, with_spec=True),
+    feed_pb2.DescribeWeightsRequest(
+        job=JOB, follows=True, relay=feed_pb2.RelayReport(name="near:1", reader_count=2**32 - 1, edition_version=2**63)
+    ),
     feed_pb2.PullEditionRequest(job=JOB, wire_format=types_pb2.WIRE_FORMAT_BFLOAT16),
     feed_pb2.PullEditionRequest(job=JOB, version=2, buckets=[0]),
     feed_pb2.PullEditionRequest(job=JOB, base_versions={0: 0, 1: 2**63}, sparse_changes=True, part_bytes=1),

@@ -85,6 +85,8 @@ for (let count = 0; count < wanted; count++) {
     raceTexts: place("race").all("text").map((each) => each.textContent),
     workers: (place("workers").children[1]?.children ?? []).map((row) => row.children.map((cell) => cell.textContent)),
     phases: place("workers").all("svg").map((bar) => ({ ...bar.attributes, parts: bar.children.map((part) => [part.attributes.class, Number(part.attributes.x), Number(part.attributes.width)]) })),
+    relays: (place("relays").children[1]?.children ?? []).map((row) => row.children.map((cell) => cell.textContent)),
+    relaysNote: place("relays-note").textContent,
     events: (place("events").children[1]?.children ?? []).map((row) => row.children.map((cell) => cell.textContent)),
     footer: place("footer").textContent,
     button: place("all").hidden ? "" : place("all").textContent,

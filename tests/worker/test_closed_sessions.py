@@ -49,7 +49,10 @@ def test_a_call_on_a_closed_channel_is_a_call_that_failed(access: Access, kind: 
     assert str(error) == "shard 0 does not answer (the connection is closed)"
 
 
-def test_a_channel_that_is_closed_as_the_call_begins_is_no_bare_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_channel_that_is_closed_as_the_call_begins_is_no_bare_value_error(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
     channel = open_channel(NOWHERE)
     method = channel.unary_unary(METHOD)
     signed = channel.metadata
@@ -60,7 +63,7 @@ def test_a_channel_that_is_closed_as_the_call_begins_is_no_bare_value_error(monk
 
     monkeypatch.setattr(channel, "metadata", closes)
     with pytest.raises(ChannelClosed):
-        method(b"", timeout=5)
+        (method if waits else method.future)(b"", timeout=5)
 
 
 def each_call(calls: ShardCalls) -> list[Callable[[], object]]:
