@@ -68,11 +68,12 @@ class HeldAlike:
         ]  # frozen whole tensors come from the servers, if the first member has them
         placed = [index for index in self._others if is_sharded(tensors[index])]
         told = [json.loads(each) for each in group.gather(json.dumps([self._others, placed]).encode())]
-        self._shared = sorted({index for each, _ in told for index in each})
-        self._holders = {
-            index: (spec.parameters[index].member, *(m for m, (others, _) in enumerate(told) if index in others))
-            for index in self._shared
-        }
+        others: dict[int, list[int]] = {}  # by parameter, the members that hold it and do not own it
+        for member, (held, _) in enumerate(told):
+            for index in held:
+                others.setdefault(index, []).append(member)
+        self._shared = sorted(others)
+        self._holders = {index: (spec.parameters[index].member, *others[index]) for index in self._shared}
         group.connect([*self._holders.values()])
         self._hooks: list[RemovableHandle] = []
         trained = {index for index in self._shared if spec.parameters[index].group is not None}
