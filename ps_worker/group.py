@@ -346,7 +346,7 @@ def group_of(given: Any, launched: int = 0) -> Group:
     Raises InvalidRequest if `given` is neither, if torch.distributed is not initialised, if this process is not in the
     group, or if the group has another size than `launched`.
     """
-    ranks = [] if launched and given is None else _ranks_of(given)
+    ranks = [] if launched and given is None else ranks_of(given)
     if launched and len(ranks) != launched:  # each of them would join as the same worker, and take another's place
         named = f"a group of {len(ranks)}" if ranks else "no group"
         raise InvalidRequest(
@@ -383,8 +383,10 @@ def _be_in_as_many(ranks: tuple[int, ...]) -> None:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
-def _ranks_of(given: Any) -> list[int]:
-    """Returns the ranks of a DeviceMesh or a process group in the default process group."""
+def ranks_of(given: Any) -> list[int]:
+    """Returns the ranks of a DeviceMesh or a process group in the default process group. Raises InvalidRequest as
+    `group_of`.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         raise InvalidRequest(
             "prepare(..., group=...) needs a process group: call torch.distributed.init_process_group in each process "

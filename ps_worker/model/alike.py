@@ -68,11 +68,12 @@ class HeldAlike:
         ]  # frozen whole tensors come from the servers, if the first member has them
         placed = [index for index in self._others if is_sharded(tensors[index])]
         told = [json.loads(each) for each in group.gather(json.dumps([self._others, placed]).encode())]
-        self._shared = sorted({index for each, _ in told for index in each})
-        self._holders = {
-            index: (spec.parameters[index].member, *(m for m, (others, _) in enumerate(told) if index in others))
-            for index in self._shared
-        }
+        others: dict[int, list[int]] = {}  # by parameter, the members that hold it and do not own it
+        for member, (held, _) in enumerate(told):
+            for index in held:
+                others.setdefault(index, []).append(member)
+        self._shared = sorted(others)
+        self._holders = {index: (spec.parameters[index].member, *others[index]) for index in self._shared}
         group.connect([*self._holders.values()])
         self._hooks: list[RemovableHandle] = []
         trained = {index for index in self._shared if spec.parameters[index].group is not None}
@@ -213,25 +214,46 @@ class HeldAlike:
     def states(
         self, own: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
     ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the optimizer state of parameters that other members own. own: the state of this member's
-        parameters
+        """Returns the optimizer state of parameters that other members own. Only members that hold a parameter get its
+        state. A call of all members.
+
+        own: the state of this member's parameters
         """
         if not self._shared:
             return {}
-        owned = [index for index in self._shared if self._spec.parameters[index].member == self._group.member]
-        given = {
-            f"{index}/{name}": local(value).detach().to("cpu", copy=True).contiguous()
-            for index in owned
-            for name, value in own.get(self._tensors[index], {}).items()
-        }
+        sets = sorted({*self._holders.values()})
+        given = {members: self._owned_state(members, own) for members in sets if members[0] == self._group.member}
+        sizes = [len(given.get(members, b"")) for members in sets]
+        told = [json.loads(each) for each in self._group.gather(json.dumps(sizes).encode())]
+        packages = [
+            (members, _bytes_tensor(given.get(members), told[members[0]][number]))
+            for number, members in enumerate(sets)
+            if self._group.member in members
+        ]
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        for told in self._group.gather(safetensors.torch.save(given)):
-            for key, value in safetensors.torch.load(told).items():
-                index, name = int(key.split("/")[0]), key.split("/")[1]
-                if index in self._others:
-                    tensor = self._tensors[index]
+
+        def take() -> None:
+            for members, content in packages:
+                if members[0] == self._group.member:
+                    continue
+                for key, value in safetensors.torch.load(content.numpy().tobytes()).items():
+                    index, name = key.split("/", 1)
+                    tensor = self._tensors[int(index)]
                     found.setdefault(tensor, {})[name] = beside(tensor, name, value)
+
+        self._group.hand_out(False, lambda _: packages, take)
         return found
+
+    def _owned_state(self, members: Members, own: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]) -> bytes:
+        """Returns the state of the parameters that exactly these members hold. own: as in `states`"""
+        return safetensors.torch.save(
+            {
+                f"{index}/{name}": local(value).detach().to("cpu", copy=True).contiguous()
+                for index, holders in self._holders.items()
+                if holders == members
+                for name, value in own.get(self._tensors[index], {}).items()
+            }
+        )
 
 
 def held_alike(group: Group | None, spec: JobSpec, tensors: Sequence[torch.Tensor]) -> HeldAlike | None:
@@ -260,6 +282,13 @@ def _are_close(one: Sequence[float], other: Sequence[float]) -> bool:
     one, other = one or (0.0, 0.0), other or (0.0, 0.0)
     room = TOLERANCE * (1e-12 + max(one[0], other[0]))
     return all(not abs(a - b) > room for a, b in zip(one, other, strict=True))
+
+
+def _bytes_tensor(content: bytes | None, size: int) -> torch.Tensor:
+    """Returns bytes as a tensor on the host. None: those of another member are to come, so many."""
+    if content is None:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _norm(described: Sequence[float]) -> str:

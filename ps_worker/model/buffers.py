@@ -345,20 +345,26 @@ def _ignore(_: torch.Tensor | None) -> None:
 # Autograd makes each gradient in memory of its own. As soon as it is there, it is moved into the buffers, and `.grad`
 # lies there. A script may change gradients after backward (clip, scale, drop): `marks` detects that, whatever code does
 # it.
+#
+# The gradient of a DTensor stays in torch's memory, and the buffers have a copy. Backward makes the copy for buckets
+# that are sent before the step, and the step then compares it with the gradient. Otherwise only the step copies.
 
 
 class Gradients:
     """The gradients of the trained parameters. Hooks run on autograd's thread, all else on the training thread.
 
     on_ready: called with a parameter's index when backward has finished its gradient
+    are_late: the gradients of DTensors are copied in the step alone, because no bucket is sent before it
     """
 
     def __init__(self, buffers: FlatBuffers, on_ready: Callable[[int], None]) -> None:
+        self.are_late = False
         self._buffers = buffers
         self._on_ready = on_ready
         self._on_gpu = buffers.device.type == "cuda"
         self._check = buffers.spec.non_finite is not NonFinite.ALLOW
         self._finite: dict[int, bool] = {}  # by parameter, of those checked in this step
+        self._late: set[int] = set()  # DTensors whose gradient backward has made, and the step has not copied yet
         self._touches = 0  # how often a script has asked for some gradient's `.data`
         self._hooks: list[RemovableHandle] = []
         self._own: dict[int, torch.Tensor] = {}  # by parameter, its view with a storage of its own
@@ -403,6 +409,10 @@ class Gradients:
             if gradient is None:
                 absent.add(index)
                 continue
+            if index in self._late:
+                self._adopt(index, counts=False)
+                self._late.discard(index)
+                continue
             if index in self._buffers.sharded:
                 if self._is_here(index):
                     continue  # unchanged since backward, as far as can be known: torch counts no writes there
@@ -443,18 +453,26 @@ class Gradients:
         return any(self._finite.get(part.parameter) is False for part in bucket.slices)
 
     def _accumulated(self, index: int, _: torch.Tensor) -> None:
-        self._adopt(index)
-        if self._check and not self._on_gpu:  # where the answer would have to be waited for
-            self._finite[index] = is_finite(self._buffers.gradient_views[index])  # now, while it is in the cache
+        if self.are_late and index in self._buffers.sharded:
+            as_placed(self._buffers.trained[index])  # here, as it is a collective of backward
+            self._late.add(index)
+            self._finite.pop(index, None)
+        else:
+            self._late.discard(index)
+            self._adopt(index)
+            if self._check and not self._on_gpu:  # where the answer would have to be waited for
+                self._finite[index] = is_finite(self._buffers.gradient_views[index])  # now, while it is in the cache
         self._on_ready(index)
 
     def _is_here(self, index: int) -> bool:
         """Whether the buffers have a DTensor's present gradient."""
         return torch.equal(local(self._buffers.trained[index].grad), self._buffers.gradient_views[index])
 
-    def _adopt(self, index: int) -> bool:
+    def _adopt(self, index: int, counts: bool = True) -> bool:
         """Moves a gradient into the buffers, and frees its old memory. Returns whether it was outside of the
         buffers.
+
+        counts: `marks` counts it as a change
         """
         tensor, view = self._buffers.trained[index], self._buffers.gradient_views[index]
         if index in self._buffers.sharded:
@@ -468,7 +486,9 @@ class Gradients:
         self._buffers.check_form(index)
         if gradient.shape != view.shape:
             raise InvalidRequest(f"the gradient of {name}: expected {tuple(view.shape)}, got {tuple(gradient.shape)}")
-        view.copy_(gradient.detach())  # which has a graph of its own after backward(create_graph=True)
+        # `values` of a view is the same memory, whose writes torch counts apart. After backward(create_graph=True) the
+        # gradient has a graph of its own.
+        (view if counts else values(view)).copy_(gradient.detach())
         if index not in self._buffers.elsewhere:
             tensor.grad = self._shown(index)
         return True

@@ -100,6 +100,11 @@ class FlatModel:
     # -- gradients, on their way out ---------------------------------------------------------------------------------
 
     @property
+    def has_sharded(self) -> bool:
+        """Whether parameters that an optimizer steps are DTensors."""
+        return bool(self._buffers.sharded)
+
+    @property
     def in_segment(self) -> bool:
         """Whether gradients are made in the segment that is shared with shards."""
         return self._buffers.gradients_in_segment

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, validate
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
-from ps_worker.group import Group
+from ps_worker.group import Group, ranks_of
 from ps_worker.model.elements import element_spec, is_trained, parts_that_travel
 from ps_worker.model.group_spec import described_together
 from ps_worker.model.pipeline_stages import refuse_second, stages_of
@@ -70,7 +71,7 @@ def _described(
     options: PrepareOptions,
     group: Group | None,
 ) -> tuple[JobSpec, list[torch.Tensor]]:
-    """Returns the job of this process, without its name, mode and world size. group: as in `_parameters`"""
+    """Returns the job of this process, without its name, mode and world size. group: the processes that share it"""
     classes = [optimizer_name(optimizer) for optimizer in optimizers]
     for model in models:
         refuse_lazy(model)
@@ -88,7 +89,8 @@ def _described(
             f"mode local:H has no tables of rows, and the model has {next(iter(tables))!r}: train it in sync, ssp:K or "
             "async, or make it a torch.nn.Embedding"
         )
-    parameters, tensors = _parameters(models, optimizers, group)
+    ranks, are_stages = (None, False) if group is None else (group.ranks, group.is_pipeline)
+    parameters, tensors = _parameters(models, optimizers, ranks, are_stages)
     of_group = [index for index, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
     spec = JobSpec(
         name="",
@@ -114,10 +116,15 @@ def _described(
 
 
 def _parameters(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], group: Group | None = None
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    ranks: Sequence[int] | None,
+    are_stages: bool = False,
 ) -> tuple[tuple[ParameterSpec, ...], list[torch.Tensor]]:
-    """Returns all tensors of the models, each once: their descriptions, and the tensors. group: the processes that
-    share them
+    """Returns all tensors of the models, each once: their descriptions, and the tensors.
+
+    ranks:      the processes of the group that shares them; None: there is no group
+    are_stages: the models are stages of a pipeline
     """
     groups = _groups(models, optimizers)
     known = {id(table.weight) for table in named_tables(models).values()}  # handles: the rows are in no bucket
@@ -127,7 +134,7 @@ def _parameters(
     parameters: list[ParameterSpec] = []
     tensors: list[torch.Tensor] = []
     names: set[str] = set()
-    for key, tensor in _named(models, group is not None and group.is_pipeline):
+    for key, tensor in _named(models, are_stages):
         if id(tensor) in known:
             continue
         known.add(id(tensor))
@@ -135,15 +142,15 @@ def _parameters(
         if key in names:
             refuse_second(key)
         names.add(key)
-        if group is not None and is_sharded(tensor):
-            piece = piece_of(key, tensor, group.ranks)
+        if ranks is not None and is_sharded(tensor):
+            piece = piece_of(key, tensor, ranks)
             if piece is not None:
                 parameters.append(replace(piece, group=number, optimizer=optimizer))
                 tensors.append(tensor if number is not None else local(tensor))
             continue
         if number is not None and not is_trained(key, tensor):
             number, optimizer = None, 0
-        if group is not None and number is not None and uses_fsdp(models):  # its gradient is of this process' own batch
+        if ranks is not None and number is not None and uses_fsdp(models):  # its gradient is of this process' own batch
             raise Unsupported(
                 f"{key} is whole in each process of the group, and an optimizer steps it: shard it, too, by calling "
                 "fully_shard on the model as a whole after its layers"
@@ -236,14 +243,23 @@ def _groups(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimi
     return places
 
 
-def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
-    """Returns the messages of the errors that `describe` would raise for models and their optimizers: a dry run."""
-    whole = [partial(check, model) for model in models for check in (refuse_lazy, refuse_wrapped)]
+def refused_of(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], group: Any = None
+) -> list[str]:
+    """Returns the messages of the errors that `describe` would raise for models and their optimizers: a dry run.
+
+    group: as `prepare` takes it. Its other processes are not asked: a difference between them is not found
+    """
+    in_group = group is not None
+    whole: list[Callable[[], object]] = [partial(ranks_of, group)] if in_group else []
+    for model in models:
+        whole += [partial(refuse_lazy, model), partial(refuse_wrapped, model, in_group)]
     checks: list[Callable[[], object]] = [partial(optimizer_name, optimizer) for optimizer in optimizers]
     checks += [partial(check, model) for model in models for check in (refuse_sync_batch_norm, refuse_sparse)]
     missing = _all_said(whole)
-    # The tensors of such a model are not there to be described.
-    return missing + _all_said(checks if missing else [*checks, partial(_parameters, models, optimizers)])
+    if missing:  # the tensors of such a model are not there to be described
+        return missing + _all_said(checks)
+    return _all_said([*checks, partial(_parameters, models, optimizers, ranks_of(group) if in_group else None)])
 
 
 def _all_said(checks: Sequence[Callable[[], object]]) -> list[str]:

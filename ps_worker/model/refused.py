@@ -46,6 +46,7 @@ def refuse_meta(model: nn.Module) -> None:
             )
 
 
+LATER_IN_GROUP = "a worker that is a group of processes trains with the optimizers that it began with"
 _SHARDED = (
     f"{_WHOLE}. If a worker is to be a group of processes, name them: prepare(..., group=mesh), see docs/groups.md"
 )

@@ -112,6 +112,10 @@ class Overlap:
         """Forgets the current step: the next backward begins a new one."""
         self._begin()
 
+    def watch_anew(self) -> None:
+        """Sends nothing early until some more steps were without a surprise, unless it was wanted in every step."""
+        self._quiet_steps = 0
+
     @property
     def active(self) -> bool:
         """Whether full buckets are sent during backward."""
@@ -241,6 +245,7 @@ class StepMaker:
 
         ranks: the live ranks, including `rank`; None: no transport can use drafts
         """
+        self._copy_late(ranks is None or self._wanted_overlap is False)
         if ranks is None:
             self._draft_room = 0
             return
@@ -249,6 +254,16 @@ class StepMaker:
         else:
             sharing = max(1, len(ranks) - 1 if self._one_clock else len(ranks))
             self._draft_room = sum(bucket.nbytes for bucket in self._trained) / sharing
+
+    def _copy_late(self, late: bool) -> None:
+        """Has the step alone copy the gradients of DTensors, if `late`. Nothing is known of changes after backward in
+        such steps, so the script is watched before the first draft after them.
+        """
+        gradients, late = self.model.gradients, late and self.model.has_sharded
+        if gradients.are_late and not late:
+            for overlap in self._overlaps.values():
+                overlap.watch_anew()
+        gradients.are_late = late
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

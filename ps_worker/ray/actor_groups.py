@@ -22,15 +22,16 @@ import ray
 
 from ps_launch.restarts import Restarts
 from ps_protocol.errors import FinishedWithout, InvalidRequest, JobFinished, PSError
-from ps_runtime.quantities import counted
+from ps_runtime.quantities import counted, ranges
 from ps_worker.ray.deployment import MemberPlace, WorkerProcess, WorkerSettings
-from ps_worker.ray.server_actors import ParameterServer, error_text, free_address
+from ps_worker.ray.server_actors import ParameterServer, asked_status, error_text, free_address
 
 log = logging.getLogger("ps_worker")
 
 NOTICE_SECONDS = 60.0  # between two lines of the log about a group that waits for room
 # For which the end of an actor is awaited after an error of a neighbour: Ray tells of it when its node says so.
 CAUSE_SECONDS = 1.0
+LOOK_SECONDS = 5.0  # between two looks at the job, while a group may wait for one that has ended
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class ActorGroups:
 
     A group that Ray has no room for waits, and the log says so every minute. The other groups train or wait meanwhile,
     and are watched.
+
+    A job whose last group fails has ended. That group begins the job anew, and waits for all groups. If one of these
+    will not join, because it has come to its end or has used its restarts, the groups that wait for it are ended.
 
     Args:
         servers: The job's servers.
@@ -90,6 +94,8 @@ class ActorGroups:
         Raises:
             RayError: A group failed more often than `max_restarts`. The others have come to their end by then. Or the
                 job had finished before all groups.
+            PSError: A group was started again when all others had ended and the job with them, so that it would wait
+                for one that does not join again.
         """
         self._begin_anew(begin)
         try:
@@ -119,6 +125,12 @@ class ActorGroups:
         self._found: dict[tuple[int, int], Any] = {}
         self._late: dict[int, Exception] = {}  # the groups that were started again when the job had finished
         self._errors: list[Exception] = []
+        self._survived: dict[int, Exception] = {}  # by group, its last failure after which it is started again
+        self._unseen: set[int] = set()  # the groups that have begun, and that no look at the job has found training
+        # The answer with the servers' status that is awaited, and the groups that had ended when it was asked for
+        self._looks: dict[Any, set[int]] = {}
+        self._look_at = 0.0  # when the next one is asked for
+        self._said = ""  # of the groups that wait for others
 
     def _attend(self) -> None:
         """Waits for the next answer of any actor, and goes on with its group. Starts the groups that are due."""
@@ -130,13 +142,18 @@ class ActorGroups:
             self._notice_at[group] = now + NOTICE_SECONDS
             text = "group %d has waited for %.0f s until all of its %s run: Ray may have no room for them"
             log.warning(text, group, now - self._begun[group], counted(self._members, "actor"))
-        turn = min((*self._due.values(), *self._notice_at.values()), default=None)
+        looks = self._look_if_due(now)
+        turn = min((*self._due.values(), *self._notice_at.values(), *looks), default=None)
         left = None if turn is None else max(0.0, turn - time.monotonic())
-        if not self._running:
+        awaits = [*self._running, *self._looks]
+        if not awaits:
             threading.Event().wait(left)
             return
-        answered, _ = ray.wait(list(self._running), num_returns=1, timeout=left)
+        answered, _ = ray.wait(awaits, num_returns=1, timeout=left)
         for answer in answered:
+            if answer in self._looks:
+                self._judge(answer, self._looks.pop(answer))
+                continue
             awaited = self._running.pop(answer)
             try:
                 awaited.then(ray.get(answer))
@@ -160,6 +177,7 @@ class ActorGroups:
                 self._first[group] = process
             if len(told) == self._members:
                 self._notice_at.pop(group, None)
+                self._unseen.add(group)
                 for each, actor in enumerate(self._actors[group]):
                     self._await(group, self._train(actor), partial(self._found.__setitem__, (group, each)))
 
@@ -189,7 +207,71 @@ class ActorGroups:
         if pause is None:
             self._errors.append(error)
         else:
+            self._survived[group] = error
             self._due[group] = time.monotonic() + pause
+
+    # -- groups that wait for others -----------------------------------------------------------------------------------
+
+    def _gone(self) -> set[int]:
+        """Returns the groups that have ended for good."""
+        there = {awaited.group for awaited in self._running.values()}
+        return set(range(self._groups)) - there - self._due.keys()
+
+    def _look_if_due(self, now: float) -> list[float]:
+        """Asks for the servers' status if a group may wait for one that has ended. Returns when to look next; empty: no
+        group may.
+        """
+        gone = self._gone()
+        if not gone or not self._unseen - gone or self._looks:
+            return []
+        if self._look_at <= now:
+            self._looks[asked_status(self._servers)] = gone
+            self._look_at = now + LOOK_SECONDS
+            return []
+        return [self._look_at]
+
+    def _judge(self, answer: Any, gone: set[int]) -> None:
+        """Looks in the servers' status whether groups wait for one that has ended for good, and ends them. gone: the
+        groups that had ended before the status was made
+        """
+        try:
+            jobs = ray.get(answer)["jobs"]
+        except ray.exceptions.RayError as error:
+            log.debug("no look at the job: %s", _first_line(error))
+            return
+        job = next((each for each in jobs if each["name"] == self._settings.job), None)
+        if job is None:
+            return
+        processes = {each["rank"]: (each["host"], each["pid"]) for each in job["workers"]}
+        # Of an earlier process nothing follows for the present one.
+        here = {group for group, each in self._first.items() if processes.get(group) == (each.host, each.pid)}
+        if job["started"]:
+            self._unseen -= here
+            return
+        missing = set(range(self._groups)) - processes.keys()
+        waiting = self._unseen & here
+        if not waiting or not missing or job["rejoining_ranks"]:  # for those that come back it waits six leases
+            return
+        never = missing & gone
+        if never:
+            self._give_up(never, waiting)
+            return
+        text = f"{_named(waiting)} of job {self._settings.job!r} for {_named(missing)} to join"
+        if text != self._said:
+            self._said = text
+            log.warning("waiting: %s", text)
+
+    def _give_up(self, never: set[int], waiting: set[int]) -> None:
+        """Ends the groups, as some will never join their job."""
+        said = f"job {self._settings.job!r} begins anew, and {_named(never)} will not join it again"
+        log.warning("%s, so the others are ended", said)
+        error = PSError(f"{said}: {_named(waiting)} would wait until the start timeout")
+        error.__cause__ = next((self._survived[group] for group in sorted(waiting & self._survived.keys())), None)
+        self._errors.append(error)
+        for group in sorted({awaited.group for awaited in self._running.values()} | self._due.keys()):
+            self._due.pop(group, None)
+            self._kill(group)
+            self._report(group)
 
     def _cause(self, group: int, error: Exception) -> Exception:
         """Returns the error of an actor that has died, if there is one. The collectives of its neighbours fail then,
@@ -213,6 +295,7 @@ class ActorGroups:
         for actor in self._actors.pop(group, []):
             ray.kill(actor)
         self._notice_at.pop(group, None)
+        self._unseen.discard(group)
         self._running = {answer: awaited for answer, awaited in self._running.items() if awaited.group != group}
 
     def _report(self, group: int) -> None:
@@ -233,6 +316,10 @@ def _meeting(actor: object) -> str:
 def _apply(actor: object, settings: WorkerSettings, place: tuple[int, int], member: MemberPlace) -> WorkerProcess:
     """Runs in each member."""
     return settings.apply(*place, member=member)
+
+
+def _named(groups: set[int]) -> str:
+    return f"group{'s' if len(groups) > 1 else ''} {ranges(sorted(groups))}"
 
 
 def _first_line(error: Exception) -> str:

@@ -215,6 +215,11 @@ class ParameterServer:
         self.stop()
 
 
+def asked_status(servers: ParameterServer) -> Any:
+    """Returns Ray's reference to what `servers.status()` returns, without waiting for it."""
+    return servers._coordinator.status.remote()
+
+
 def free_address() -> str:
     """Returns an unused address of this node: for the coordinator, which keeps it, and for the members of a group."""
     host = ray.util.get_node_ip_address()

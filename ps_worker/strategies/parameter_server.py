@@ -44,7 +44,7 @@ from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.alike import held_alike, reduced_late
 from ps_worker.model.group_spec import check_own_optimizers
 from ps_worker.model.job_spec import describe
-from ps_worker.model.refused import has_scaler, refuse_scaler
+from ps_worker.model.refused import LATER_IN_GROUP, has_scaler, refuse_scaler
 from ps_worker.model.state_transfer import states_before
 from ps_worker.model.step import StepMaker
 from ps_worker.model.stepped_alone import SteppedAlone, refuse
@@ -168,7 +168,7 @@ class ServerStrategy:
         """Returns the optimizers to train with, as `prepare`. Raises Unsupported or InvalidRequest."""
         assert self._training is not None
         if self._training.participation.group is not None:
-            raise Unsupported("a worker that is a group of processes trains with the optimizers that it began with")
+            raise Unsupported(LATER_IN_GROUP)
         self._alone.check_new(optimizers)
         prepared = self._training.kind.begin_stage(models, optimizers)
         self._alone.take_over(prepared, optimizers)

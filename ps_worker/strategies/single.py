@@ -18,6 +18,7 @@ from ps_worker.data.loaders import PreparedLoader, prepared_loader, refused_of_l
 from ps_worker.data.pass_position import WholeLoop
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import refused_of
+from ps_worker.model.refused import LATER_IN_GROUP
 from ps_worker.model.stepped_alone import SteppedAlone
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import looked_up, prepare_tables
@@ -40,6 +41,7 @@ class Single:
         self._level = logging.WARNING if wanted else logging.INFO
         self._refused: set[str] = set()  # what the log has
         self._alone: SteppedAlone | None = None  # from `prepare` on
+        self._in_group = False  # `prepare` got a group
 
     @property
     def round(self) -> int:
@@ -57,7 +59,8 @@ class Single:
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
     ) -> Prepared:
         """Returns model, optimizers and loaders unchanged."""
-        self._log_refused(refused_of(models, optimizers))
+        self._in_group = options.group is not None
+        self._log_refused(refused_of(models, optimizers, options.group))
         tables = prepare_tables(models, optimizers)
         self._metrics.watch_model(ModelNumbers(lambda: looked_up(tables)))
         self._alone = SteppedAlone(models, lambda message: self._log_refused([message]))
@@ -70,7 +73,7 @@ class Single:
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> Sequence[torch.optim.Optimizer]:
         """Returns the optimizers unchanged. Earlier optimizers may step, too; servers would refuse that."""
-        self._log_refused(refused_of(models, optimizers))
+        self._log_refused([LATER_IN_GROUP] if self._in_group else refused_of(models, optimizers))
         assert self._alone is not None
         self._alone.check_new(optimizers)
         self._alone.take_over(optimizers, optimizers)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.tools.cluster import Cluster
 from tests.tools.framework_processes import close, needs, run_workers
+from tests.tools.launching import ROOT, run
 
 pytestmark = needs("lightning")
 SCRIPT = "lightning_groups"
@@ -53,6 +55,23 @@ def test_groups_share_the_data_where_optimizers_ask_for_the_number_of_steps(
     found = run_workers(SCRIPT, "estimate", tmp_path, divides, cluster=shared, job=job, members=2)
     assert [each[:2] for each in found] == [(3, 3)] * 4, "48 samples, four processes, batches of 4"
     assert len({sample for each in found for sample in each[2]}) == 48
+
+
+def test_a_group_that_is_started_again_goes_on_with_the_jobs_weights_and_counts_its_own_steps(
+    shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    words = ("--workers", "2", "--group", "2", "--mode", "sync", "--max-restarts", "1")
+    script = str(ROOT / "tests" / "scripts" / "lightning_restarted.py")
+    done = run(*words, script, str(tmp_path), PS_SERVER=shared.address, PS_JOB=job[-100:])
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "failed with code 7" in done.stderr
+    names = "0-0", "0-1", "1-0", "1-1"
+    first, other, again, last = (json.loads((tmp_path / f"{name}.json").read_text()) for name in names)
+    assert (first["clock"], again["clock"]) == (0, 6)
+    assert again["begin"] == last["begin"] == first["stood"] == other["stood"]
+    assert not close(again["begin"], first["begin"], 1e-3), "nothing was learnt"
+    # 48 samples in batches of 2 for four processes, 3 epochs
+    assert [(each["steps"], each["ended"]) for each in (first, other, again, last)] == [(18, 18)] * 2 + [(18, 24)] * 2
 
 
 def test_what_a_group_saves_in_a_round_is_the_jobs_and_not_its_own(shared: Cluster, job: str, tmp_path: Path) -> None:

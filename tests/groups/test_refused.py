@@ -26,6 +26,7 @@ from ps_worker.model.group_spec import described_together
 from ps_worker.model.sharded import piece_of
 from tests.tools.cluster import Cluster
 from tests.tools.partitions import job_spec
+from tests.tools.said import said_by_workers
 
 
 @pytest.fixture
@@ -246,3 +247,45 @@ def test_a_piece_that_members_hold_alike_and_describe_in_unlike_ways(more: dict[
     alike: Any = Told(replace(spec, group_size=2))
     combined, _ = described_together(alike, lambda: (spec, [torch.zeros(2, 3)]))
     assert combined.parameters == (piece,)
+
+
+# -- what mode single says of it ---------------------------------------------------------------------------------------
+
+
+def test_single_says_nothing_of_a_group_that_servers_would_train(mesh: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = sharded(mesh)
+    with ps_torch.connect(mode="single") as session:
+        session.prepare(model, sgd(model), group=mesh)
+    assert said_by_workers(caplog) == []
+
+
+def test_single_says_what_servers_would_refuse_of_a_group(
+    shared: Cluster, job: str, mesh: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    fully_shard(model[0], mesh=mesh)
+    with ps_torch.connect(mode="single") as session:
+        session.prepare(model, sgd(model), group=mesh)
+    [record] = said_by_workers(caplog)
+    with shared.connect("sync", job=job) as session, pytest.raises(Unsupported) as refused:
+        session.prepare(model, sgd(model), group=mesh)
+    assert record.getMessage() == f"in sync, ssp and async this is refused: {refused.value}"
+    assert str(refused.value).startswith("1.weight is whole in each process of the group")
+
+
+def test_single_says_that_a_group_is_not_initialised_or_goes_on_with_other_optimizers(
+    mesh: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = sharded(mesh)
+    with ps_torch.connect(mode="single") as session:
+        model, _ = session.prepare(model, sgd(model), group=mesh)
+        session.prepare(torch.optim.Adam(model.parameters()))
+    [record] = said_by_workers(caplog)
+    assert "is refused: a worker that is a group of processes trains with the optimizers that it" in record.getMessage()
+    caplog.clear()
+    dist.destroy_process_group()
+    plain = nn.Linear(3, 2)
+    with ps_torch.connect(mode="single") as session:
+        session.prepare(plain, sgd(plain), group=mesh)
+    [record] = said_by_workers(caplog)
+    assert "is refused: prepare(..., group=...) needs a process group" in record.getMessage()

@@ -8,12 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, PSError
 from tests.scripts.train_on_ray import ENOUGH, train_in_group
 from tests.tools.rays import needs_ray, steps, three_nodes, until, until_further
 
@@ -40,6 +41,14 @@ class Member:
         path.touch()
         found = train_in_group(self._folder)
         over.touch()
+        return found
+
+    def train_apart(self) -> dict[str, Any]:
+        """As `train`, in a folder of the group's own: each group has enough by itself."""
+        folder = self._folder / os.environ["PS_RANK"]
+        folder.mkdir(exist_ok=True)
+        found = train_in_group(folder)
+        (folder / f"over-{os.environ['RANK']}").touch()
         return found
 
     def fail(self) -> None:
@@ -168,6 +177,21 @@ def test_a_group_that_comes_back_when_the_others_have_finished_ends_with_them(se
     [results] = found
     assert [each["member"] for each in results[0]] == [0, 1], "its results are kept"
     assert results[1] == [None, None]
+
+
+def test_a_group_that_fails_when_the_others_have_ended_does_not_wait_for_them(servers: Any, tmp_path: Path) -> None:
+    """The job has ended with it, and begins anew: the group would wait for half an hour."""
+    groups = groups_of(servers, tmp_path, "last", max_restarts=1)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(groups.run, lambda actor: actor.train_apart.remote())
+        until(
+            lambda: len([each for g in "01" for each in steps(tmp_path / g).values() if each > 2]) == 4, "all to train"
+        )
+        (tmp_path / "0" / ENOUGH).touch()
+        until(lambda: len(list((tmp_path / "0").glob("over-*"))) == 2, "the end of group 0")
+        (tmp_path / "1").rename(tmp_path / "gone")  # so that the members of group 1 fail, and leave with an error
+        with pytest.raises(PSError, match="job 'last' begins anew, and group 0 will not join it again: group 1 would"):
+            running.result(END_SECONDS)
 
 
 def test_a_group_that_fails_too_often_raises_its_own_error(

@@ -21,6 +21,7 @@ huggingface_jobs.py       One function a test of the Trainer and of Accelerate: 
 accelerate_alone.py       Loaders that Accelerate alone prepares, or the session before it; trackers
 lightning_jobs.py         One function a test of Lightning and Fabric: a worker's script
 lightning_groups.py       The same for members of groups, whose strategy is Lightning's ModelParallelStrategy
+lightning_restarted.py    A member of such a group, which ends once and is started again
 accelerate_groups.py      The same for members of groups, whose model Accelerate's FSDP2 plugin has cut
 count_steps.py            Each step adds 1 to every weight and row: whether any is lost, or counts in part
 few_threads.py            Runs a command whose user may have few threads

@@ -2,13 +2,15 @@
 
 python tests/scripts/share_alike.py DIRECTORY MEMBER
 
-Leaves, for each exchange, the weights that it has then and those that the round began with.
+Leaves, for each exchange, the weights that it has then and those that the round began with. At last the optimizer state
+of what others own, by parameter, and how many bytes it was sent for it.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,33 @@ HOLDERS = [
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # In each exchange, the members whose weights are not those that the round began with.
 DIFFER: list[tuple[int, ...]] = [(), (1,), (0, 1), ()]
+STATE_NUMEL = 1000
+
+
+def state_of(index: int) -> dict[str, torch.Tensor]:
+    """The optimizer state of a parameter, on its owner."""
+    return {"step": torch.tensor(3.0), "momentum_buffer": torch.full((STATE_NUMEL,), float(index))}
+
+
+def shared_state(
+    group: Group, alike: HeldAlike, tensors: list[torch.Tensor], member: int
+) -> tuple[dict[int, dict[str, torch.Tensor]], int]:
+    sent: list[int] = []
+    gathering, broadcast = group._gathering, dist.broadcast
+
+    def gathers(own: bytes, size: int) -> Any:
+        sent.append(size * group.size)
+        return gathering(own, size)
+
+    def broadcasts(content: torch.Tensor, source: int, **more: Any) -> Any:
+        sent.append(content.nbytes)
+        return broadcast(content, source, **more)
+
+    group._gathering, dist.broadcast = gathers, broadcasts  # type: ignore[method-assign]
+    owned = {each: state_of(i) for i, each in enumerate(tensors) if HOLDERS[i][0][0] == member}
+    with group.during("optimizer.state_dict"):
+        found = alike.states(owned)
+    return {index: found[each] for index, each in enumerate(tensors) if each in found}, sum(sent)
 
 
 def main() -> None:
@@ -54,6 +83,7 @@ def main() -> None:
         held = {**alike.base, **bases}
         left = [None if each.is_meta else (each, held.get(id(each))) for each in tensors]
         torch.save(left, directory / f"{exchange}-{member}")
+    torch.save(shared_state(group, alike, tensors, member), directory / f"state-{member}")
     dist.destroy_process_group()
 
 

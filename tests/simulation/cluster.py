@@ -134,7 +134,7 @@ class Cluster:
         row = run.row(number, rank)
         worker = Worker(self, run, rank, launch, life, row)
         self.network.connect(worker.host)
-        worker.host.on_death.append(run.worker_died)
+        worker.host.on_death.append(lambda: run.look_for_anybody(self.world.now))
         run.lives.append(life)
         run.writers.setdefault(row, []).append(life)
         run.everybody.append(worker)
@@ -222,7 +222,8 @@ class Cluster:
         """Notes that a worker has a place."""
         self.holders[place.run, worker.rank, place.incarnation] = worker
         run = worker.run
-        run.had_nobody |= place.clock > 0 and not any(each.is_well for each in run.everybody if each is not worker)
+        if place.clock:
+            run.look_for_anybody(self.world.now, but=worker)
         if run.comeback is not None:
             run.comeback.joined(worker.rank, self.world.now)
         run.placement = list(place.result.placement)[: len(run.buckets)]

@@ -176,7 +176,7 @@ class Run:
     may_end:  why the job may be lost; empty: it may not
     end_is_forgotten: the disk was full when the job ended, and the coordinator died: the next may go on with the job
     over:     its user knows that it is over
-    had_nobody: at some moment no worker that has joined was well: each was dead, hung or was cut off
+    nobody_at: when no worker that has joined was well last: each was dead, hung or was cut off
     saved:    it has had a checkpoint: it goes back to one, whatever dies
     lossy:    by bucket, when its shard died first
     writers:  by their row in the weights, the lives that count there
@@ -197,7 +197,7 @@ class Run:
         self.comeback: Comeback | None = None
         self.target: int | None = None
         self.may_end, self.over, self.saved = "", False, False
-        self.had_nobody = False
+        self.nobody_at: float | None = None
         self.end_is_forgotten = False
         self.identity = ""
         self.placement: list[int] = []
@@ -208,9 +208,21 @@ class Run:
         self.initial = torch.zeros(job.shape.rows, 1 + job.shape.columns)
         self.initial[number, :2] = self.rules.unit
 
-    def worker_died(self) -> None:
-        """Notes that a worker's process is gone."""
-        self.had_nobody |= not any(worker.is_well for worker in self.everybody)
+    def look_for_anybody(self, now: float, but: Worker | None = None) -> None:
+        """Notes whether no worker is well. but: one that does not count"""
+        if not any(worker.is_well for worker in self.everybody if worker is not but):
+            self.nobody_at = now
+
+    def may_lack_a_step(self, clock: int) -> bool:
+        """Whether some parts of the weights may lack the step of a clock, which nobody can push to them any more.
+
+        Workers that were all killed, at once or one after the other, may have left the last one's step on some shards
+        only (failures.md). Those that come back begin without it there, until one of them has made a step. One that
+        hangs until its place is gone leaves it so when it runs again.
+        """
+        since = self.nobody_at
+        made = (life.at[number] for life in self.lives for number, after in life.done.items() if after >= clock)
+        return since is not None and not any(at > since for at in made)
 
     @property
     def name(self) -> str:

@@ -106,10 +106,7 @@ class Saver:
     ) -> Iterator[tuple[int, Violation]]:
         """Yields what is wrong where workers share a clock. A fragment of a round is of the round after, if it came."""
         run, clock = self._run, place.clock
-        # Workers that were all killed, at once or one after the other, may have left the last one's step on some shards
-        # only. Nobody can push it to the others (failures.md), so that those that come back begin without it there. One
-        # that hangs until its place is gone does so when it runs again.
-        may_lack_a_step = run.had_nobody and not self._worker.life.done
+        may_lack_a_step = run.may_lack_a_step(clock) and not self._worker.life.done
         lives = [run.tries.decided(life) for life in run.lives]
         for part, view in views.items():
             version = versions[part]
