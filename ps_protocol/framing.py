@@ -9,7 +9,6 @@ parsing a 4 MiB `bytes` field copies it, on the one thread that serves every cal
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ps_protocol.errors import InvalidRequest
@@ -18,7 +17,7 @@ Buffer = bytes | bytearray | memoryview
 
 PAYLOAD_FIELD = 15
 _PAYLOAD_TAG = PAYLOAD_FIELD << 3 | 2  # length-delimited
-_LENGTH_DELIMITED = 2
+LENGTH_DELIMITED = 2
 _MAY_HAVE_PAYLOAD = re.compile(rb"[\x7a\xfa]")  # the first byte of its tag, also of one that is longer than need be
 _LAST_FIELD = 2**29 - 1
 _FIXED_SIZES = {1: 8, 5: 4}  # wire types of fixed64 and fixed32
@@ -50,7 +49,7 @@ def message_parts(message: Message, payload: Buffer | None = None) -> Parts:
     head = message.SerializeToString()
     if payload is None:
         return Parts(head)
-    return Parts(b"".join((head, bytes((_PAYLOAD_TAG,)), _varint(memoryview(payload).nbytes))), payload)
+    return Parts(b"".join((head, bytes((_PAYLOAD_TAG,)), varint(memoryview(payload).nbytes))), payload)
 
 
 def split_head(head: Buffer, payload_bytes: int) -> bytes:
@@ -69,7 +68,7 @@ def split_head(head: Buffer, payload_bytes: int) -> bytes:
         if payload is not None and len(payload):
             raise InvalidRequest(f"the message holds a payload of {len(payload)} bytes where none was announced")
         return fields
-    announced = bytes((_PAYLOAD_TAG,)) + _varint(payload_bytes)
+    announced = bytes((_PAYLOAD_TAG,)) + varint(payload_bytes)
     if bytes(view[-len(announced) :]) != announced:
         raise InvalidRequest(f"the message does not end with a payload of the {payload_bytes} bytes that come")
     fields, payload = split_message(view[: -len(announced)])
@@ -90,7 +89,7 @@ def split_message(data: Buffer) -> tuple[bytes, memoryview | None]:
     position = 0
     while position < len(view):
         start = position
-        tag, length, position = _field(view, position)
+        tag, length, position = field_at(view, position)
         if length > len(view) - position:
             raise InvalidRequest(f"a field of {length} bytes was announced where {len(view) - position} are left")
         end = position + length
@@ -104,9 +103,9 @@ def split_message(data: Buffer) -> tuple[bytes, memoryview | None]:
     return bytes(head), payload
 
 
-def _field(view: memoryview, position: int) -> tuple[int, int, int]:
+def field_at(view: memoryview, position: int) -> tuple[int, int, int]:
     """Returns the tag of a field, the size of its content, and its position."""
-    tag, position = _read_varint(view, position)
+    tag, position = varint_at(view, position)
     return tag, *_length(tag, view, position)
 
 
@@ -115,16 +114,17 @@ def _length(tag: int, view: memoryview, position: int) -> tuple[int, int]:
     if not 0 < tag >> 3 <= _LAST_FIELD:
         raise InvalidRequest(f"the message holds a field {tag >> 3}, which does not exist in protobuf")
     kind = tag & 7
-    if kind == _LENGTH_DELIMITED:
-        return _read_varint(view, position)
+    if kind == LENGTH_DELIMITED:
+        return varint_at(view, position)
     if kind == 0:
-        return 0, _read_varint(view, position)[1]
+        return 0, varint_at(view, position)[1]
     if kind in _FIXED_SIZES:
         return _FIXED_SIZES[kind], position
     raise InvalidRequest(f"the message holds a field of wire type {kind}, which does not exist here")
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """Returns a number as it is on the wire."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -133,7 +133,8 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
+def varint_at(data: memoryview, position: int) -> tuple[int, int]:
+    """Returns the number at a position, and the position behind it. Raises InvalidRequest if there is none."""
     value = 0
     for shift in range(0, 70, 7):
         if position >= len(data):
@@ -144,53 +145,3 @@ def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
     raise InvalidRequest("the message holds a number longer than 64 bits")
-
-
-# -- requests of one step after the other ------------------------------------------------------------------------------
-
-# A worker's request differs from that of the step before in its clock. So it is written once, and a shard reads and
-# checks once what does not change. On the wire it stays the message that every generated class writes: its first field
-# is a header, whose first fields are the worker and the clock.
-
-_HEADER_TAG = _WORKER_TAG = 1 << 3 | _LENGTH_DELIMITED
-_CLOCK_TAG = 2 << 3
-_LAST_CLOCK = 2**64 - 1
-
-
-@dataclass(frozen=True, repr=False)  # the header has the worker's key
-class Repeated:
-    """A request without its clock.
-
-    before:         the bytes of its header before the clock's number
-    after:          the bytes behind it
-    rest_of_header: how many of `after` belong to the header
-    """
-
-    before: bytes
-    after: bytes
-    rest_of_header: int
-
-    @staticmethod
-    def of(request: bytes) -> Repeated | None:
-        """Returns a request without its clock; None if it does not begin with a worker and a clock.
-
-        request: a message as a generated class writes it, which has each field once
-        """
-        view = memoryview(request)
-        try:
-            header, size, start = _field(view, 0)
-            worker, length, behind = _field(view, start)
-            clock, _, after = _field(view, behind + length)
-        except InvalidRequest:
-            return None
-        if (header, worker, clock) != (_HEADER_TAG, _WORKER_TAG, _CLOCK_TAG):
-            return None
-        return Repeated(request[start : behind + length + 1], request[after:], start + size - after)
-
-    def at(self, clock: int) -> bytes | None:
-        """Returns the bytes of the request at a clock; None for a clock past the 64 bits that it has on the wire."""
-        if clock > _LAST_CLOCK:
-            return None
-        number = _varint(clock)
-        size = _varint(len(self.before) + len(number) + self.rest_of_header)
-        return b"".join((bytes((_HEADER_TAG,)), size, self.before, number, self.after))

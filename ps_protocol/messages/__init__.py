@@ -6,6 +6,7 @@ made, and where it is used.
 
 data.py       Pushes and pulls of buckets, and the answers of shards
 editions.py   Editions of weights: the requests of readers, and the answers of shards and relays
+repeated.py   Exchanges that differ in their clock and hyper-parameters alone, without these
 rows.py       Pushes, pulls and feeds of rows of tables, and the answers of shards
 workers.py    Messages between workers and the coordinator: joins, heartbeats, rounds of values, leases of data
 """

@@ -34,7 +34,7 @@ from ps_protocol.convert import (
     wire_format_number,
 )
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.framing import Buffer, Parts, Repeated, message_parts
+from ps_protocol.framing import Buffer, Parts, message_parts
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
@@ -43,8 +43,6 @@ from ps_protocol.stages import StageSpec
 from ps_protocol.v1 import data_pb2
 
 NO_PAYLOAD = memoryview(b"")
-# Bytes of an exchange that a shard keeps for each connection: they name more than 1,500 buckets.
-MOST_REPEATED = 2**14
 _VERSION = attrgetter("version")
 
 # -- pushes ------------------------------------------------------------------------------------------------------------
@@ -116,7 +114,7 @@ class PushCall:
 @dataclass(frozen=True)
 class BucketPush:
     """One bucket's part of a worker's step, before pushes are gathered into calls. Those that differ in their clock
-    alone are equal.
+    and hyper-parameters alone are equal.
 
     absent: positions of slices without a gradient in this step
     empty:  no slice has one, and no payload is sent. If `absent` names all slices, the bucket counts as zero in the
@@ -129,10 +127,18 @@ class BucketPush:
     clock: int = field(compare=False)
     empty: bool
     absent: Sequence[int]
-    groups: dict[int, HyperParameters]
+    groups: dict[int, HyperParameters] = field(compare=False)
     ranges: Sequence[DataRange] = ()
     weight: float = 0.0
     stage: int = 0
+
+
+def groups_of(pushes: Sequence[BucketPush]) -> dict[int, HyperParameters]:
+    """Returns the hyper-parameters that the message of a step's pushes names."""
+    groups: dict[int, HyperParameters] = {}
+    for push in pushes:
+        groups.update(push.groups)
+    return groups
 
 
 def push_of(
@@ -165,7 +171,7 @@ def push_of(
         clock,
         tuple(buckets),
         payload,
-        {group: values for push in pushes for group, values in push.groups.items()},
+        groups_of(pushes),
         tuple(pushes[0].ranges) if pushes else (),
         pushes[0].weight if pushes else 0.0,
         pushes[0].stage if pushes else 0,
@@ -324,18 +330,6 @@ def read_exchange(data: Request) -> tuple[PushCall, PullCall]:
     call = _push(request.push, in_segment, payload)
     _allow(call, _IN_EXCHANGE, "an exchange")
     return call, _pull(call.worker, call.clock, request, in_segment)
-
-
-def repeated_exchange(data: Request, push: PushCall, pull: PullCall) -> Repeated | None:
-    """Returns a small ExchangeRequest without its clock; None if its elements come with it, if it names leased data,
-    which a next step has no more, and if it is not what `write_exchange` makes of what was read.
-
-    push, pull: what was read. A field that this code does not know is not there, so it is not kept
-    """
-    head, payload = data if isinstance(data, Parts) else (data, None)
-    if payload is not None or push.ranges or len(head) > MOST_REPEATED or write_exchange(push, pull) != head:
-        return None
-    return Repeated.of(head)
 
 
 def _pull(

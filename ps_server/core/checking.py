@@ -141,7 +141,8 @@ class PushChecker:
 
     def holds_for_all_clocks(self, call: PushCall) -> bool:
         """Whether what `check` has found of a call's buckets holds for the same call at any clock: nobody looks at its
-        gradients here, and all that it names was looked at.
+        gradients here, and all that it names was looked at. With other hyper-parameters of the same groups, what
+        `check_groups` finds is to be asked besides.
         """
         groups: set[int] = set()
         for pushed in call.buckets:
@@ -153,6 +154,13 @@ class PushChecker:
                 return False
             groups.update(self.stage(self.bucket(pushed.bucket), call.stage).groups)
         return call.groups.keys() <= groups  # `_check_groups` passes over groups of no bucket here
+
+    def check_groups(self, call: PushCall) -> None:
+        """Raises InvalidRequest for hyper-parameters that the call's buckets cannot have."""
+        for pushed in call.buckets:
+            self._check_groups(call.groups, self.stage(self.bucket(pushed.bucket), call.stage))
+            if call.stage == 0:  # where groups are those of the whole job
+                break
 
     def _next(
         self, call: PushCall, pushed: PushedBucket, bucket: BucketSpec, payload: Buffer, principal: str

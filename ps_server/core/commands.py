@@ -7,7 +7,7 @@ weights is not a command: it follows from the commands.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -151,6 +151,10 @@ class StageGradient(PushCommand):
     gradient: Gradient
     ranges: tuple[DataRange, ...] = ()
 
+    def with_groups(self, groups: Mapping[int, HyperParameters]) -> StageGradient:
+        """Returns it with other hyper-parameters."""
+        return replace(self, gradient=replace(self.gradient, groups=groups))
+
 
 @dataclass(frozen=True)
 class DraftGradient(PushCommand):
@@ -180,6 +184,10 @@ class Commit(PushCommand):
     groups: Mapping[int, HyperParameters]
     ranges: tuple[DataRange, ...] = ()
     stage: int = 0
+
+    def with_groups(self, groups: Mapping[int, HyperParameters]) -> Commit:
+        """Returns it with other hyper-parameters."""
+        return replace(self, groups=groups)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from ps_frames.listener import DataListener, Tickets, Where
 from ps_frames.server import FrameCall, LastAnswer, LentMessage, Opener, ReceiveBuffers, ServerCall, Serving
 from ps_protocol.convert import Origin, Request
 from ps_protocol.errors import Forbidden, PSError
-from ps_protocol.framing import Parts, Repeated
+from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
-from ps_protocol.messages import data, rows
+from ps_protocol.messages import data, repeated, rows
 from ps_protocol.messages.data import PullCall, PushCall
+from ps_protocol.messages.repeated import Groups, Repeated
 from ps_protocol.v1 import data_pb2
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.pools import Pool
@@ -173,9 +174,9 @@ class DataService:
         if known is None:
             push, pull = data.read_exchange(request)
             _check_caller(push.worker, by)
-            repeated = None if kept is None else data.repeated_exchange(request, push, pull)
+            again = None if kept is None else repeated.repeated_exchange(request, push)
             write = partial(data.write_exchanged, self._origin_of(push.worker))
-            known = _KnownExchange(repeated, push, pull, write, Checked())
+            known = _KnownExchange(again, push, pull, write, Checked())
         else:
             check_job(known.push.worker.job)
         outbox = self._outbox(by, send, known.write)
@@ -213,10 +214,13 @@ class DataService:
 
 @dataclass(frozen=True)
 class _KnownExchange:
-    """An exchange of a data connection. That of the next step mostly differs from it in its clock alone.
+    """An exchange of a data connection. That of the next step mostly differs from it in its clock alone, or in
+    hyper-parameters besides.
 
-    request: None: it is not kept
-    write:   makes a message of an answer
+    request:     None: it is not kept
+    write:       makes a message of an answer
+    is_compared: it was found once that its bytes say no more than `push` and `pull`. Those of the steps that follow
+                 differ in what is read of them alone
     """
 
     request: Repeated | None
@@ -224,13 +228,32 @@ class _KnownExchange:
     pull: PullCall
     write: Callable[[Any], Parts]
     checked: Checked
+    is_compared: bool = False
 
     def next(self, request: Request) -> _KnownExchange | None:
-        """Returns this exchange at the next clock; None if that is not what is asked for."""
-        clock = self.push.clock + 1
-        if self.request is None or request != (self.request.at(clock), None):
+        """Returns this exchange at the next clock, with the hyper-parameters of then; None if that is not what is asked
+        for. Raises InvalidRequest as `read_exchange`."""
+        head, payload = request if isinstance(request, Parts) else (request, None)
+        again, clock = self.request, self.push.clock + 1
+        values: Groups = self.push.groups
+        if again is None or payload is not None:
             return None
-        return replace(self, push=replace(self.push, clock=clock), pull=replace(self.pull, clock=clock))
+        same = again.at(clock)
+        if same is None:
+            return None
+        if head != same:
+            changed = again.changed(head, clock, same)
+            if changed is None or changed[1].keys() != values.keys():
+                return None
+            again, values = changed
+        push, pull = replace(self.push, clock=clock, groups=values), replace(self.pull, clock=clock)
+        # Once, and only of one that repeats: not of each where steps differ in more. All steps that follow have their
+        # hyper-parameters in the same place, and the rest as it is here.
+        if not self.is_compared and not (
+            repeated.says_no_more(head, push, pull) and repeated.write_groups(values) == again.groups
+        ):
+            return None
+        return replace(self, request=again, push=push, pull=pull, is_compared=True)
 
 
 def _by_grpc(behaviour: Callable[..., Any]) -> Callable[..., Any]:

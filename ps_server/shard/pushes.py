@@ -22,11 +22,12 @@ from ps_protocol.framing import Buffer
 from ps_protocol.identity import Identity
 from ps_protocol.job import BLOCK_WIRES
 from ps_protocol.messages.data import PullCall, PushCall, PushKind
+from ps_protocol.messages.repeated import Groups
 from ps_protocol.messages.rows import RowsPull, RowsPush, TablePush
 from ps_protocol.segment_layout import RowMemory, SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
 from ps_runtime.background import note_error
-from ps_server.core.commands import Assign, Initialise, PushCommand, Staged, UnitCommand
+from ps_server.core.commands import Assign, Commit, Initialise, PushCommand, Staged, StageGradient, UnitCommand
 from ps_server.core.consistency import Add, Step
 from ps_server.core.validation import check_once
 from ps_server.failpoints import armed, failpoint
@@ -43,15 +44,15 @@ log = logging.getLogger("ps_server")
 
 @dataclass
 class Checked:
-    """An exchange that was checked, for those that differ from it in their clock alone.
+    """An exchange that was checked, for those that differ from it in their clock and hyper-parameters alone.
 
     job, segment: with which it was; with others it is checked anew
-    commands:     those that stage it, each with the bytes of its payload
+    made:         its hyper-parameters, and the commands that stage it, each with the bytes of its payload
     """
 
     job: HostedJob | None = None
     segment: SegmentMap | None = None
-    commands: Sequence[tuple[PushCommand, int]] = ()
+    made: tuple[Groups, Sequence[tuple[StageGradient | Commit, int]]] = ({}, ())
 
     def commands_of(
         self, job: HostedJob, call: PushCall, principal: str, segment: SegmentMap | None
@@ -59,16 +60,19 @@ class Checked:
         """Returns the commands that stage a call, each with the bytes of its payload. Checks it if need be."""
         if self.job is job and self.segment is segment:
             worker, clock = call.worker, call.clock
-            return [
-                (replace(each, worker=worker, clock=clock, principal=principal), size) for each, size in self.commands
-            ]
+            groups, made = self.made
+            if call.groups is not groups:
+                job.state.checker.check_groups(call)
+                made = [(each.with_groups(call.groups), size) for each, size in made]
+                self.made = call.groups, made
+            return [(replace(each, worker=worker, clock=clock, principal=principal), size) for each, size in made]
         commands = _check(job, call, principal, segment)
         if job.state.checker.holds_for_all_clocks(call):
-            made = []
+            kept = []
             for each, size in commands:
-                assert isinstance(each, PushCommand), each
-                made.append((each, size))
-            self.commands, self.job, self.segment = made, job, segment
+                assert isinstance(each, StageGradient | Commit), each
+                kept.append((each, size))
+            self.made, self.job, self.segment = (call.groups, kept), job, segment
         return commands
 
 
@@ -179,7 +183,7 @@ class Pushes:
 
         If the pull goes into a segment, the calling thread then applies the updates that can be made.
 
-        checked: what is known of an exchange that has differed in its clock alone
+        checked: what is known of an exchange that has differed in its clock and hyper-parameters alone
         """
         pull = self._pulls.check(job, wanted, outbox, principal, is_checked=checked.job is job)
         pull.with_pushes = wanted.in_segment
@@ -237,7 +241,7 @@ class Pushes:
         """Checks all buckets of a call, then stages each: if a bucket is invalid, none is staged.
 
         fresh:   takes the buckets that are staged, also those before another that was refused
-        checked: what is known of a call that has differed in its clock alone; None: nothing
+        checked: what is known of a call that has differed in its clock and hyper-parameters alone; None: nothing
         is_live: the worker was found to be live just now. If it is not any more, its commands are refused
         segment: of a worker that is live; None: not looked up yet, or the payload is in the message
         """

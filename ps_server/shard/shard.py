@@ -269,8 +269,8 @@ class Shard:
     ) -> None:
         """Does as `push` or `push_rows`, then as `pull`, for one worker at one clock; rows must be of one table.
 
-        checked: notes what does not depend on the clock, for an exchange that differs in nothing else; None: of this
-                 one alone
+        checked: notes what depends on neither the clock nor the hyper-parameters, for an exchange that differs in
+                 nothing else; None: of this one alone
         """
         job = self._of(push.worker)
         if isinstance(push, RowsPush):

@@ -17,16 +17,18 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from ps_protocol.errors import NotShared, PSError, Unsupported
-from ps_protocol.framing import Parts, Repeated
+from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_protocol.job import BLOCK_WIRES, JobSpec
 from ps_protocol.layout import BucketSpec, Layout
-from ps_protocol.messages import data
+from ps_protocol.messages import data, repeated
 from ps_protocol.messages.data import BucketPush, PullCall, PulledBucket
+from ps_protocol.messages.repeated import Groups, Repeated
 from ps_protocol.segment_layout import (
     MAX_ROW_BYTES,
     PAGE_BYTES,
@@ -48,6 +50,7 @@ from ps_worker.timeline.recording import RecordedStep, Timeline
 from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
+_GROUPS = attrgetter("groups")
 
 # If pulled weights must be copied (to a GPU), the shard sends a notice after each so many bytes: the worker copies some
 # buckets while others are applied. Otherwise one notice at the end is enough. A notice costs both ends a few turns of
@@ -123,6 +126,20 @@ def _over_the_network(transport: str, reason: NotShared) -> tuple[None, set[int]
     return None, set()
 
 
+@dataclass(frozen=True)
+class _Written:
+    """An exchange that was written.
+
+    content: but for its clock and its hyper-parameters
+    groups:  the hyper-parameters of each of its pushes
+    request: its message
+    """
+
+    content: object
+    groups: Sequence[Groups]
+    request: Repeated
+
+
 # -- buckets ---------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +163,7 @@ class SharedTransport:
         self._copies: dict[int, tuple[int, Draft, Future[None]]] = {}  # by bucket, at which clock it left as a draft
         self._lock = threading.Lock()
         self._next = _Together(-1, None)  # the pushes of the next message
-        self._written: tuple[object, Repeated] | None = None  # the content of the last exchange, and its request
+        self._written: _Written | None = None  # the last exchange
 
     # -- a whole step ------------------------------------------------------------------------------------------------
 
@@ -198,16 +215,20 @@ class SharedTransport:
     def _request(
         self, clock: int, pushes: Sequence[BucketPush], missing: Sequence[int], step: RecordedStep | None
     ) -> bytes:
-        """Returns an ExchangeRequest. Those of steps that differ in their clock alone are written once."""
+        """Returns an ExchangeRequest. What does not differ from step to step is written once."""
         content, written = (pushes, missing, step is not None), self._written  # once: retries run on another thread
-        again = written[1].at(clock) if written is not None and written[0] == content else None
-        if again is not None:
-            return again
+        groups: Sequence[Groups] = list(map(_GROUPS, pushes))
+        if written is not None and written.content == content:
+            if groups != written.groups:
+                changed = written.request.with_groups(repeated.write_groups(data.groups_of(pushes)))
+                self._written = written = _Written(content, groups, changed)
+            again = written.request.at(clock)
+            if again is not None:
+                return again
         push = data.push_of(self._worker, clock, pushes, None, finite=self._finite(pushes))
-        pull = self._wanted(clock, missing, step)
-        request = data.write_exchange(push, pull)
-        repeated = data.repeated_exchange(request, push, pull)
-        self._written = None if repeated is None else (content, repeated)
+        request = data.write_exchange(push, self._wanted(clock, missing, step))
+        kept = repeated.repeated_exchange(request, push)
+        self._written = None if kept is None else _Written(content, groups, kept)
         return request
 
     # -- gradients that are copied into the segment ------------------------------------------------------------------

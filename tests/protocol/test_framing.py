@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ps_protocol.batches import DataRange
 from ps_protocol.convert import Awaited, Origin, hyper_messages
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.framing import PAYLOAD_FIELD, Parts, Repeated, message_parts, split_message
+from ps_protocol.framing import PAYLOAD_FIELD, Parts, message_parts, split_message
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages import data as messages
@@ -320,94 +320,6 @@ def test_a_notice_says_which_buckets_are_there_and_how_long_pushes_have_been_sta
     assert (response.header.version, response.WhichOneof("location")) == (3, "in_segment")
     assert not response.HasField("staged_duration")
     assert messages.read_notice(messages.write_exchanged(ORIGIN, Notice((), 0.5)).whole(), True) == Notice((), 0.5)
-
-
-# -- requests that differ in their clock alone -----------------------------------------------------------------------
-
-CLOCKS = st.integers(1, 2**64 - 1) | st.integers(1, 300)
-INDICES = st.integers(0, 2**32 - 1)
-WORKERS = st.builds(types_pb2.WorkerIdentity, job=st.text(max_size=150), rank=INDICES, lease_key=st.just(b"secret"))
-PUSHED = st.builds(
-    data_pb2.PushHeader,
-    worker=WORKERS,
-    clock=CLOCKS,
-    buckets=st.lists(
-        st.builds(
-            data_pb2.BucketPush,
-            bucket=INDICES,
-            kind=st.sampled_from([GRADIENT, data_pb2.PUSH_KIND_SKIP]),
-            finite=st.booleans(),
-            absent_slices=st.sets(INDICES, max_size=3).map(sorted),
-        ),
-        max_size=20,
-    ),
-    groups=st.lists(st.builds(job_pb2.GroupUpdate, group=INDICES), max_size=3, unique_by=lambda each: each.group),
-)
-EXCHANGES = st.builds(
-    data_pb2.ExchangeRequest,
-    push=PUSHED,
-    buckets=st.lists(INDICES, max_size=9),
-    in_segment=st.sampled_from([None, SEGMENT]),
-)
-
-
-def repeated_exchange(request: bytes | Parts) -> Repeated | None:
-    return messages.repeated_exchange(request, *messages.read_exchange(request))
-
-
-@settings(max_examples=200)
-@given(EXCHANGES, CLOCKS)
-def test_a_request_is_written_for_another_clock_as_the_generated_class_writes_it(
-    request: data_pb2.ExchangeRequest, clock: int
-) -> None:
-    written = request.SerializeToString()
-    repeated = repeated_exchange(written)
-    assert repeated is not None
-    assert repeated.at(request.push.clock) == written
-    request.push.clock = clock
-    assert repeated.at(clock) == request.SerializeToString()
-    assert "secret" not in repr(repeated)
-
-
-def test_a_request_that_says_something_twice_is_not_repeated() -> None:
-    """What comes last counts, so the clock that stands where it belongs may not be that of the request."""
-    request = data_pb2.ExchangeRequest(push=pushing(GRADIENT, worker={"job": "job"}, clock=5), in_segment=SEGMENT)
-    plain, again = request.SerializeToString(), data_pb2.ExchangeRequest(push={"clock": 7}).SerializeToString()
-    assert repeated_exchange(plain) is not None
-    assert messages.read_exchange(plain + again)[0].clock == 7
-    lent = data_pb2.ExchangeRequest(push=request.push).SerializeToString()
-    assert repeated_exchange(lent) is not None
-    for unusual in (plain + again, again + plain, lent + b"\x7a\x00", b"", exchanged(COMMIT)):
-        assert repeated_exchange(unusual) is None
-
-
-def test_of_a_request_nothing_is_kept_that_was_not_read() -> None:
-    request = data_pb2.ExchangeRequest(push=pushing(GRADIENT, worker={"job": "job"}, clock=5), in_segment=SEGMENT)
-    plain, unknown = request.SerializeToString(), b"\x9a\x06\x05bytes"  # a field 99
-    assert unknown in data_pb2.ExchangeRequest.FromString(plain + unknown).SerializeToString()
-    assert repeated_exchange(plain) is not None
-    assert repeated_exchange(plain + unknown) is None
-
-
-def test_large_requests_and_those_with_elements_or_leased_data_are_not_kept() -> None:
-    push = pushing(GRADIENT, worker={"job": "job"}, clock=5)
-    whole = data_pb2.ExchangeRequest(push=push, payload=b"elements").SerializeToString()
-    assert repeated_exchange(Parts(whole[: -len(b"elements")], b"elements")) is None
-    assert repeated_exchange(whole) is None
-    large = data_pb2.ExchangeRequest(push=push, buckets=range(messages.MOST_REPEATED), in_segment=SEGMENT)
-    assert repeated_exchange(large.SerializeToString()) is None
-    leased = pushing(GRADIENT, worker={"job": "job"}, clock=5, ranges=[types_pb2.DataRange(stop=2)])
-    assert repeated_exchange(data_pb2.ExchangeRequest(push=leased, in_segment=SEGMENT).SerializeToString()) is None
-
-
-def test_a_request_has_no_clock_past_the_last() -> None:
-    """The bytes of that clock would be a number that no message has."""
-    push = pushing(GRADIENT, worker={"job": "job"}, clock=2**64 - 1)
-    request = data_pb2.ExchangeRequest(push=push, in_segment=SEGMENT).SerializeToString()
-    repeated = repeated_exchange(request)
-    assert repeated is not None
-    assert repeated.at(2**64 - 1) == request
-    assert repeated.at(2**64) is None
 
 
 # -- timelines ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ps_frames import listener
 from ps_frames.frames import TICKET_BYTES, Kind, write_header
 from ps_frames.listener import TICKET_SECONDS, Tickets
 from ps_frames.server import Opener, ServerConnection
-from ps_protocol.convert import hyper_messages
+from ps_protocol.convert import group_update_messages
 from ps_protocol.errors import (
     Backlogged,
     Fenced,
@@ -31,7 +31,7 @@ from ps_protocol.errors import (
 )
 from ps_protocol.framing import Parts, message_parts
 from ps_protocol.identity import Identity
-from ps_protocol.v1 import data_pb2, job_pb2
+from ps_protocol.v1 import data_pb2
 from ps_runtime import reloading
 from ps_runtime.credentials import Access
 from ps_server.core.limits import Limits
@@ -230,13 +230,14 @@ def test_connections_end_with_their_job(shared: Cluster, worker: RawWorker, clie
     assert client.is_closed()
 
 
-# -- exchanges that differ in their clock alone ----------------------------------------------------------------------
+# -- exchanges that differ in their clock and their hyper-parameters alone -------------------------------------------
 
 
-def exchange(worker: RawWorker, clock: int, **who: Any) -> Parts:
+def exchange(worker: RawWorker, clock: int, rate: float = 1.0, **who: Any) -> Parts:
     """Of a step without a gradient, and the weights."""
     left_out = data_pb2.BucketPush(kind=data_pb2.PUSH_KIND_SKIP)
-    push = data_pb2.PushHeader(worker=worker.identity(**who), clock=clock, buckets=[left_out])
+    groups = group_update_messages({0: {"lr": rate}})
+    push = data_pb2.PushHeader(worker=worker.identity(**who), clock=clock, buckets=[left_out], groups=groups)
     return Parts(data_pb2.ExchangeRequest(push=push, buckets=[0]).SerializeToString())
 
 
@@ -246,11 +247,12 @@ def test_exchanges_of_one_step_after_the_other_each_count_once(worker: RawWorker
         assert answer.buckets[0].version == clock
     with pytest.raises(OutOfOrder):
         client.ask(Kind.EXCHANGE, exchange(worker, 6))
-    with pytest.raises(Forbidden, match="this data connection is that of worker 0"):
-        client.ask(Kind.EXCHANGE, exchange(worker, 5, rank=1))
-    with pytest.raises(Forbidden, match="key"):
-        client.ask(Kind.EXCHANGE, exchange(worker, 5, lease_key=b"another"))
-    assert client.ask(Kind.EXCHANGE, exchange(worker, 5))
+    for rate in (1.0, 0.5):
+        with pytest.raises(Forbidden, match="this data connection is that of worker 0"):
+            client.ask(Kind.EXCHANGE, exchange(worker, 5, rate, rank=1))
+        with pytest.raises(Forbidden, match="key"):
+            client.ask(Kind.EXCHANGE, exchange(worker, 5, rate, lease_key=b"another"))
+    assert client.ask(Kind.EXCHANGE, exchange(worker, 5, 0.5))
 
 
 def test_an_exchange_with_its_gradient_in_it_is_carried_out_and_answered(
@@ -283,17 +285,20 @@ def test_an_exchange_that_was_refused_is_still_the_next(
     assert clocks == [1]
 
 
-def test_an_exchange_with_other_hyper_parameters_is_made_with_them(worker: RawWorker, client: FrameClient) -> None:
-    expected = 0.0
+def test_an_exchange_with_other_hyper_parameters_is_made_with_them(
+    worker: RawWorker, client: FrameClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, clocks = 0.0, clocks_read(monkeypatch)
     for clock, rate in enumerate((1.0, 1.0, 0.5, 0.5, 0.5, 1.0), 1):
-        group = job_pb2.GroupUpdate(group=0, hyper_parameters=hyper_messages({"lr": rate}))
+        groups = group_update_messages({0: {"lr": rate}})
         client.ask(Kind.PUSH, push_parts(gradient(worker, clock, kind=data_pb2.PUSH_KIND_DRAFT)))
         commit = data_pb2.BucketPush(kind=data_pb2.PUSH_KIND_COMMIT)
-        push = data_pb2.PushHeader(worker=worker.identity(), clock=clock, buckets=[commit], groups=[group])
+        push = data_pb2.PushHeader(worker=worker.identity(), clock=clock, buckets=[commit], groups=groups)
         request = data_pb2.ExchangeRequest(push=push, buckets=[0])
         [(_, payload)] = client.ask(Kind.EXCHANGE, Parts(request.SerializeToString()))
         expected -= rate
         assert torch.frombuffer(bytearray(payload), dtype=torch.float32).tolist() == [expected] * CELLS
+    assert clocks == [1]
 
 
 def test_nothing_is_kept_of_an_exchange_once_its_connection_has_ended(
@@ -315,9 +320,10 @@ def test_nothing_is_kept_of_an_exchange_once_its_connection_has_ended(
     until(lambda: not opened.kept, "the end of the connection")
 
 
+@pytest.mark.parametrize("rate", [1.0, 0.5], ids=["the same rate", "another rate"])
 @pytest.mark.parametrize("known", [True, False], ids=["for another job", "ended"])
 def test_an_exchange_like_the_last_is_refused_once_its_token_does_not_permit_it(
-    make_cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+    make_cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool, rate: float
 ) -> None:
     monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.0)
     token, roles = "a-token-of-some-length", tmp_path / "roles"
@@ -338,9 +344,9 @@ def test_an_exchange_like_the_last_is_refused_once_its_token_does_not_permit_it(
             write("worker:other {token}" if known else "worker:job {token} until=2020-01-01")
             if known:
                 with pytest.raises(Forbidden):
-                    client.ask(Kind.EXCHANGE, exchange(worker, 4))
+                    client.ask(Kind.EXCHANGE, exchange(worker, 4, rate))
             else:
-                client.send(Kind.EXCHANGE, exchange(worker, 4))
+                client.send(Kind.EXCHANGE, exchange(worker, 4, rate))
                 assert client.is_closed(), "its worker comes again with a token of now"
             assert cluster.shards[0].jobs()["job"].buckets[0].rule.version == 3, "of the refused one nothing counts"
 

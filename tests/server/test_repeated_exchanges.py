@@ -1,10 +1,10 @@
-"""An exchange that differs from the one before in its clock alone is checked once, for as long as what it was checked
-with stays the same. Whether its worker may make it is asked each time."""
+"""An exchange that differs from the one before in its clock and its hyper-parameters alone is checked once, for as long
+as what it was checked with stays the same. Whether its worker may make it is asked each time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import (
+    Backlogged,
     Fenced,
     InvalidRequest,
     LimitExceeded,
@@ -26,10 +27,13 @@ from ps_protocol.identity import Identity
 from ps_protocol.layout import bucket_layout
 from ps_protocol.messages.data import PullCall, PushCall, PushedBucket, PushKind
 from ps_protocol.segment_layout import SegmentMap, segment_plan
+from ps_protocol.stages import StageSpec
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.core.commands import StageGradient
+from ps_server.shard.pulls import Pulls
 from ps_server.shard.pushes import Checked
 from ps_server.shard.shard import Shard
+from ps_worker import Session
 from ps_worker.cluster.local_segment import LocalSegment
 from tests.tools.cluster import Cluster
 from tests.tools.frame_client import clocks_read
@@ -94,7 +98,7 @@ def sharing() -> Sharing:
 def test_each_step_has_the_gradient_of_its_own_time(sharing: Sharing) -> None:
     assert sharing.exchange(2, 3.0) == [-4.0, -4.0]
     assert sharing.exchange(3, -4.0) == [0.0, 0.0]
-    commands = [command for command, _ in sharing.checked.commands]
+    commands = [command for command, _ in sharing.checked.made[1]]
     assert [type(command) for command in commands] == [StageGradient] * 2
     assert {command.clock for command in commands} == {1}, "they were made with the first call"
 
@@ -138,6 +142,97 @@ def test_what_was_checked_is_staged_for_the_worker_that_calls() -> None:
     assert {command.worker for command, _ in made} == {second.worker}
 
 
+def test_each_step_has_the_hyper_parameters_of_its_own_time(sharing: Sharing) -> None:
+    assert sharing.exchange(2, groups={0: {"lr": 0.5}}) == [-1.5, -1.5]
+    assert sharing.exchange(3, groups={0: {"lr": 0.25}}) == [-1.75, -1.75]
+    assert sharing.exchange(4, groups={0: {"momentum": 0.0}}) == [-2.0, -2.0], "what is left out stays as it was"
+    assert sharing.exchange(5, groups={0: {"lr": 1.0}}) == [-3.0, -3.0]
+
+
+@pytest.mark.parametrize("groups", [{0: {"lr": -1.0}}, {0: {"lr": math.nan}}, {0: {"other": 1.0}}, {7: {"lr": 1.0}}])
+def test_hyper_parameters_are_checked_each_time_that_they_differ(sharing: Sharing, groups: dict[int, Any]) -> None:
+    assert sharing.exchange(2, groups={0: {"lr": 1.0}}) == [-2.0, -2.0]
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            sharing.exchange(3, groups=groups)
+    assert sharing.exchange(3, groups={0: {"lr": 1.0}}) == [-3.0, -3.0]
+
+
+def test_hyper_parameters_of_a_later_stage_are_checked_for_each_bucket() -> None:
+    """There each bucket has groups of its own."""
+    shard = lone_shard("sync", 1)
+    sharing, rates = Sharing(shard), {"lr": 1.0}
+    for bucket in (0, 1):
+        following = StageSpec(1, "SGD", (bucket,), {bucket: rates})
+        shard.push(push(bucket, kind=PushKind.NEXT_OPTIMIZER, next_optimizer=following, payload=b""))
+    assert sharing.exchange(1, stage=1, groups={0: rates, 1: {"lr": 2.0}}) == [-1.0, -2.0]
+    assert sharing.is_checked
+    assert sharing.exchange(2, stage=1, groups={0: {"lr": 0.5}, 1: {"lr": 0.25}}) == [-1.5, -2.25]
+    for bad in ({0: rates, 1: {"lr": -1.0}}, {0: {"lr": math.inf}, 1: rates}, {0: rates, 1: {"other": 1.0}}):
+        with pytest.raises(InvalidRequest):
+            sharing.exchange(3, stage=1, groups=bad)
+    assert sharing.exchange(3, stage=1, groups={0: rates, 1: rates}) == [-2.5, -3.25]
+
+
+@pytest.mark.parametrize("rates", [(0.5, 0.5), (0.5, 0.25)], ids=["as before", "others"])
+def test_a_step_that_is_refused_is_made_with_what_it_says_when_it_comes_again(
+    sharing: Sharing, monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float]
+) -> None:
+    """Its hyper-parameters were checked then, and are not those of the last step."""
+    sharing.exchange(2, groups={0: {"lr": 1.0}})
+    with monkeypatch.context() as patch:
+        patch.setattr(Pulls, "ask", busy)
+        with pytest.raises(Backlogged):
+            sharing.exchange(3, groups={0: {"lr": rates[0]}})
+    assert sharing.exchange(3, groups={0: {"lr": 4.0}}) == [-2.0 - rates[0]] * 2, "it was staged, and counts once"
+    assert sharing.exchange(4, groups={0: {"lr": rates[1]}}) == [-2.0 - sum(rates)] * 2
+
+
+def busy(*_: object) -> None:
+    raise Backlogged("the push before is not applied yet")
+
+
+def trained(session: Session, rates: Iterable[object], **more: Any) -> list[float]:
+    """The weight after each step of SGD with gradients of 1 and these learning rates."""
+    model = nn.Linear(4, 2, bias=False)
+    model.weight.data.zero_()
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), **more)
+    found = []
+    for rate in rates:
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        found.append(model.weight.flatten()[0].item())
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize("wire", ["", "int8", "int4"])
+def test_a_step_uses_the_learning_rate_of_its_own_time(
+    make_cluster: Callable[..., Cluster], transport: str, wire: str
+) -> None:
+    """Also where it is a whole number, or lies in a tensor that a script changes."""
+
+    def rates() -> Iterator[object]:
+        yield from (1.0, 0.5, 0.5, 0.25, 1)
+        rate = torch.tensor(1.0)
+        for _ in range(3):
+            yield rate.mul_(0.5)
+        yield from (0.0, 2, 2.0)
+
+    if wire and transport == "shm":
+        pytest.skip("blocks are for messages alone")
+    wires = {"gradient_wire": wire, "weight_wire": wire} if wire else {}
+    with make_cluster(shards=1).connect("sync", transport=transport) as session:
+        found = trained(session, rates(), **wires)
+    expected, weight = [], 0.0
+    for each in (1.0, 0.5, 0.5, 0.25, 1.0, 0.5, 0.25, 0.125, 0.0, 2.0, 2.0):
+        weight -= each
+        expected.append(weight)
+    assert found == pytest.approx(expected, rel=1e-6 if not wire else 0.02)
+
+
 def test_the_steps_of_a_session_are_read_once(
     make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +248,27 @@ def test_the_steps_of_a_session_are_read_once(
             optimizer.step()
             optimizer.zero_grad()
         assert torch.equal(model.weight, torch.full((2, 4), -4.0))
+    assert clocks == [1]
+
+
+def test_the_first_step_with_another_optimizer_is_read_anew(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = clocks_read(monkeypatch)
+    with make_cluster(shards=1).connect("sync", transport="shm") as session:
+        model = nn.Linear(4, 2, bias=False)
+        model.weight.data.zero_()
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for stage in range(2):
+            if stage:
+                optimizer = session.prepare(torch.optim.SGD(model.parameters(), lr=0.5, momentum=1.0))
+            for step in range(3):
+                optimizer.param_groups[0]["lr"] = 1.0 / (1 + step)
+                optimizer.zero_grad()
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+        rates = 1.0 + 1 / 2 + 1 / 3
+        assert torch.allclose(model.weight, torch.full((2, 4), -rates - (1 + 2 / 2 + 3 / 3)))
     assert clocks == [1, 4]
 
 

@@ -57,6 +57,7 @@ rays.py                 A real Ray of three nodes on this machine, and the progr
 documented_metrics.py   What docs/metrics.md says of each metric, read from its tables
 files_that_run.py       Which files run while something is done
 editions.py             Buckets of an edition of a small job, as readers get them
+exchanges.py           Strategies for requests of a step, and for bytes that say the same as no generated class does
 feeding.py             A shard with a job of one vector, and readers of it that a test moves by hand
 followed_trainer.py    A worker that trains what others follow; and relays in this process
 remembering_trainer.py  A worker that trains any model, and remembers its weights

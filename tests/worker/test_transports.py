@@ -215,7 +215,8 @@ class MadeInSegment(CopiedGradients):
 def test_each_step_asks_for_what_it_has_at_its_own_clock(
     shared: tuple[Peer, MadeInSegment, SharedTransport],
 ) -> None:
-    """Requests that differ in their clock alone are written once: what differs in more is written anew."""
+    """Requests that differ in their clock and hyper-parameters alone are written once, but for these: what differs in
+    more is written anew."""
     peer, _, way = shared
     lower = {0: {"lr": 0.5}}
     steps = [
@@ -224,6 +225,9 @@ def test_each_step_asks_for_what_it_has_at_its_own_clock(
         [full_push(1), full_push(2)],
         [replace(full_push(1), groups=lower), full_push(2)],
         [replace(full_push(1), groups=lower), full_push(2)],
+        [replace(full_push(1), groups={0: {"lr": 0.25}}), replace(full_push(2), groups={1: {"lr": None}})],
+        [replace(full_push(1), groups={0: {"lr": 0.25}}), replace(full_push(2), groups={1: {"lr": (0.5, 0.5)}})],
+        [replace(full_push(1), groups={0: {"lr": 0.25}}), replace(full_push(2), groups={0: {"lr": 0.25}})],
         [replace(full_push(1), groups=lower, absent=[0]), full_push(2)],
         [full_push(1), replace(empty_push(2), absent=[0])],
         [full_push(2)],
