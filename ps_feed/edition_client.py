@@ -173,9 +173,10 @@ class ShardReader:
 
     def tell(self, asked: WeightsAsked) -> None:
         """Sends what a relay says of itself with a call whose answer nobody waits for. It is not repeated if it fails,
-        because the next report comes soon. Does nothing once pulls are cancelled."""
+        because the next report comes soon. Does nothing unless a pull is under way: a channel without a call would
+        start a thread for this one."""
         with self._lock, contextlib.suppress(PSError, grpc.RpcError):
-            if not self._is_cancelled:
+            if not self._is_cancelled and self._call is not None:
                 # gRPC cancels a call that nothing refers to.
                 self._telling = self._describe.future(write_weights_asked(asked), timeout=REPORT_SECONDS)
 

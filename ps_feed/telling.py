@@ -29,9 +29,8 @@ class Telling:
 
     def renew(self) -> None:
         """Makes a report, for a call that is made in any case."""
-        self.last = self._report()
-        if self.last is not None:
-            self._due = time.monotonic() + self._pause()
+        with self._lock:
+            self._renew()
 
     def is_due(self) -> bool:
         """Whether a call is to be made for a report: `last`, which is new. One thread of those that ask is told so."""
@@ -40,5 +39,10 @@ class Telling:
         with self._lock:
             is_due = time.monotonic() >= self._due
             if is_due:
-                self.renew()
+                self._renew()
             return is_due
+
+    def _renew(self) -> None:
+        self.last = self._report()
+        if self.last is not None:
+            self._due = time.monotonic() + self._pause()

@@ -171,8 +171,8 @@ class Relayed:
         jobs = [each for each in self.followed() if each.name == name]
         readers = sum(each.reader_count for each in jobs)
         behind = max((each.relays.readers(time.monotonic()) for each in jobs), default=0)  # one for all wire formats
-        versions = [version for each in jobs if (version := each.present_version) is not None]
-        return RelayReport(self._name, readers + behind, max(versions, default=None))
+        versions = [each.present_version for each in jobs if not each.ended]  # a job that ended may have begun anew
+        return RelayReport(self._name, readers + behind, max((v for v in versions if v is not None), default=None))
 
     def _look_for(self, name: str, before: FollowedJob | None) -> None:
         """Makes sure that a job of this name can be followed.

@@ -412,7 +412,8 @@ class Editions:
     def figures(self, readers: int, lowest: int, now: float) -> FeedFigures | None:
         """Returns how the job is read; None: nobody follows it.
 
-        readers: that have an edition or wait for one; lowest: the lowest version of the job's buckets now
+        readers: that have an edition or wait for one
+        lowest:  the lowest version of the job's buckets and tables now
         """
         with self._lock:
             mapped, own = list(self._mapped), [file for each in self._kept for file in memory_files(each.copies())]
@@ -422,7 +423,9 @@ class Editions:
         if not self._kept and not held and now - self._followed > KEPT_SECONDS:
             return None
         seen = self.tally.figures(readers, lowest, self.nbytes, now)
-        relays = self.relays.figures(lowest, now)
+        # Tables of rows count in the lowest version, but are in no edition: a relay's may be a step ahead of it.
+        highest = max((each.rule.version for each in self._buckets.values()), default=0)
+        relays = self.relays.figures(lowest, now, highest)
         return replace(seen, mapped=sum(each.readers for each in mapped), held=held, relays=relays)
 
     def copied_now(

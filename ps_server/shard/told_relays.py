@@ -55,12 +55,16 @@ class ToldRelays:
             self._forget(now)
             return sum(each.report.readers for each in self._told.values())
 
-    def figures(self, latest: int, now: float) -> AllRelays:
-        """Returns the figures of the relays. latest: the version of the job's weights here"""
+    def figures(self, lowest: int, now: float, highest: int = 0) -> AllRelays:
+        """Returns the figures of the relays.
+
+        lowest, highest: the versions of the job's weights here, if they differ
+        """
+        highest = max(lowest, highest)
         with self._lock:
             self._forget(now)
             told = list(self._told.values())
-        shown = tuple(_figures(each.report, latest) for each in _ranked(told)[:MOST_SHOWN])
+        shown = tuple(_figures(each.report, lowest, highest) for each in _ranked(told)[:MOST_SHOWN])
         return AllRelays(shown, len(told), sum(each.report.readers for each in told))
 
     def _has_room(self, caller: str) -> bool:
@@ -88,8 +92,8 @@ def _ranked(told: list[_Told]) -> list[_Told]:
     return first + rest
 
 
-def _figures(report: RelayReport, latest: int) -> RelayFigures:
+def _figures(report: RelayReport, lowest: int, highest: int) -> RelayFigures:
     version = report.version
-    if version is None or version > latest:  # of another timeline, or made up
+    if version is None or version > highest:  # of another timeline, or made up
         return RelayFigures(report.name, report.readers)
-    return RelayFigures(report.name, report.readers, version, latest - version)
+    return RelayFigures(report.name, report.readers, version, max(0, lowest - version))

@@ -410,7 +410,7 @@ class Gradients:
                 absent.add(index)
                 continue
             if index in self._late:
-                self._adopt(index, counts=False)
+                self._adopt(index, counts=not self.are_late)
                 self._late.discard(index)
                 continue
             if index in self._buffers.sharded:

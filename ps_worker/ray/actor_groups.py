@@ -262,13 +262,14 @@ class ActorGroups:
             log.warning("waiting: %s", text)
 
     def _give_up(self, never: set[int], waiting: set[int]) -> None:
-        """Ends the groups, as some will never join their job."""
-        said = f"job {self._settings.job!r} begins anew, and {_named(never)} will not join it again"
-        log.warning("%s, so the others are ended", said)
+        """Ends the groups that wait for some that will never join their job."""
+        said = f"{_named(never)} will not join job {self._settings.job!r}"
+        log.warning("%s, so %s, which would wait in vain, will be ended", said, _named(waiting))
         error = PSError(f"{said}: {_named(waiting)} would wait until the start timeout")
         error.__cause__ = next((self._survived[group] for group in sorted(waiting & self._survived.keys())), None)
         self._errors.append(error)
-        for group in sorted({awaited.group for awaited in self._running.values()} | self._due.keys()):
+        # Those that have left the job may still evaluate, or save. One that only starts will be found waiting, too.
+        for group in sorted(waiting | self._due.keys()):
             self._due.pop(group, None)
             self._kill(group)
             self._report(group)

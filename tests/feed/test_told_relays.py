@@ -312,6 +312,14 @@ def test_of_many_relays_those_with_the_most_readers_are_shown() -> None:
     assert (figures.count, figures.readers, told.readers(0.0)) == (40, sum(range(40)), sum(range(40)))
 
 
+def test_an_edition_may_be_ahead_of_tables_and_not_of_all_weights() -> None:
+    told = ToldRelays()
+    told.tell(RelayReport("near:1", 7, 4), "reader", 0.0)
+    assert told.figures(3, 0.0, highest=4).shown == (RelayFigures("near:1", 7, 4, 0),)
+    assert told.figures(3, 0.0).shown == (RelayFigures("near:1", 7),)
+    assert told.figures(6, 0.0, highest=7).shown == (RelayFigures("near:1", 7, 4, 2),)
+
+
 def test_a_principal_cannot_speak_for_a_relay_of_another() -> None:
     told = ToldRelays()
     told.tell(RelayReport("near:1", 7), "reader", 0.0)

@@ -213,8 +213,9 @@ class Run:
         if not any(worker.is_well for worker in self.everybody if worker is not but):
             self.nobody_at = now
 
-    def may_lack_a_step(self, clock: int) -> bool:
-        """Whether some parts of the weights may lack the step of a clock, which nobody can push to them any more.
+    def may_lack_a_step(self, clock: int, joined: float) -> bool:
+        """Whether some parts of the weights may lack the step of a clock, which nobody can push to them any more, for a
+        worker that joined then.
 
         Workers that were all killed, at once or one after the other, may have left the last one's step on some shards
         only (failures.md). Those that come back begin without it there, until one of them has made a step. One that
@@ -222,7 +223,7 @@ class Run:
         """
         since = self.nobody_at
         made = (life.at[number] for life in self.lives for number, after in life.done.items() if after >= clock)
-        return since is not None and not any(at > since for at in made)
+        return since is not None and not any(since < at <= joined for at in made)
 
     @property
     def name(self) -> str:

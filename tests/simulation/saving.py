@@ -106,7 +106,7 @@ class Saver:
     ) -> Iterator[tuple[int, Violation]]:
         """Yields what is wrong where workers share a clock. A fragment of a round is of the round after, if it came."""
         run, clock = self._run, place.clock
-        may_lack_a_step = run.may_lack_a_step(clock) and not self._worker.life.done
+        may_lack_a_step = run.may_lack_a_step(clock, place.since) and not self._worker.life.done
         lives = [run.tries.decided(life) for life in run.lives]
         for part, view in views.items():
             version = versions[part]
