@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.simulation.__main__ import parser, replay
 from tests.simulation.cluster import Cluster
 from tests.simulation.faults import WHOLESALE as KINDS_OF_WHOLESALE
 from tests.simulation.mutations import HALF_STEPS, REPAIRS, ROWS, RULES, SAVED, WHOLESALE, Mutation
 from tests.tools.cases import cases
 
+ROOT = Path(__file__).parents[2]
 SEEDS = cases([range(7)], [range(7, 50)])
 KNOWN = [mutation for mutation in (*HALF_STEPS, *REPAIRS, *ROWS, *SAVED, *WHOLESALE) if mutation.known is not None]
 
@@ -47,6 +51,20 @@ def test_a_seed_replays_exactly_also_in_another_process(mode: str) -> None:
     done = subprocess.run([sys.executable, "-c", again], env=environment, capture_output=True, text=True, check=True)
     assert once.digest() == done.stdout.strip()
     assert once.digest() != other.digest()
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--tables"], ["--members", "2"], ["--readers", "3", "--relays", "2", "--in-turn", "--first", "7"]]
+)
+def test_a_seed_that_failed_is_replayed_as_it_was(flags: list[str]) -> None:
+    asked = parser().parse_args(flags)
+    words = shlex.split(replay(asked, "sync quorum 2", 7))
+    said = subprocess.run([words[0], "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    [line] = [each for each in said.replace("\\\n", "").splitlines() if "-m tests.simulation" in each]
+    again = parser().parse_args(shlex.split(line.partition("-m tests.simulation")[2]))
+    assert (again.mode, again.seed) == ("sync quorum 2", 7)
+    for name in ("tables", "readers", "relays", "members"):
+        assert getattr(again, name) == getattr(asked, name), name
 
 
 @pytest.mark.timeout(600)

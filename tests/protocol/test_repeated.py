@@ -159,8 +159,13 @@ def test_a_request_that_grows_large_is_not_known() -> None:
     """A shard would keep what it is known with."""
     found = repeated(exchanging(groups=[group(0, lr=(0.5,) * 32)]))
     assert found is not None
-    for size, is_known in ((MOST_REPEATED // 16, True), (MOST_REPEATED // 8, False)):
-        assert (changed(found, exchanging(groups=[group(0, lr=(0.5,) * size)]), 5) is not None) is is_known
+    most = MOST_REPEATED // 8 - 5
+    for size, is_known in ((most, True), (most + 1, False)):
+        request = exchanging(groups=[group(0, lr=(0.5,) * size)])
+        assert (len(request) <= MOST_REPEATED) is is_known
+        header = data_pb2.ExchangeRequest.FromString(request).push.ByteSize()
+        assert len(varint(header)) == 2, "otherwise it is refused for that"
+        assert (changed(found, request, 5) is not None) is is_known
 
 
 def test_a_request_has_no_clock_past_the_last() -> None:

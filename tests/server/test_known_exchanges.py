@@ -115,12 +115,23 @@ def test_a_step_with_other_groups_is_read(groups: list[Any]) -> None:
         assert known.next(exchanging(clock=known.push.clock + 1, groups=groups)) is None
 
 
+def test_a_field_of_a_group_that_is_not_known_here_is_passed_over() -> None:
+    """As in a request that is read in full. A first one that has it is not kept."""
+    newer = group(0, lr=0.25)
+    newer.MergeFromString(UNKNOWN)
+    assert read(exchanging(clock=1, groups=[newer])).request is None
+    known: _KnownExchange | None = read(exchanging(clock=1, groups=[group(0, lr=0.5)]))
+    for clock, lr in ((2, group(0, lr=0.5)), (3, newer), (4, group(0, lr=0.75)), (5, newer)):
+        assert known is not None
+        request = exchanging(clock=clock, groups=[lr])
+        known = known.next(request)
+        assert known is not None
+        assert said(known.push, known.pull) == said(*read_exchange(request))
+
+
 def unusual() -> Iterator[tuple[str, bytes]]:
     plain = exchanging(clock=1, groups=[group(0, lr=0.5)])
-    newer = group(0, lr=0.5)
-    newer.MergeFromString(UNKNOWN)
     yield "an unknown field", plain + UNKNOWN
-    yield "an unknown field in a group", exchanging(clock=1, groups=[newer])
     yield "two parts", plain + data_pb2.ExchangeRequest(push={"clock": 1}).SerializeToString()
 
 

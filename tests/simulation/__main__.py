@@ -14,8 +14,8 @@ from tests.simulation.world import Log
 EVERY_MODE = (*MODES, *QUORUM_MODES, *NARROW_MODES)
 
 
-def main() -> None:
-    """Runs seeds, and prints what the first one that fails breaks."""
+def parser() -> argparse.ArgumentParser:
+    """Returns the command line's."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--mode", choices=EVERY_MODE, help="only this one (all)")
     parser.add_argument("--seed", type=int, help="only this one")
@@ -29,7 +29,24 @@ def main() -> None:
     parser.add_argument("--in-turn", action="store_true", help="one mode a seed, in turn, not all modes with each seed")
     parser.add_argument("--native", choices=(AUTO, OFF), default=AUTO, help="the library for tables (%(default)s)")
     parser.add_argument("--trace", action="store_true", help="print what happened")
-    arguments = parser.parse_args()
+    return parser
+
+
+def replay(arguments: argparse.Namespace, mode: str, seed: int) -> str:
+    """Returns the command that repeats one seed of a run."""
+    more = {
+        "TABLES": int(arguments.tables),
+        "READERS": arguments.readers,
+        "RELAYS": arguments.relays,
+        "MEMBERS": arguments.members if arguments.members > 1 else 0,
+    }
+    variables = "".join(f" {name}={value}" for name, value in more.items() if value)
+    return f"make simulate SEED={seed} MODE='{mode}'{variables}"
+
+
+def main() -> None:
+    """Runs seeds, and prints what the first one that fails breaks."""
+    arguments = parser().parse_args()
     print(choose(arguments.native).text)
     log = logging.getLogger("ps_server")
     log.setLevel(logging.CRITICAL + 1)
@@ -56,8 +73,7 @@ def main() -> None:
                 for violation in violations[:3]:
                     print(f"{mode} {seed}: {violation.kind}: {violation.said} {dict(violation.where)}", flush=True)
                 if not arguments.keep_going:
-                    tables = " TABLES=1" if arguments.tables else ""
-                    sys.exit(f"replay: make simulate SEED={seed} MODE='{mode}'{tables}; TRACE=1 says what happened")
+                    sys.exit(f"replay: {replay(arguments, mode, seed)}; TRACE=1 says what happened")
     print(f"{len(seeds)} seeds, {runs} runs, {failed} failures, {time.monotonic() - began:.0f} s")
     sys.exit(failed > 0)
 

@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from ps_protocol.errors import PSError
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.data import BucketPush, PullCall, push_of, read_exchange
@@ -284,7 +285,7 @@ def test_a_request_that_is_repeated_while_another_is_written_is_its_own(
 ) -> None:
     """A thread of the pool asks again for the step before, after its connection has broken."""
     _, _, way = shared
-    first, later = full_push(1), replace(full_push(1), groups={0: {"lr": 0.5}})
+    first, later = full_push(1), replace(full_push(1), absent=[0])
     before = way._request(1, [first], [1], None)
 
     class Compared(list[BucketPush]):
@@ -293,7 +294,24 @@ def test_a_request_that_is_repeated_while_another_is_written_is_its_own(
             return super().__eq__(other)
 
     assert way._request(1, Compared([first]), [1], None) == before
-    assert read_exchange(before)[0].groups == {}
+    assert not read_exchange(before)[0].buckets[0].absent
+
+
+@pytest.mark.parametrize("shared", [MadeInSegment], indirect=True)
+def test_a_request_has_its_own_hyper_parameters_while_others_are_written(
+    shared: tuple[Peer, MadeInSegment, SharedTransport],
+) -> None:
+    _, _, way = shared
+    first, later = ({0: {"lr": rate}} for rate in (0.5, 0.25))
+    before = way._request(1, [replace(full_push(1), groups=first)], [1], None)
+
+    class Compared(dict[int, HyperParameters]):
+        def __eq__(self, other: object) -> bool:
+            way._request(1, [replace(full_push(1), groups=later)], [1], None)  # as another thread, at this moment
+            return super().__eq__(other)
+
+    assert way._request(1, [replace(full_push(1), groups=Compared(first))], [1], None) == before
+    assert read_exchange(before)[0].groups == first
 
 
 def test_a_push_after_the_end_fails(shared: tuple[Peer, CopiedGradients, SharedTransport]) -> None:
