@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
 import ps_torch
 from ps_protocol.convert import job_spec_data
@@ -28,7 +29,6 @@ from ps_worker.model.sharded import is_offloaded, piece_of
 from tests.tools.cluster import Cluster
 from tests.tools.partitions import job_spec
 from tests.tools.said import said_by_workers
-from tests.worker.test_refused_models import in_ddp, in_deepspeed, in_fsdp
 
 
 @pytest.fixture
@@ -42,6 +42,21 @@ def sharded(mesh: Any) -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     fully_shard(model, mesh=mesh)
     return model
+
+
+def in_ddp() -> nn.Module:
+    return DistributedDataParallel(nn.Linear(2, 2))
+
+
+def in_fsdp() -> nn.Module:
+    return FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+
+
+def in_deepspeed() -> nn.Module:
+    class DeepSpeedEngine(nn.Linear):  # the package's has this name
+        pass
+
+    return DeepSpeedEngine(2, 2)
 
 
 def with_table() -> nn.Module:
