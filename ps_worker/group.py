@@ -71,12 +71,13 @@ class Group:
     size:   how many there are
     member: which of them this one is, from 0
     ranks:  of the processes in the default process group
+    given:  as `prepare` got it, if it did: a DeviceMesh or a process group
     data:   the share of the group's data that this member has, as (index, how many shares)
     stages: by member, the pipeline stage that it holds: the number of the first member that holds the same one
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks, self.size = tuple(ranks), len(ranks)
+    def __init__(self, ranks: Sequence[int], given: Any = None) -> None:
+        self.ranks, self.size, self.given = tuple(ranks), len(ranks), given
         self._gloo = _connected(self.ranks)
         self._parts: dict[Members, Any] = {}  # process groups of some of the members
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
@@ -353,7 +354,7 @@ def group_of(given: Any, launched: int = 0) -> Group:
             f"the launcher has started {launched} processes as this worker (--group {launched}), and prepare got "
             f"{named}: give it prepare(..., group=mesh), the mesh of all of them"
         )
-    return Group(ranks)
+    return Group(ranks, given)
 
 
 def _connected(ranks: Sequence[int]) -> Any:

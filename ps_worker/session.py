@@ -33,6 +33,7 @@ from ps_worker.model.buffers import with_values
 from ps_worker.model.local_settings import local_settings
 from ps_worker.model.no_sync import lend
 from ps_worker.model.refused import has_scaler
+from ps_worker.model.sharded import is_offloaded
 from ps_worker.prepared import Prepared
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.tables.table_library import loops_for
@@ -238,7 +239,8 @@ class Session:
                 "to begin anew (a notebook's cell run again), call connect again"
             )
         for model in models:
-            if len({tensor.device for tensor in model.parameters()}) <= 1:  # more devices: the script has placed it
+            # More devices: the script has placed it. FSDP keeps one that it has offloaded on CPUs.
+            if len({tensor.device for tensor in model.parameters()}) <= 1 and not is_offloaded([model]):
                 model.to(self.device)
         loops = loops_for(models, self._config.native)
         if loops is not None:

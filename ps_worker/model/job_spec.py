@@ -58,7 +58,7 @@ def describe(
         return replace(spec, name=name, consistency=consistency, world_size=world_size), tensors
 
     if group is not None:
-        group.data = data_share(models)
+        group.data = group.all_through(partial(data_share, models, group.given))
         group.stages = stages_of(group, {key for key, _ in _named(models, are_stages=True)}, group.data[1])
     spec, tensors = own() if group is None else described_together(group, own)
     validate(spec)
@@ -259,6 +259,7 @@ def refused_of(
     missing = _all_said(whole)
     if missing:  # the tensors of such a model are not there to be described
         return missing + _all_said(checks)
+    checks += [partial(data_share, models, group)] if in_group else []
     return _all_said([*checks, partial(_parameters, models, optimizers, ranks_of(group) if in_group else None)])
 
 

@@ -13,11 +13,16 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import device_mesh
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.layout import ParameterSpec, PiecePlace
 from ps_protocol.tensors import DTYPE_NAMES
+
+# Names of a mesh's dimension whose processes have the same samples, and each a part of their positions.
+CONTEXT_PARALLEL = ("cp", "sp", "context_parallel", "sequence_parallel")
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -64,9 +69,22 @@ def _fsdp_modules(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
         yield from (each for each in model.modules() if any(k.__name__ == "FSDPModule" for k in type(each).__mro__))
 
 
-def data_share(models: Iterable[nn.Module]) -> tuple[int, int]:
+def is_offloaded(models: Iterable[nn.Module]) -> bool:
+    """Whether a parameter's local shard is not on the devices of its mesh: `fully_shard` with CPUOffloadPolicy."""
+    return any(is_sharded(each) and _is_elsewhere(each) for model in models for each in model.parameters())
+
+
+def _is_elsewhere(tensor: Any) -> bool:
+    here = local(tensor)
+    return not here.is_meta and here.device.type != tensor.device_mesh.device_type
+
+
+def data_share(models: Iterable[nn.Module], group: Any = None) -> tuple[int, int]:
     """Returns the share of a group's data that this process has, as (index, how many shares). Processes between which
-    `fully_shard` cuts a model have different batches; processes of tensor parallelism have the same.
+    `fully_shard` cuts a model have different batches; processes of tensor or context parallelism have the same.
+
+    group: as `prepare` takes it. A DeviceMesh may name a dimension of context parallelism
+    Raises InvalidRequest if the mesh of `fully_shard` includes context parallelism, and no mesh has its dimension.
     """
     found: list[Any] = [p for each in _fsdp_modules(models) for p in each.parameters() if is_sharded(p)]
     if not found:
@@ -74,7 +92,46 @@ def data_share(models: Iterable[nn.Module]) -> tuple[int, int]:
     tensor = max(found, key=lambda each: each.device_mesh.ndim)
     # The first dimension of the mesh. Of HSDP with one replica the second.
     dimension = 0 if _is_cut(tensor.placements[0]) or tensor.device_mesh.ndim == 1 else 1
-    return tensor.device_mesh.get_local_rank(dimension), tensor.device_mesh.shape[dimension]
+    mesh = tensor.device_mesh
+    first = _first_of_context(mesh, dimension, group)
+    own = dist.get_rank()
+    lines = mesh.mesh.movedim(dimension, -1).reshape(-1, mesh.shape[dimension]).tolist()
+    line = next(each for each in lines if own in each)
+    shares = list(dict.fromkeys(first.get(rank, rank) for rank in line))
+    return shares.index(first.get(own, own)), len(shares)
+
+
+def _first_of_context(mesh: Any, dimension: int, group: Any) -> dict[int, int]:
+    """Returns by rank the lowest rank of its context-parallel group, which has the same samples. Empty: no mesh has a
+    dimension of context parallelism. Only the dimension's name tells it from one of data parallelism.
+    """
+    root = _root_of(mesh)
+    for each in (group, root):
+        names = getattr(each, "mesh_dim_names", None) or ()
+        over = [index for index, name in enumerate(names) if name in CONTEXT_PARALLEL]
+        if over:
+            lowest = each.mesh.amin(over, keepdim=True).expand_as(each.mesh)
+            return dict(zip(each.mesh.flatten().tolist(), lowest.flatten().tolist(), strict=True))
+    name = (mesh.mesh_dim_names or ("",) * mesh.ndim)[dimension]
+    # Without context parallelism torchtitan flattens its one dimension dp_shard to one that it calls dp_shard_cp, too.
+    is_flattened = name not in (root.mesh_dim_names or ())
+    if not is_flattened and mesh.shape[dimension] > 1 and set(name.split("_")) & set(CONTEXT_PARALLEL):
+        raise InvalidRequest(
+            f"fully_shard cuts the model over a mesh whose dimension is called {name}: processes of one "
+            "context-parallel group have the same samples, and the mesh does not say which these are. Hand over a "
+            "DeviceMesh of the group that has the dimension by itself, prepare(..., group=mesh): mesh = "
+            'init_device_mesh(..., (shares, size), mesh_dim_names=("dp", "cp")); size is 1 without context parallelism'
+        )
+    return {}
+
+
+def _root_of(mesh: Any) -> Any:
+    """Returns the mesh that a mesh was sliced or flattened from; itself, if from none."""
+    ask = getattr(mesh, "_get_root_mesh", None)
+    if ask is not None:
+        return ask()
+    known: Any = getattr(device_mesh, "_mesh_resources", None)  # until torch 2.8
+    return known.get_root_mesh(mesh) if hasattr(known, "get_root_mesh") else mesh
 
 
 def piece_of(key: str, tensor: Any, ranks: Sequence[int]) -> ParameterSpec | None:
@@ -82,8 +139,8 @@ def piece_of(key: str, tensor: Any, ranks: Sequence[int]) -> ParameterSpec | Non
     if nothing is.
 
     ranks: the group's processes
-    Raises Unsupported for a DTensor of HSDP, or one whose position in the whole is unknown; InvalidRequest for another
-    mesh.
+    Raises Unsupported for a DTensor of HSDP, one that is not on its mesh's devices, or one whose position in the whole
+    is unknown; InvalidRequest for another mesh.
     """
     mesh = [int(rank) for rank in tensor.device_mesh.mesh.flatten()]
     # A mesh of some of them: the same parameter is in the meshes of the others, too.
@@ -96,6 +153,7 @@ def piece_of(key: str, tensor: Any, ranks: Sequence[int]) -> ParameterSpec | Non
         raise Unsupported(
             f"{key} is a DTensor of {tensor.dtype}, and pieces have one of {', '.join(DTYPE_NAMES.values())}"
         )
+    _refuse_elsewhere(key, tensor)
     whole, shape = tuple(tensor.shape), tuple(tensor._local_tensor.shape)
     place = _place(key, tensor)
     if place.shape != shape:
@@ -159,4 +217,16 @@ def _refuse_replicas(key: str, tensor: Any) -> None:
             f"{placed}: for HSDP have each of its {replicas} replicas be a group, which calls fully_shard over a mesh "
             f"of one dimension with its {shards} processes, as the servers combine the groups (ps-worker run --workers "
             f"{replicas} --group {shards})"
+        )
+
+
+def _refuse_elsewhere(key: str, tensor: Any) -> None:
+    """Raises Unsupported for a shard that is not on its mesh's devices. `fully_shard` copies gradients to CPUs beside
+    the computation, and a hook may get one whose copy is not finished.
+    """
+    if _is_elsewhere(tensor):
+        raise Unsupported(
+            f"{key} is on {local(tensor).device.type}, and its mesh is of {tensor.device_mesh.device_type}: a group "
+            "trains shards that are on the devices of their mesh. Leave CPUOffloadPolicy out of fully_shard. If there "
+            "is none, make the mesh of session.device.type, where prepare moves models"
         )

@@ -52,10 +52,11 @@ def test_groups_of_tensor_parallel_members_end_as_one_process(
     assert same({name: begin[name] for name in Model(options.even).state_dict()}, Model(options.even).state_dict())
 
 
-def test_members_that_hold_the_same_rows_have_the_same_batches(
-    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+@pytest.mark.parametrize("context", [False, True], ids=["tensor parallel", "context parallel"])
+def test_members_that_compute_for_the_same_rows_have_the_same_batches(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, context: bool
 ) -> None:
-    begun_and_ended(nursery, shared.address, job, tmp_path / "cut", Options(steps=1))
+    begun_and_ended(nursery, shared.address, job, tmp_path / "cut", Options(steps=1, context=context))
     seen = [json.loads((tmp_path / "cut" / f"seen-{g}-{m}").read_text()) for g in (0, 1) for m in (0, 1)]
     assert seen[0] == seen[1]
     assert seen[2] == seen[3]

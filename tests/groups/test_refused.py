@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
 import ps_torch
 from ps_protocol.convert import job_spec_data
@@ -23,7 +25,7 @@ from ps_protocol.errors import InvalidRequest, JobMismatch, Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, PiecePlace
 from ps_worker.model.group_spec import described_together
-from ps_worker.model.sharded import piece_of
+from ps_worker.model.sharded import is_offloaded, piece_of
 from tests.tools.cluster import Cluster
 from tests.tools.partitions import job_spec
 from tests.tools.said import said_by_workers
@@ -40,6 +42,25 @@ def sharded(mesh: Any) -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     fully_shard(model, mesh=mesh)
     return model
+
+
+def in_ddp() -> nn.Module:
+    return DistributedDataParallel(nn.Linear(2, 2))
+
+
+def in_fsdp() -> nn.Module:
+    return FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+
+
+def in_deepspeed() -> nn.Module:
+    class DeepSpeedEngine(nn.Linear):  # the package's has this name
+        pass
+
+    return DeepSpeedEngine(2, 2)
+
+
+def with_table() -> nn.Module:
+    return nn.ModuleDict({"rows": ps_torch.Embedding(4), "head": nn.Linear(4, 1)})
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -63,6 +84,25 @@ def test_what_groups_cannot_do_yet(
     model = sharded(mesh)
     session = ps_torch.connect(shared.address, mode, **{"job": job, "rank": 0, "world_size": 1, **more})
     with session, pytest.raises(Unsupported, match=said):
+        session.prepare(model, sgd(model), group=mesh)
+    assert shared.coordinator.jobs().get(job) is None
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (in_ddp, "the model is wrapped in DistributedDataParallel; hand the plain model to prepare"),
+        (in_fsdp, r"the model is sharded by FullyShardedDataParallel; .* with fully_shard \(FSDP2\)"),
+        (in_deepspeed, "the model is a DeepSpeedEngine, which steps an optimizer of its own"),
+        (with_table, "workers that are groups of processes have no tables of rows, and the model has 'rows'"),
+    ],
+)
+def test_models_that_no_group_trains(
+    shared: Cluster, job: str, mesh: Any, make: Callable[[], nn.Module], said: str
+) -> None:
+    model = make()
+    with shared.connect("sync", job=job) as session, pytest.raises(Unsupported, match=said):
         session.prepare(model, sgd(model), group=mesh)
     assert shared.coordinator.jobs().get(job) is None
 
@@ -117,6 +157,8 @@ def test_what_an_optimizer_trains_stays_as_it_is(shared: Cluster, job: str, mesh
 
 class Mesh:
     """A mesh of processes, as far as a piece depends on it."""
+
+    device_type = "cpu"
 
     def __init__(self, *shape: int, at: int = 0) -> None:
         self.mesh, self.shape, self._at = torch.arange(int(torch.tensor(shape).prod())).view(shape), shape, at
@@ -178,6 +220,20 @@ def test_a_parameter_that_is_placed_otherwise(placements: list[Placement], shape
 def test_a_shard_that_is_not_where_its_placement_says() -> None:
     with pytest.raises(Unsupported, match=r"has \(4, 8\) of its \(8, 8\), and its local shard has \(3, 8\)"):
         piece_of("w", dtensor(Mesh(2), [Shard(0)], (8, 8), (3, 8)), range(2))
+
+
+def test_a_shard_that_fully_shard_keeps_on_cpus_for_a_mesh_of_gpus() -> None:
+    mesh = Mesh(2)
+    cut = dtensor(mesh, [Shard(0)], (8, 8), (4, 8))
+    model: Any = SimpleNamespace(parameters=lambda: [cut])
+    assert piece_of("w", cut, range(2)) is not None
+    assert not is_offloaded([model])
+    mesh.device_type = "cuda"
+    assert is_offloaded([model])  # prepare leaves it there
+    with pytest.raises(Unsupported, match=r"w is on cpu, and its mesh is of cuda: .* Leave CPUOffloadPolicy out of"):
+        piece_of("w", cut, range(2))
+    cut._local_tensor = cut._local_tensor.to("meta")  # has no values, which is refused by itself
+    assert not is_offloaded([model])
 
 
 def test_a_parameter_over_other_processes() -> None:

@@ -47,6 +47,7 @@ class Options:
 
     members:   of a group; 0: workers have one process, without a group
     shards:    fully_shard is called, too: over two shares of the data
+    context:   fully_shard alone is called, over members that have the same samples
     whole:     the last layer is a plain module in each process
     micro:     backwards in a step
     clip:      the norm that gradients are clipped to, where it is not 0
@@ -70,6 +71,7 @@ class Options:
     groups: int = 2
     members: int = 2
     shards: bool = False
+    context: bool = False
     whole: bool = False
     optimizer: str = "AdamW"
     steps: int = 6
@@ -211,8 +213,12 @@ class Member:
         dist.init_process_group(
             "gloo", init_method=f"file://{self.directory}/group-{self.group}", rank=self.member, world_size=members
         )
-        mesh = init_device_mesh("cpu", (shares, members // shares), mesh_dim_names=("data", "cut"))
-        parallelized(self.model, mesh["cut"], self.options.whole)
+        names = ("data", "cp" if self.options.context else "cut")
+        mesh = init_device_mesh("cpu", (shares, members // shares), mesh_dim_names=names)
+        if self.options.context:
+            fully_shard(self.model, mesh=init_device_mesh("cpu", (members,)))
+        else:
+            parallelized(self.model, mesh["cut"], self.options.whole)
         if shares > 1:
             fully_shard(self.model, mesh=mesh["data"])
         self.share = self.share * shares + mesh.get_local_rank("data")
