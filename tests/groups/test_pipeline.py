@@ -341,6 +341,7 @@ class OneOf:
     def __init__(self, members: Members, member: int) -> None:
         self._members, self.size, self.member = members, members.size, member
         self.ranks, self.stages, self.data = range(members.size), [0] * members.size, (0, 1)
+        self.given = None
 
     @property
     def is_pipeline(self) -> bool:
