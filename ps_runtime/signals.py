@@ -11,9 +11,11 @@ import _signal  # type: ignore[import-not-found]
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -24,6 +26,36 @@ def on_signals(action: Callable[[int, FrameType | None], object] | signal.Handle
     """Sets the handler of SIGTERM and SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, action)
+
+
+class SignalEvent:
+    """An event that a signal handler may set. For one thread that waits.
+
+    A handler must not set a `threading.Event`: it runs in the main thread, which may be about to wait for that event
+    and hold its lock, so `set` would wait for the lock for ever. `SimpleQueue.put` may be called at any point
+    (https://docs.python.org/3/library/queue.html#queue.SimpleQueue.put).
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        """Sets the event and wakes the thread that waits. For handlers and threads."""
+        self._is_set = True
+        self._wakes.put(None)
+
+    def is_set(self) -> bool:
+        """Returns whether `set` was called."""
+        return self._is_set
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until the event is set, or so many seconds. Returns whether it is set."""
+        until = time.monotonic() + seconds
+        while not self._is_set and (left := until - time.monotonic()) > 0:
+            with suppress(Empty):
+                self._wakes.get(timeout=min(left, HEARD_SECONDS))
+        return self._is_set
 
 
 def await_event(event: threading.Event) -> None:

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -40,7 +39,7 @@ from ps_runtime.settings import (
     unknown_variables,
     whole_number,
 )
-from ps_runtime.signals import on_signals
+from ps_runtime.signals import SignalEvent, on_signals
 from ps_runtime.thread_limit import thread_limit
 from ps_runtime.version import version
 from ps_server import failpoints
@@ -368,7 +367,7 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
     """Makes missing certificates and renews those that expire soon: once, or again and again until a signal."""
     from ps_server.ops.dev_certs import write
 
-    stop = threading.Event()
+    stop = SignalEvent()
     if arguments.every is not None:
         on_signals(lambda *_: stop.set())
     directory, life, new_ca = Path(arguments.directory), timedelta(days=arguments.days), arguments.new_ca
@@ -473,7 +472,7 @@ def _threads_of_each(shards: int) -> int | None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Runs one server process until a signal."""
-    stop, begun = threading.Event(), threading.Event()
+    stop, begun = SignalEvent(), SignalEvent()
 
     def end(*_: object) -> None:
         """Ends the server. Before it serves, the process exits at once, even during its imports, which take seconds."""
@@ -526,7 +525,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _relay(arguments: argparse.Namespace) -> int:
     """Runs a relay until a signal."""
-    stop = threading.Event()
+    stop = SignalEvent()
     on_signals(lambda *_: stop.set())
     speaker = Speaker("relay")
     logs.start(speaker, arguments.log_level, arguments.log_format)
@@ -548,7 +547,7 @@ def _relay(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _await_end(stop: threading.Event, ports: OwnPorts) -> None:
+def _await_end(stop: SignalEvent, ports: OwnPorts) -> None:
     """Waits for a signal to stop. Ends the process with an error if it no longer serves."""
     while not stop.wait(LOOK_SECONDS):
         lost = ports.lost()

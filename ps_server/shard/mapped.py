@@ -14,7 +14,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -98,6 +98,7 @@ class MappedFiles:
         # The bytes of the most that a reader was handed of an edition: one that has what never changes gets less later.
         self._largest = 0
         self._ends = select.poll()
+        self._closed = False
         self._lock = threading.Lock()
         self._troubles = Troubles(log, None)
 
@@ -123,13 +124,15 @@ class MappedFiles:
             for number, (_, file) in enumerate(files):
                 made.append(_handed_over(directory, offer, file, number))
         except (NotShared, OSError) as error:
-            for lease in made:
-                lease.connection.close()
+            _give_up(made)
             if isinstance(error, NotShared) or not _is_away(directory, error):
                 self._troubles.met(None, _IN_MESSAGES, error)
             return None
         self._troubles.over(None)
         with self._lock:
+            if self._closed:  # since the reader's call began: nobody looks at these connections again
+                _give_up(made)
+                return None
             for lease in made:
                 self._leases[lease.connection.fileno()] = lease
                 self._ends.register(lease.connection, select.POLLIN)
@@ -156,8 +159,9 @@ class MappedFiles:
         return sum(size for number, size in mapped.items() if number not in own)
 
     def close(self) -> None:
-        """Forgets all readers. Their mappings stay valid."""
+        """Forgets all readers, and shares nothing more. The readers' mappings stay valid."""
         with self._lock:
+            self._closed = True
             for descriptor in list(self._leases):
                 self._forget(descriptor)
 
@@ -170,6 +174,11 @@ class MappedFiles:
     def _forget(self, descriptor: int) -> None:
         self._ends.unregister(descriptor)
         self._leases.pop(descriptor).connection.close()
+
+
+def _give_up(leases: Iterable[_Lease]) -> None:
+    for lease in leases:
+        lease.connection.close()
 
 
 def _is_name(offer: MappingOffer) -> bool:

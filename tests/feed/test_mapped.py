@@ -313,6 +313,15 @@ def test_a_relay_connects_to_nothing_but_the_socket_of_its_own_users_reader(tmp_
         assert waiting.file(0, 2 * mmap.PAGESIZE)[:3].tolist() == [7, 7, 7]
 
 
+def test_what_forgot_its_readers_shares_nothing_with_one_whose_call_had_begun(tmp_path: Path) -> None:
+    with offered(tmp_path) as (waiting, relays, edition):
+        assert relays.sees(waiting.offer)
+        relays.close()  # a tick came in between: the job is gone
+        assert relays.hand_over(waiting.offer, edition, ["float32"]) is None
+        assert not relays.readers
+    gc.collect()  # a connection that was left open ends the test with a ResourceWarning
+
+
 def test_a_relay_says_once_why_it_hands_nothing_over_and_nothing_of_readers_elsewhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

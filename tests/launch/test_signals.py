@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import ModuleType
 
 import pytest
 
 from ps_runtime import signals
-from ps_runtime.signals import Ending, await_all
+from ps_runtime.signals import Ending, SignalEvent, await_all
 from tests.tools.launching import END_SECONDS, Commands
 from tests.tools.lines import before_line
 
@@ -46,6 +48,18 @@ def test_a_signal_that_interrupts_nothing_is_heard(commands: Commands, wait: str
     command.process.send_signal(signal.SIGTERM)
     assert command.process.wait(END_SECONDS) == 0
     assert command.out == "waits\nheard\n"
+
+
+@pytest.mark.parametrize("module", [signals, threading])
+def test_a_handler_may_set_an_event_at_any_line_of_the_wait_for_it(module: ModuleType) -> None:
+    wanted = 1
+    while True:
+        event = SignalEvent()
+        with before_line(module, wanted, event.set) as has_come:
+            assert event.wait(0.01) == has_come()
+        if not has_come():
+            break
+        wanted += 1
 
 
 def test_futures_are_awaited_until_all_are_done_or_one_has_failed() -> None:
