@@ -243,5 +243,5 @@ def _file_system(protocol: str) -> Any:
 
         return fsspec.filesystem(protocol, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS)
     except ImportError:
-        extra = "ps-torch[remote]" if protocol == "s3" else package
-        raise InvalidRequest(f"{protocol}:// needs the packages fsspec and {package}: pip install '{extra}'") from None
+        needs = f"{protocol}:// needs the packages fsspec and {package}"
+        raise InvalidRequest(f"{needs}: pip install fsspec {package}") from None

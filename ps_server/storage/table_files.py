@@ -89,7 +89,7 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise InvalidRequest("Parquet needs the package pyarrow: pip install 'ps-torch[parquet]'") from None
+        raise InvalidRequest("Parquet needs the package pyarrow: pip install pyarrow") from None
     return pyarrow, pyarrow.parquet
 
 

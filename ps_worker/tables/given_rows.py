@@ -271,6 +271,6 @@ def _pyarrow_file(file: RowFile) -> Any:
     try:
         from pyarrow import parquet
     except ImportError:
-        raise InvalidRequest("Parquet needs the package pyarrow: pip install 'ps-torch[parquet]'") from None
+        raise InvalidRequest("Parquet needs the package pyarrow: pip install pyarrow") from None
     # A buffer: otherwise all of a row group is read at once, which may be all of the file.
     return parquet.ParquetFile(file.path, buffer_size=_BUFFER)

@@ -50,7 +50,7 @@ def from_npy(folder: Path) -> dict[str, torch.Tensor]:
 
 def from_parquet(path: Path) -> dict[str, torch.Tensor]:
     """What programs with Arrow find."""
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'ps-torch[parquet]'")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pip install pyarrow")
     table = parquet.read_table(path)
     columns = {name: table.column(name).combine_chunks() for name in table.column_names}
     found = {}
@@ -80,7 +80,7 @@ def test_each_format_has_all_rows(count: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 1000])
 def test_a_parquet_file_has_a_line_for_each_row(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'ps-torch[parquet]'")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pip install pyarrow")
     monkeypatch.setattr(table_files, "ROW_GROUP_BYTES", 2**14)
     rows = some_rows(count)
     table_files.write_rows(rows, tmp_path, "0.item", "parquet")
@@ -159,7 +159,7 @@ def test_every_file_of_an_export_has_the_mode_that_the_umask_gives(trained: Path
 def test_the_command_writes_parquet(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'ps-torch[parquet]'")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pip install pyarrow")
     export(trained, "default", None, tmp_path / "other")
     words = ["export", f"--checkpoint-dir={trained}", "--job=default", "--format=parquet", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["ps-server", *words])
