@@ -5,7 +5,7 @@ mapping.py       Memory of an edition that a relay on this host shares
 edition_client.py The gRPC calls that fetch editions from shards
 pace.py          Chooses the next edition to request: how many updates ahead of the job, and whether as changes
 edition_file.py  An edition as a safetensors file, made of views of its memory
-telling.py       What a relay says of itself to those whom it follows, and when
+telling.py       The reports that a relay sends to the servers that it follows
 subscription.py  Follows a job: the newest edition, in memory
 """
 

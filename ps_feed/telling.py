@@ -1,7 +1,8 @@
-"""What a relay says of itself to those whom it follows, and when.
+"""The reports that a relay sends to the servers that it follows: its name, its readers, its version.
 
-Each call that asks how far the job is has a report. Such a call comes with each edition. Where the next edition is far
-away, reports go in calls of their own, so that the relay is not forgotten, and its number of readers is of now.
+A report travels with each call that asks for the job's version, and a relay makes such a call for each edition. While
+the next edition takes long, the relay sends reports in calls of their own. So the servers do not forget the relay, and
+its number of readers stays current.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ps_protocol.messages.editions import RelayReport
 class Telling:
     """The reports of one relay about one job. Thread-safe.
 
-    report: returns what is to be said now; None: nothing, as the reader is no relay
+    report: makes a report; returns None for a reader that is no relay
     pause:  returns the seconds from one report to the next, at most
     last:   the newest report
     """
@@ -28,12 +29,12 @@ class Telling:
         self._lock = threading.Lock()
 
     def renew(self) -> None:
-        """Makes a report, for a call that is made in any case."""
+        """Makes a new report, for a call that is about to be made."""
         with self._lock:
             self._renew()
 
     def is_due(self) -> bool:
-        """Whether a call is to be made for a report: `last`, which is new. One thread of those that ask is told so."""
+        """Whether the caller must send `last` in a call of its own. True for one thread only, however many ask."""
         if self.last is None:
             return False
         with self._lock:

@@ -24,6 +24,8 @@ from ps_runtime.signals import HEARD_SECONDS, interruptible, is_held_back, undis
 class _Bell:
     """Wakes a thread that polls its descriptor. It is closed once nothing can ring it any more."""
 
+    _number = -1  # none, where the process may open no more files
+
     def __init__(self) -> None:
         self._number = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -37,7 +39,8 @@ class _Bell:
         os.eventfd_read(self._number)
 
     def __del__(self) -> None:
-        os.close(self._number)
+        if self._number >= 0:
+            os.close(self._number)
 
 
 class _Awaited:

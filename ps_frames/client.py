@@ -44,7 +44,7 @@ from ps_runtime.credentials import Access
 from ps_runtime.grpc_status import FAILURES, CallFailed, failure_in
 from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
 from ps_runtime.signals import is_held_back
-from ps_runtime.tls_contexts import client_context
+from ps_runtime.tls_contexts import client_context, tls_socket
 from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_worker")
@@ -544,7 +544,7 @@ def _connect_tcp(address: str, port: int, access: Access) -> socket.socket:
     if access.tls is None:
         return plain
     try:
-        return client_context(access.tls).wrap_socket(plain, server_hostname=host)
+        return tls_socket(client_context(access.tls), plain, server_hostname=host)
     except BaseException:
         plain.close()
         raise

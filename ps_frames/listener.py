@@ -34,7 +34,7 @@ from ps_runtime.background import guarded, start
 from ps_runtime.credentials import Tls
 from ps_runtime.local_sockets import listen, remove_leftovers
 from ps_runtime.reloading import ReloadingFiles
-from ps_runtime.tls_contexts import server_context
+from ps_runtime.tls_contexts import server_context, tls_socket
 from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_server")
@@ -156,7 +156,7 @@ class Handshakes:
         try:
             plain.setblocking(False)
             if context is not None:
-                connection = context().wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+                connection = tls_socket(context(), plain, server_side=True, do_handshake_on_connect=False)
         except (OSError, InvalidRequest):  # it has gone; or the new files of TLS cannot be used, as the log says
             plain.close()
             self._arrivals.goes(host)

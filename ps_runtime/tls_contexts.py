@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+from typing import Any
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import Tls
@@ -45,3 +47,13 @@ def client_context(tls: Tls) -> ssl.SSLContext:
     except (ssl.SSLError, OSError) as error:
         raise InvalidRequest(f"the files of TLS cannot be used ({error.strerror or error})") from None
     return context
+
+
+def tls_socket(context: ssl.SSLContext, plain: socket.socket, **how: Any) -> ssl.SSLSocket:
+    """Returns a connection with TLS. how: as for SSLContext.wrap_socket
+
+    Raises OSError if it cannot; the caller then closes `plain`. Where a peer has just reset the connection,
+    `wrap_socket` alone raises, too, but has detached `plain`, and leaves its descriptor open.
+    """
+    plain.getpeername()
+    return context.wrap_socket(plain, **how)

@@ -21,7 +21,7 @@ from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.background import join_within, start
 from ps_runtime.credentials import Tls
 from ps_runtime.reloading import ReloadingFiles
-from ps_runtime.tls_contexts import server_context
+from ps_runtime.tls_contexts import server_context, tls_socket
 
 _HANG_UP_SECONDS = 1.0
 _LATE_SECONDS = 0.05  # by which a connection may be cut off late: several at once, and never in a busy loop
@@ -344,7 +344,7 @@ def run_server(
     server.arrivals = Arrivals(limits)
     if tls is not None:
         watched = ReloadingFiles(tls.paths(), lambda: server_context(tls, "metrics"))
-        server.secure = lambda plain: watched.get().wrap_socket(plain, server_side=True)
+        server.secure = lambda plain: tls_socket(watched.get(), plain, server_side=True)
     thread = threading.Thread(target=server.serve_forever, name=what, daemon=True)
     try:
         start(thread)

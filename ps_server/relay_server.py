@@ -94,9 +94,9 @@ class RelayServer:
             self.limits.stop,
             stop_metrics,
             stop_http,
-            health_pool.shutdown,
         ]
-        self._last_stops: list[Callable[[], None]] = [feeds.stop, pool.shutdown]
+        # The pools come last: a call for one that is shut down would end gRPC's thread with an exception.
+        self._last_stops: list[Callable[[], None]] = [feeds.stop, health_pool.shutdown, pool.shutdown]
         serving = [self.limits.thread, *start_grpc(self._grpc)]
         name = self.address.rpartition(":")[0].strip("[]")
         self.ports = OwnPorts(server.host, port, 0, server.tls, name, serving)

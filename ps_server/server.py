@@ -144,7 +144,8 @@ class Server:
         port = bind(self._grpc, config.host, config.port, config.tls)
         self.address = config.advertise or f"{reachable(config.host)}:{port}"
         self._stops: list[Callable[[], None]] = [limits.stop]
-        self._last_stops: list[Callable[[], None]] = [control_pool.shutdown]  # pools in which calls may still run
+        # The pools come last: a call for one that is shut down would end gRPC's thread with an exception.
+        self._last_stops: list[Callable[[], None]] = [control_pool.shutdown]
         encrypted, asks = config.tls is not None, authenticator.is_required
         self._registry.register(security_gauges(limits, exposed, encrypted, asks))
         if exposed:
@@ -163,7 +164,7 @@ class Server:
             names += self._add_shard()
         health_pool = Pool(HEALTH_THREADS, "health")
         health = add_health(self._grpc, health_pool, names)
-        self._stops.append(health_pool.shutdown)
+        self._last_stops.append(health_pool.shutdown)
         self._serving += [limits.thread, *start_grpc(self._grpc)]
         self.ports = self._own_ports(port)
         self._registration = self._register(config.index, port) if config.index is not None else None
@@ -297,8 +298,8 @@ class Server:
         for service in services:
             service.register(self._grpc)
         self._registry.register(coordinator_gauges(coordinator))
-        self._stops += [views.watch.stop, coordinator.stop, membership.stop, senders.shutdown]
-        self._last_stops.append(cluster.stop)
+        self._stops += [views.watch.stop, coordinator.stop]
+        self._last_stops += [membership.stop, senders.shutdown, cluster.stop]
         return [service.NAME for service in services]
 
     def _add_shard(self) -> list[str]:
@@ -337,8 +338,8 @@ class Server:
         self._registry.register(shard_gauges(shard))
         self._registry.register(restart_gauges(self._config.restart_count))
         self._registry.register(loops_gauge(level))
-        self._stops += [shard.stop, data.stop, feeds.stop, release]
-        self._last_stops.append(control_pool.shutdown)
+        self._stops += [shard.stop, data.close_connections, release]
+        self._last_stops += [data.stop, feeds.stop, control_pool.shutdown]
         return [data.NAME, feeds.NAME, control.NAME]
 
     def _row_files(self) -> RowFiles | None:

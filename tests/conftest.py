@@ -17,11 +17,21 @@ import torch
 import torch.distributed as dist
 
 import tests.tools.claims  # noqa: F401
+from ps_runtime import free_ports
 from ps_server.core.limits import DEFAULTS
+from ps_server.rpc import shard_client
 from ps_worker.cluster.heartbeat_process import HeartbeatProcess
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
 from tests.tools.launching import Commands
+
+
+def pytest_configure() -> None:
+    """Has each of the processes that run tests choose ports of its own: two of them may look for one at a time."""
+    name, count = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if name is not None:
+        number, outside_of = int(name.removeprefix("gw")), free_ports._outside_of
+        free_ports._outside_of = lambda first, last: outside_of(first, last)[number::count]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -69,6 +79,12 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(launchers)] + others:
         monkeypatch.delenv(name, raising=False)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _patient_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status has each shard in it, also one that gets no processor for seconds on a busy machine."""
+    monkeypatch.setattr(shard_client, "STATUS_SECONDS", 10.0)
 
 
 @pytest.fixture(autouse=True)

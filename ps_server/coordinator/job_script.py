@@ -100,9 +100,11 @@ class JobScript:
                 if candidates:
                     self._number, self._candidates = self._number + 1, candidates
                 self._asking[worker] = self._number if candidates else 0
-            is_coming = self._asking[worker] > self._answered
+            # Another heartbeat may have taken the worker out since `is_new` was read, with a list of live workers from
+            # before this one joined.
+            is_coming = self._asking.setdefault(worker, self._number) > self._answered
             if not is_coming:
-                del self._asking[worker]
+                self._asking.pop(worker, None)
             told = self._told
         if is_new and candidates:
             self._changed()

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import LimitExceeded
+from ps_protocol.errors import CheckpointDamaged, LimitExceeded
 from ps_protocol.job import JobSpec, are_cut_alike
 from ps_protocol.messages.workers import group_state, member_states
 from ps_server.coordinator.shared_room import Owner, SharedRoom
@@ -18,6 +19,8 @@ from ps_server.storage.manifest import Manifest
 
 # By rank, the clock of a worker's state and the state.
 States = Mapping[int, tuple[int, bytes]]
+
+T = TypeVar("T")
 
 
 class StatesOnDisk(Mapping[int, tuple[int, bytes]]):
@@ -231,7 +234,9 @@ class WorkerStates:
 
         For a group it is the state of its first member. Raises CheckpointDamaged.
         """
-        kept = self.kept
+        return self._from_kept(lambda kept: self._newest(kept, above))
+
+    def _newest(self, kept: States, above: int) -> tuple[int, bytes] | None:
         clocks = kept.clocks() if isinstance(kept, StatesOnDisk) else {rank: clock for rank, (clock, _) in kept.items()}
         with self._lock:
             left = max((state for state in self._left.values() if state is not None), default=(above, b""))
@@ -248,7 +253,18 @@ class WorkerStates:
         """
         with self._lock:
             left = self._left.get(rank) or self._taken.get(rank)
-        return left if left is not None else self.kept.get(rank)
+        return left if left is not None else self._from_kept(lambda kept: kept.get(rank))
+
+    def _from_kept(self, read: Callable[[States], T]) -> T:
+        """Reads from the last checkpoint. If that is another one by now, the files of the one before may be gone: then
+        reads from the new one."""
+        while True:
+            kept = self.kept
+            try:
+                return read(kept)
+            except CheckpointDamaged:
+                if self.kept is kept:
+                    raise
 
 
 def _first_of(state: bytes, group_size: int) -> bytes:

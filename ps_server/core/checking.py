@@ -140,9 +140,8 @@ class PushChecker:
         return StageGradient(*unit, call.clock, gradient, call.ranges, principal=principal)
 
     def holds_for_all_clocks(self, call: PushCall) -> bool:
-        """Whether what `check` has found of a call's buckets holds for the same call at any clock: nobody looks at its
-        gradients here, and all that it names was looked at. With other hyper-parameters of the same groups, what
-        `check_groups` finds is to be asked besides.
+        """Whether `check` need not run again for the same call at another clock: it checked everything that the call
+        names, and gradients are not checked here. If the call then has other hyper-parameters, run `check_groups`.
         """
         groups: set[int] = set()
         for pushed in call.buckets:

@@ -96,10 +96,13 @@ class DataService:
         self._listener.listen(where)
         return self._listener
 
-    def stop(self) -> None:
-        """Closes the data connections, and ends the pools after their present work."""
+    def close_connections(self) -> None:
+        """Closes the data connections."""
         if self._listener is not None:
             self._listener.stop()
+
+    def stop(self) -> None:
+        """Ends the pools after their present work. No call may come afterwards."""
         for pool in (self._push_pool, self._pull_pool, self.senders):
             pool.shutdown(wait=True)
 

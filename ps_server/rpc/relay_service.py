@@ -15,6 +15,7 @@ from ps_protocol.messages import editions
 from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc, shard_pb2
 from ps_runtime.version import version
 from ps_server.relay.followed import FollowedJob
+from ps_server.relay.kept import KeptEdition
 from ps_server.relay.relayed import Relayed
 from ps_server.rpc.call_limits import caller_name, check_job, in_pool, may_see
 from ps_server.rpc.feed_methods import FeedMethods
@@ -72,14 +73,16 @@ class RelayClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ign
     def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         about, visible = self._about, [name for name in self._relayed.jobs() if may_see(name)]
         followed = [job for job in self._relayed.followed() if may_see(job.name)]
-        specs = {job.name: job.newest.arrays.contents.spec for job in followed if job.newest is not None}
+        # Each job's edition is read once: a job that ends meanwhile loses it.
+        held = [(job, kept) for job in followed if (kept := job.newest) is not None]
+        specs = {job.name: kept.arrays.contents.spec for job, kept in held}
         shard = cluster_pb2.ShardStatus(
             index=0,
             address=about.address,
             metrics_address=about.metrics_address,
             pid=about.pid,
             reachable=True,
-            jobs=[_held(job) for job in followed if job.newest is not None],
+            jobs=[_held(job, kept) for job, kept in held],
         )
         jobs = [_job(name, specs.get(name)) for name in visible]
         return cluster_pb2.GetStatusResponse(coordinator=about, shards=[shard], jobs=jobs)
@@ -95,10 +98,8 @@ def _job(name: str, spec: JobSpec | None) -> cluster_pb2.JobStatus:
     return message
 
 
-def _held(job: FollowedJob) -> shard_pb2.ShardJobStatus:
-    """Returns the status of a job whose editions this relay has in one wire format."""
-    kept = job.newest
-    assert kept is not None
+def _held(job: FollowedJob, kept: KeptEdition) -> shard_pb2.ShardJobStatus:
+    """Returns the status of a job whose editions this relay has in one wire format. kept: its newest edition"""
     edition = kept.arrays
     return shard_pb2.ShardJobStatus(
         job=job.name,

@@ -225,6 +225,7 @@ class SnapshotTask:
         self._changed = threading.Condition()
         self._trained = {index for index, trained in buckets.items() if trained}
         self._wanted = set(buckets)
+        self._abandoned = False
         self._copied: list[Copied] = []
         self._held_up = 0.0
         self._complete: ShardSnapshot | None = None
@@ -271,11 +272,15 @@ class SnapshotTask:
         started = self._now()
         snapshot = self._copy(index)
         with self._changed:
-            self._held_up += self._now() - started
-            self._copied.append(Copied(index, snapshot, reached))
-            self._wanted.discard(index)
-            if not self._wanted:
-                self._hand_over()
+            if index in self._wanted:
+                self._held_up += self._now() - started
+                self._copied.append(Copied(index, snapshot, reached))
+                self._wanted.discard(index)
+                if not self._wanted:
+                    self._hand_over()
+                return
+        if isinstance(snapshot, TableCopying):  # the task was abandoned during the copy
+            snapshot.end()
 
     def _hand_over(self) -> None:
         """Hands a unit whose copy is complete to the writing thread."""
@@ -285,10 +290,15 @@ class SnapshotTask:
             self._end(error=error)
 
     def _finish(self) -> None:
+        with self._changed:
+            if self._abandoned:
+                return
+            copied = tuple(self._copied)
         try:
-            reached = union(each.reached for each in tuple(self._copied) if each.index in self._trained)
-            buckets = sorted(map(self._completed, tuple(self._copied)), key=lambda bucket: bucket.index)
-            self._copied.clear()
+            reached = union(each.reached for each in copied if each.index in self._trained)
+            buckets = sorted(map(self._completed, copied), key=lambda bucket: bucket.index)
+            with self._changed:
+                self._copied.clear()
             part = self._write(self.name, buckets)
             failpoint("shard-file-written")
         except PSError as error:
@@ -325,6 +335,7 @@ class SnapshotTask:
     def abandon(self) -> None:
         """Abandons the snapshot for another checkpoint: a call that waits for this one ends with NotFound."""
         with self._changed:
+            self._abandoned = True
             self._wanted.clear()
             if self._complete is None and self._error is None:
                 self._error = NotFound(f"checkpoint {self.name} was abandoned for another one")

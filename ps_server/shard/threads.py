@@ -65,9 +65,12 @@ class ApplyThreads:
         self._running = 0
 
     def submit(self, task: Task) -> None:
-        """Runs a task in one of its own threads."""
+        """Runs a task in one of its own threads, or in the calling thread once those have ended."""
         if self._enters([task]):
-            self._threads.submit(self._run)
+            try:
+                self._threads.submit(self._run)
+            except RuntimeError:  # `stop` came after the caller had found the task
+                self._run()
 
     def lend(self, tasks: Iterable[Task]) -> None:
         """As `submit`, but the calling thread runs the tasks itself, unless `count` threads are at work already."""

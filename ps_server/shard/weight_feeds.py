@@ -392,9 +392,11 @@ class WeightFeeds:
 
     def _handed(self, call: EditionCall) -> tuple[MappingOffer, MappedFiles] | None:
         """Returns what is needed to hand memory over to a reader of this host; None: it is elsewhere."""
-        if self._directory is None or call.mapping is None:
+        if call.mapping is None:
             return None
         with self._lock:
+            if self._directory is None:
+                return None
             mapped = self._mapped.setdefault((call.job, call.wire), MappedFiles(self._directory))
         return (call.mapping, mapped) if mapped.sees(call.mapping) else None
 
@@ -420,8 +422,9 @@ class WeightFeeds:
                     reader.tick(now)
 
     def stop(self) -> None:
-        """Forgets what readers have mapped, which stays theirs."""
+        """Forgets what readers have mapped, which stays theirs, and hands nothing more over."""
         with self._lock:
+            self._directory = None
             for mapped in self._mapped.values():
                 mapped.close()
             self._mapped.clear()

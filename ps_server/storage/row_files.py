@@ -48,7 +48,8 @@ class RowFiles:
     ) -> None:
         self._directory, self._limit = directory, limit
         self._promised = 0
-        self._lock = threading.Lock()
+        # Reentrant: `_forget` runs where a file is collected as garbage, possibly in a thread that holds the lock.
+        self._lock = threading.RLock()
         self._readers = pool(_READERS, "cold-rows")
         try:
             directory.mkdir(parents=True, exist_ok=True)

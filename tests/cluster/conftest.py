@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ps_server.view import watch
+from ps_server.view import making, watch
 from ps_worker.cluster import own_membership
 from tests.tools.cluster import Cluster
 from tests.tools.forkserver import Nursery, address_in
@@ -27,9 +27,11 @@ def server(nursery: Nursery, tmp_path: Path) -> Iterator[tuple[str, int]]:
 def lively(make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
     """Clusters of which much is told soon: sessions beat four times a second, and the coordinator looks ten times.
 
-    Their lease outlasts all. One of a second has as many heartbeats, and ends on a busy machine.
+    Their lease outlasts all. One of a second has as many heartbeats, and ends on a busy machine. There, too, a shard
+    may not answer for seconds, which is no event in these clusters.
     """
     lease = 30.0
     monkeypatch.setattr(own_membership, "HEARTBEATS_PER_LEASE", 4 * lease)
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(making, "SILENT_SECONDS", 60.0)
     return partial(make_cluster, lease=lease)

@@ -33,12 +33,19 @@ told, run = threading.Event(), threading.Thread.run
 def run_and_end_slowly(thread):
     run(thread)
     if slow == "slow" and not thread.name.startswith(("Thread-", "metrics")):  # those are gRPC's, and waited for anyway
-        told.wait(1.0)  # it frees tensors, say
+        told.wait(0.3)  # it frees tensors, say
 
 threading.Thread.run = run_and_end_slowly
 
 import torch
+import ps_runtime.pools
 import ps_worker
+import ps_worker.row_feed
+from ps_worker.cluster import connection, own_membership
+
+# Threads that get no processor for seconds, on a busy machine, are waited for as well.
+ps_runtime.pools.JOIN_SECONDS = connection.JOIN_SECONDS = own_membership.JOIN_SECONDS = 30.0
+ps_worker.row_feed.EXIT_SECONDS = 30.0
 
 address, job, rank, workers, transport, how, slow = sys.argv[1:]
 session = ps_worker.connect(address, "sync", job, int(rank), int(workers), transport=transport)

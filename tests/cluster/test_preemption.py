@@ -108,7 +108,7 @@ def test_a_worker_that_is_told_to_stop_amid_a_step_counts_it_once(
     running = nursery.run(script, words, log, PS_SERVER=first.address, **alone)
     if place == "in its next place":
         until(lambda: len(began(tmp_path)[0]) > 5, "training")
-        first.end_lease(0)
+        first.lose_place(0)
     (tmp_path / "lease is over").touch()
     assert running.wait(WAIT_SECONDS) == 128 + signal.SIGTERM
     until(lambda: not first.coordinator.jobs(), "the job's end", WAIT_SECONDS)

@@ -31,7 +31,7 @@ from ps_runtime.credentials import PLAINTEXT
 from ps_server.shard.shard import Shard
 from ps_server.shard.weight_feeds import SIGN_SECONDS
 from tests.tools.cases import cases
-from tests.tools.cluster import Cluster, until
+from tests.tools.cluster import TEST_SECONDS, Cluster, until
 from tests.tools.followed_trainer import rebuilding_loss
 from tests.tools.remembering_trainer import RememberingTrainer, in_background
 from tests.tools.rollbacks import QUICK
@@ -834,7 +834,7 @@ def test_a_model_that_is_loaded_again_does_not_change_under_its_readers(
 def test_a_script_ends_with_a_feed_that_it_left_open(shared: Cluster, job: str, trainer: Trainer) -> None:
     script = "import sys, ps_torch; print(ps_torch.subscribe(sys.argv[1], sys.argv[2]).wait_for().version)"
     ran = subprocess.run(
-        [sys.executable, "-c", script, shared.address, job], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, shared.address, job], capture_output=True, text=True, timeout=TEST_SECONDS
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "0\n", "")
 

@@ -32,7 +32,7 @@ def launch(launcher: str, cluster: Cluster, job: str, directory: Path, *kinds: s
         capture_output=True,
         text=True,
         env=environment(**variables, OMP_NUM_THREADS="1"),
-        timeout=120,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]

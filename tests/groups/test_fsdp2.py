@@ -151,7 +151,7 @@ def test_a_member_that_holds_nothing_has_its_state_in_checkpoints(
         until(lambda: begun(cluster, job) == {1}, "the beginning of the first checkpoint")
         groups.let_go(0)
         until(lambda: groups.are_held(2, (0,)), "the step before the checkpoint")
-        until(lambda: begun(cluster, job) >= {3}, "the beginning of the checkpoint")
+        until(lambda: begun(cluster, job) == {3}, "the beginning of the checkpoint on both shards")
         groups.let_go(2)
         until(lambda: groups.are_held(5, (0,)), "all to stand at clock 5")
         until(lambda: last(store, job) == 3, "the checkpoint")

@@ -120,6 +120,7 @@ def test_all_members_save_their_state_where_one_hears_by_a_refresh_that_a_checkp
     with Groups(nursery, cluster.address, job, tmp_path, options) as groups, ThreadPoolExecutor(1) as pool:
         until(lambda: groups.are_held(4, (0,)), "both to stand at clock 4")
         coordinated, hosted = cluster.coordinator.job(job), [shard.jobs()[job] for shard in cluster.shards]
+        until(lambda: all(each.snapshot_task for each in hosted), "the beginning of the job's first checkpoint")
         before = [each.snapshot_task for each in hosted]
         made = pool.submit(coordinated.checkpoint, WAIT_SECONDS)
         until(lambda: all(h.snapshot_task is not b for h, b in zip(hosted, before, strict=True)), "its beginning")

@@ -19,8 +19,8 @@ from tests.tools.launching import END_SECONDS, START_SECONDS, Command, Commands
 from tests.tools.raw_worker import RawWorker, vector_job
 
 CELLS = 64  # four buckets of 16, on two shards
-CONNECT_SECONDS = 4.0  # less than it takes to read a file in at least three pieces
-PIECE_SECONDS = 2.0
+CONNECT_SECONDS = 8.0  # less than it takes to read a file in at least three pieces
+PIECE_SECONDS = 4.0
 
 Up = Callable[..., tuple[Command, str]]
 

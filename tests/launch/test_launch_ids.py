@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -112,7 +114,8 @@ def kill_all(launch: Command) -> None:
     workers = launch.family()
     launch.process.send_signal(signal.SIGSTOP)  # it would report its workers' death, and they end after its own
     for process in workers:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process beside a worker ends with it
+            process.kill()
     launch.process.kill()
     launch.process.wait(END_SECONDS)
 

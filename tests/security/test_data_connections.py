@@ -424,7 +424,7 @@ def test_what_is_no_request_gets_an_error_and_the_connection_stays(
 
 
 def test_a_request_that_is_not_sent_to_its_end_is_cut_off(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(shards=1, limits=Limits(upload_seconds=1.0), lease=LEASE)
+    cluster = make_cluster(shards=1, limits=Limits(upload_seconds=5.0), lease=LEASE)
     with joined(cluster.address, vector_job("job", "async", CELLS, 1)) as [worker]:
         found = ticket(cluster.address, worker)
         with FrameClient(found.port, found.ticket) as client:
@@ -438,7 +438,7 @@ def test_a_request_that_is_not_sent_to_its_end_is_cut_off(make_cluster: Callable
 def test_a_worker_that_does_not_read_is_cut_off_and_holds_up_nobody(make_cluster: Callable[..., Cluster]) -> None:
     """Its bucket is stepped by others meanwhile: what the kernel does not take is copied, not kept from them."""
     cells = 4 * 2**20
-    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=1.0), lease=LEASE)
+    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=5.0), lease=LEASE)
     job = vector_job("job", "async", cells, 2)
     job = job.__class__(**{**job.__dict__, "bucket_bytes": 4 * cells})
     with joined(cluster.address, job) as [slow, quick]:
@@ -481,7 +481,7 @@ def test_a_server_that_stops_ends_connections_in_the_middle_of_calls(make_cluste
 
 def test_a_refused_request_that_does_not_come_ends_its_connection() -> None:
     """It is passed over as it comes: a worker that kept it back would have the connection's thread for good."""
-    cluster = Cluster(shards=1, limits=Limits(calls=4, upload_seconds=1.0), lease=LEASE)
+    cluster = Cluster(shards=1, limits=Limits(calls=4, upload_seconds=5.0), lease=LEASE)
     try:
         with joined(cluster.address, vector_job("job", "async", CELLS, 1)) as [worker]:
             found = ticket(address_of(cluster, worker), worker)

@@ -200,7 +200,7 @@ def test_a_call_that_is_refused_later_holds_no_thread_and_is_refused_then() -> N
         limits.after(0.0, lambda: told.put("at once"))
         assert told.get_nowait() == "at once"
         for number in (1, 2):
-            limits.after(0.5, lambda number=number: told.put(f"later {number}"))  # type: ignore[misc]
+            limits.after(3.0, lambda number=number: told.put(f"later {number}"))  # type: ignore[misc]
         limits.after(60.0, lambda: told.put("too many"))
         assert told.get_nowait() == "too many"
         assert [told.get(timeout=20.0), told.get(timeout=20.0)] == ["later 1", "later 2"]

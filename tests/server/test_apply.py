@@ -75,3 +75,12 @@ def test_stopping_waits_for_what_others_run() -> None:
     for thread in (lending, stopping):
         thread.join(SECONDS)
     assert done == ["task", "stop"]
+
+
+def test_a_task_that_comes_after_the_end_is_run_by_who_brings_it() -> None:
+    """A call may have found the task before the shard stopped."""
+    threads, ran = ApplyThreads(1), list[int]()
+    threads.stop()
+    threads.submit(lambda: ran.append(threading.get_ident()))
+    assert ran == [threading.get_ident()]
+    threads.stop()

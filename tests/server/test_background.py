@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import PSError, TryLater
+from ps_protocol.errors import NotFound, PSError, TryLater
 from ps_protocol.identity import Identity
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_runtime import background
-from ps_server.core.snapshot import RestoreRequest, SnapshotRequest
+from ps_server.core.snapshot import BucketSnapshot, Part, RestoreRequest, SnapshotRequest, VersionRange
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
+from ps_server.shard.snapshots import SnapshotTask
 from ps_server.shard.threads import ApplyThreads, NoThreads, OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import until
@@ -127,3 +130,23 @@ def test_a_job_that_ends_while_the_shard_stops_stops_nothing(tmp_path: Path, mon
     looks = iter([shard.jobs()["job"].snapshot_task])
     monkeypatch.setattr(HostedJob, "snapshot_task", property(lambda job: next(looks, None)), raising=False)
     shard.stop()
+
+
+def test_a_checkpoint_that_is_given_up_during_a_copy_writes_nothing() -> None:
+    """Another checkpoint takes its place while a thread copies the last bucket."""
+    written: list[object] = []
+
+    def copy(index: int) -> BucketSnapshot:
+        task.abandon()
+        return BucketSnapshot(index, 0, {}, torch.zeros(1), {}, {})
+
+    def write(name: str, copied: object) -> Part:
+        written.append(copied)
+        raise AssertionError
+
+    task = SnapshotTask("1", None, {0: True}, copy, write, NoThreads(), time.monotonic)
+    task.begin()
+    task.copy(0, VersionRange())
+    with pytest.raises(NotFound, match="checkpoint 1 was abandoned for another one"):
+        task.wait(0)
+    assert written == []

@@ -44,6 +44,26 @@ def test_a_worker_that_has_nothing_to_tell_makes_way_for_the_next(cluster: OnePr
     assert len(heard) == 2
 
 
+def test_a_worker_that_is_taken_for_gone_while_it_asks_again_still_waits_for_the_answer(cluster: OneProcess) -> None:
+    """Another worker's heartbeat has the list of those that were live before this one joined."""
+    script, _ = joined(cluster, 3)
+    assert script.ask(2, 3) == (None, True)
+    lock = script._lock
+
+    class TakenOut:
+        def __enter__(self) -> None:
+            script._lock = lock
+            script._asking.clear()
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    script._lock = TakenOut()  # type: ignore[assignment]
+    assert script.ask(2, 3) == (None, True)
+    script.tell(0, script._number, (5, b"five"))
+    assert script.ask(2, 3) == ((5, b"five"), False)
+
+
 def test_another_one_may_answer_in_the_place_of_the_first(cluster: OneProcess) -> None:
     """That one may be dead, and count as live until its lease is over."""
     script, _ = joined(cluster, 3)

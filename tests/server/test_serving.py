@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ps_runtime.credentials import Tls
+from ps_runtime.pools import Pool
 from ps_server import cli
 from ps_server.config import ServerConfig
 from ps_server.ops import dev_certs
@@ -54,6 +55,23 @@ def test_live_is_what_answers_calls_and_takes_data_connections(
     server = make_server(tls=tls)
     assert server.health.port is not None
     assert ask(server.health.port.port, "/livez") == ask(server.health.port.port, "/readyz") == (200, "ok\n")
+
+
+def test_pools_end_only_after_all_calls_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's thread hands a call to a pool that may have come before the server stopped: an exception would end it."""
+    shutdown, ended, before = Pool.shutdown, list[str](), list[str]()
+
+    def note(pool: Pool, wait: bool = True, **more: bool) -> None:
+        ended.append(pool._name)
+        shutdown(pool, wait, **more)
+
+    monkeypatch.setattr(Pool, "shutdown", note)
+    server = Server(ServerConfig(shard_count=1, index=0))
+    server._stops.append(lambda: before.extend(ended))
+    server.stop()
+    of_calls = {"push", "pull", "feed", "heartbeat", "watch", "shard", "health"}
+    assert of_calls <= {*ended}
+    assert not of_calls & {*before}
 
 
 @pytest.fixture

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NoReturn
+
 import pytest
 
-from ps_protocol.errors import LimitExceeded
+from ps_protocol.errors import CheckpointDamaged, LimitExceeded
 from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.coordinator.worker_states import WorkerStates
 
@@ -30,6 +33,34 @@ def test_a_worker_that_joins_late_finds_the_newest_state_of_any_rank() -> None:
     assert states.newest(6) is None, "what was told is as new"
     states.leave(3, (7, b"left"))
     assert states.newest(6) == (7, b"left")
+
+
+@pytest.mark.parametrize("ask", [lambda states: states.of(0), lambda states: states.newest(-1)], ids=["of", "newest"])
+def test_a_state_is_read_from_the_next_checkpoint_where_the_last_one_is_gone(
+    ask: Callable[[WorkerStates], tuple[int, bytes] | None],
+) -> None:
+    """The next checkpoint is complete, and the last one pruned, while a worker that joins reads its state."""
+    states = WorkerStates(SharedRoom(100))
+
+    class Pruned(dict[int, tuple[int, bytes]]):
+        def __getitem__(self, rank: int) -> tuple[int, bytes]:
+            raise CheckpointDamaged("the file is gone")
+
+        def get(self, rank: int, default: object = None) -> tuple[int, bytes]:  # type: ignore[override]
+            states.kept = following
+            return self[rank]
+
+        def items(self) -> NoReturn:  # type: ignore[override]
+            states.kept = following
+            raise CheckpointDamaged("the file is gone")
+
+    following: dict[int, tuple[int, bytes]] = {0: (6, b"next")}
+    states.kept = Pruned()
+    assert ask(states) == (6, b"next")
+    following = Pruned()
+    states.kept = following
+    with pytest.raises(CheckpointDamaged):
+        ask(states)
 
 
 @pytest.mark.parametrize("told", ["heartbeat", "state"])

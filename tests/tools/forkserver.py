@@ -9,6 +9,7 @@ would have 170 MB of the nursery's memory copied for it, in a fourth of a second
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import json
@@ -75,7 +76,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """Sends a signal, if it still runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the nursery has not told yet
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Ends it at once, if it still runs."""

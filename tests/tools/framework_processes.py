@@ -21,7 +21,7 @@ from ps_runtime.free_ports import free_port
 from tests.tools.cluster import Cluster
 
 Weights = list[list[float]]
-SECONDS = 120.0
+SECONDS = 200.0
 PRELOADED = ["torch", "ps_worker", "lightning.pytorch", "lightning.fabric", "accelerate", "transformers.trainer"]
 
 

@@ -643,7 +643,7 @@ def test_a_script_with_validation_lowers_its_rate_and_stops_at_the_same_epoch_on
     script, log = ROOT / "tests" / "scripts" / "validate_and_stop.py", tmp_path / "log"
     ranks = [{"PS_RANK": str(rank), "PS_WORLD_SIZE": "2", "PS_MODE": mode} for rank in range(2)]
     processes = [nursery.run(script, [], log, **variables, **where) for variables in ranks]
-    assert [process.wait(60) for process in processes] == [0, 0], log.read_text()
+    assert [process.wait(TEST_SECONDS) for process in processes] == [0, 0], log.read_text()
     said = log.read_text()
     first, second = (re.findall(rf"rank {rank} (epoch .*)", said) for rank in range(2))
     assert first == second, "the same loss and rate, to the bit, at every epoch, and the same last epoch"

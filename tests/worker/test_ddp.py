@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import ps_worker
 from ps_protocol.errors import InvalidRequest
 from tests.chaos.cluster import free_ports
-from tests.tools.cluster import Cluster
+from tests.tools.cluster import TEST_SECONDS, Cluster
 from tests.tools.forkserver import ROOT, Nursery
 from tests.tools.small_models import close, same
 
@@ -33,7 +33,7 @@ def train(nursery: Nursery, mode: str, directory: Path, **where: str) -> list[di
         nursery.run(SCRIPT, [directory], log, PYTHONWARNINGS="error", PS_RANK=str(rank), **variables)
         for rank in range(WORKERS)
     ]
-    assert [process.wait(60) for process in processes] == [0] * WORKERS, log.read_text()
+    assert [process.wait(TEST_SECONDS) for process in processes] == [0] * WORKERS, log.read_text()
     kinds = {"ddp": "DistributedDataParallel AdamW", "sync": "Everything AdamW"}
     assert sorted(line for line in log.read_text().splitlines() if line.startswith("worker")) == [
         f"worker {rank} of {WORKERS}: {mode} {kinds[mode]}" for rank in range(WORKERS)

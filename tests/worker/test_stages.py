@@ -17,7 +17,7 @@ from ps_protocol.errors import LimitExceeded
 from ps_worker import InvalidRequest, Session, Unsupported
 from tests.chaos.cluster import free_ports
 from tests.tools.cases import cases, crossed
-from tests.tools.cluster import Cluster, in_parallel
+from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel
 from tests.tools.forkserver import Nursery
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 
@@ -513,7 +513,7 @@ def test_ddp_goes_on_with_another_optimizer_but_for_what_it_does_not_average(
     script.write_text(IN_DDP.format(how=repr(how)))
     variables = {"PS_MODE": "ddp", "PS_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1))}
     processes = [nursery.run(script, [], log, PS_RANK=str(rank), **variables) for rank, log in enumerate(logs)]
-    codes = [process.wait(60) for process in processes]
+    codes = [process.wait(TEST_SECONDS) for process in processes]
     said = [log.read_text() for log in logs]
     if how == "trains":
         assert codes == [0, 0], said

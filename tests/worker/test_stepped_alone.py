@@ -16,7 +16,7 @@ import ps_worker
 from ps_worker import InvalidRequest, Session
 from tests.chaos.cluster import free_ports
 from tests.tools.cases import cases
-from tests.tools.cluster import Cluster
+from tests.tools.cluster import TEST_SECONDS, Cluster
 from tests.tools.forkserver import Nursery
 from tests.tools.said import said_by_workers
 from tests.tools.small_models import drawn, filled, same, step, weights_of
@@ -220,7 +220,7 @@ def test_ddp_tells_a_script_whose_steps_average_nothing(nursery: Nursery, tmp_pa
     script.write_text(IGNORES_WHAT_COMES_BACK.format(called=called))
     variables = {"PS_MODE": "ddp", "PS_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports)}
     processes = [nursery.run(script, [], log, PS_RANK=str(rank), **variables) for rank, log in enumerate(logs)]
-    codes = [process.wait(60) for process in processes]
+    codes = [process.wait(TEST_SECONDS) for process in processes]
     said = [log.read_text() for log in logs]
     assert codes == [0, 0], said
     assert ["so this process trains alone" in text for text in said] == [called == "model"] * 2
