@@ -5,7 +5,7 @@ Both ends know bytes and calls, and nothing of jobs, buckets or tables.
 attending.py A thread that waits for answers receives them itself
 client.py    A worker's end: calls side by side; opened, and opened again where it has ended
 listener.py  Where workers open data connections, and connections that have not shown their ticket yet
-loans.py     Weights that are sent from where they are, and copied only if an update comes to change them
+loans.py     Lends weights to the threads that send them; they are copied only if an update must change them first
 reading.py   Threads that read from connections as bytes come
 server.py    A server's end: calls, memory for their payloads, and answers, which any thread sends without waiting
 frames.py    The frames, which interleave the messages of several calls, and the sockets that carry them

@@ -42,7 +42,7 @@ class Kind(enum.IntEnum):
     """The kind of a frame. Workers send kinds below 16, shards the others."""
 
     OPEN = 1  # the first frame: a ticket instead of a message
-    PUSH = 2  # a request, which begins a call; so do the next ones
+    PUSH = 2  # a request, which begins a call, like all further kinds below 16 but CANCEL
     PULL = 3
     EXCHANGE = 4
     PULL_STATE = 5
@@ -218,7 +218,7 @@ def _views(parts: Sequence[Buffer]) -> list[memoryview]:
 
 
 def _without(parts: list[memoryview], sent: int) -> list[memoryview]:
-    """Returns the rest of parts after `count` bytes."""
+    """Returns the parts without their first `sent` bytes."""
     for position, part in enumerate(parts):
         if sent < len(part):
             return [part[sent:], *parts[position + 1 :]]
@@ -235,7 +235,7 @@ class _Socket(FrameSocket):
         self.sending = threading.Lock()
         self._socket = connection
         self._look: Callable[[], None] = nothing
-        self._sends_after = select.POLLOUT  # the event
+        self._sends_after = select.POLLOUT  # the event of poll after which more can be sent
 
     def has_room(self) -> bool:
         return _is_ready(self._socket, select.POLLOUT, 0)
@@ -266,7 +266,9 @@ class PlainSocket(_Socket):
         while left:
             try:
                 left = _without(left, self._socket.sendmsg(left))
-            except BlockingIOError:  # the time of `watch` is over: it is for `look` to say whether that is too long
+            except BlockingIOError:
+                # No byte has left for the seconds of `watch`. Whether that is too long, `look` decides, which the
+                # receiving thread calls.
                 continue
             moved()
 
@@ -284,7 +286,7 @@ class PlainSocket(_Socket):
         while len(target):
             try:
                 count = self._socket.recv_into(target, len(target), socket.MSG_WAITALL)
-            except BlockingIOError:  # the time of `watch` is over
+            except BlockingIOError:  # no byte has come for the seconds of `watch`
                 self._look()
                 continue
             if not count:
@@ -312,7 +314,7 @@ class PlainSocket(_Socket):
 
 
 class TlsSocket(_Socket):
-    """A connection with TLS. OpenSSL allows one thread at a time: none waits while it is there."""
+    """A connection with TLS. OpenSSL allows one thread at a time in a connection, so no thread waits inside OpenSSL."""
 
     _socket: ssl.SSLSocket
 
@@ -341,7 +343,7 @@ class TlsSocket(_Socket):
         return left
 
     def _send_some(self, piece: memoryview, wait: bool) -> int:
-        """Sends a beginning of a piece; returns how many bytes. Without `wait` there may be none."""
+        """Sends the first bytes of a piece; returns their number, which may be 0 without `wait`."""
         while True:
             try:
                 with self._turn:
@@ -373,7 +375,8 @@ class TlsSocket(_Socket):
                 count = self._socket.recv_into(target, len(target))
         except ssl.SSLWantReadError:
             return 0
-        except ssl.SSLWantWriteError:  # it asks for new keys, which workers do not, and does not take the answer
+        except ssl.SSLWantWriteError:
+            # The peer has asked for new keys, and does not read the answer. Workers never ask for new keys.
             raise ConnectionResetError("the other end does not read") from None
         if not count:
             raise ConnectionResetError(_CLOSED)
@@ -388,11 +391,12 @@ class TlsSocket(_Socket):
 
     def abort(self) -> None:
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # without a word of TLS: another thread may be there
+            # TLS sends no close_notify: another thread may be inside OpenSSL.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
 def prepare(connection: socket.socket) -> None:
-    """Sets what every data connection has: no waiting to fill packets, and probes of a peer that is silent."""
+    """Sets the options of every TCP connection: packets leave at once, and a silent peer is probed."""
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

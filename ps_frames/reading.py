@@ -4,8 +4,8 @@ A thread waits for all connections at once (epoll), and has one to itself while 
 is silent costs a descriptor and no thread. The thread that a request has woken also carries it out: to hand it to
 another one would take a second wake-up for each request.
 
-A thread that waits for what comes on a connection may take its reading over (attending.py). The threads here then leave
-the connection alone until it gives the reading back.
+A thread that waits for bytes of one connection may take over reading from it (attending.py). The shared threads leave
+the connection alone until that thread gives it back.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from ps_protocol.errors import TryLater
 from ps_runtime.background import guarded, note_error, start
 from ps_runtime.troubles import Troubles
 
-IDLE_SECONDS = 10.0  # after which a thread ends for which there was nothing to do, where there are more than KEPT
+IDLE_SECONDS = 10.0  # a thread that has had nothing to do for so long ends, if more than KEPT threads wait
 KEPT = 4
 
-_ONCE = select.EPOLLIN | select.EPOLLONESHOT  # until it is armed again: no other thread is woken for it meanwhile
-_FIRST = _ONCE | select.EPOLLOUT  # at once
+# Events for which one thread is woken. EPOLLONESHOT: no other thread is woken until the connection is armed again.
+_ONCE = select.EPOLLIN | select.EPOLLONESHOT  # bytes have come
+_FIRST = _ONCE | select.EPOLLOUT  # at once: a new connection can be written to
 _END = select.EPOLLRDHUP | select.EPOLLONESHOT  # only if the other end closes the connection
 
 
@@ -36,7 +37,7 @@ _END = select.EPOLLRDHUP | select.EPOLLONESHOT  # only if the other end closes t
 class Watched:
     """A connection whose bytes are waited for.
 
-    events: for which a thread is woken; 0: for none, since it was woken last
+    events: the events for which a thread is woken; 0: none, because one was woken, and has not armed it again
     reader: the identifier of the thread that reads, one of the shared threads or one that has taken the reading over;
             0: none does
     """
@@ -52,11 +53,11 @@ class Watched:
 class ReadingThreads:
     """Calls readers when bytes have come. Thread-safe.
 
-    There are at most as many threads as connections, so none waits for a thread while another one's request arrives
-    slowly. Where no more can be started, connections wait for those that there are.
+    There may be as many threads as connections, so no connection waits for a thread while another one's request arrives
+    slowly. If no more threads can be started, connections wait for the present ones.
 
-    name: that of the threads
-    most: the most threads at a time; beyond it, connections wait for those that there are
+    name: the name of the threads
+    most: the most threads at a time; beyond it, connections wait for the present ones
     look: seconds between two calls of each connection's `look`, which the threads make while they wait for bytes
     """
 
@@ -72,7 +73,7 @@ class ReadingThreads:
         self._threads: set[threading.Thread] = set()
         self._leaving: set[threading.Thread] = set()  # threads that end, and may not have ended yet
         self._waiting = 0  # threads without a connection
-        self._ending = 0  # threads whose connection ends, and is none of the readers any more
+        self._ending = 0  # threads that end a connection, which is no longer in `_readers`
         self._is_closing = False
         self._is_stopping = False
 
@@ -106,7 +107,7 @@ class ReadingThreads:
         try:
             if is_first:
                 self._start()
-            elif lacks_thread:  # those that there are have a request each
+            elif lacks_thread:  # each of the present threads is carrying out a request
                 self._start_another()
             self._epoll.register(descriptor, watched.events)
         except (TryLater, OSError) as error:
@@ -119,8 +120,11 @@ class ReadingThreads:
     # -- a thread that waits reads itself ----------------------------------------------------------------------------
 
     def take_over(self, watched: Watched) -> bool:
-        """Has no other thread read from a connection until `give_back`. Returns False if one does now, or if it has
-        ended. A thread that has it already may take it over again."""
+        """Makes this thread the only one that reads from a connection, until `give_back`.
+
+        Returns False if another thread is reading from the connection, or if the connection has ended. A thread that
+        has taken it over already may do so again.
+        """
         me = threading.get_ident()
         with self._lock:
             if watched.reader not in (0, me) or not self._has(watched):
@@ -129,10 +133,10 @@ class ReadingThreads:
             return True
 
     def give_back(self, watched: Watched, goes_on: bool, expected: Sized) -> None:
-        """Gives back what this thread has taken over; otherwise does nothing.
+        """Gives back a connection that this thread has taken over. Does nothing if this thread has not.
 
-        goes_on:  False: the connection has ended; its `ended` is called here
-        expected: what bytes are expected for; if it is empty, no thread is woken for them until `want`
+        goes_on:  False: the connection has ended, and this thread calls its `ended`
+        expected: the calls whose answers are still expected; if it is empty, no thread is woken for bytes until `want`
         """
         if not goes_on:
             with self._lock:
@@ -146,7 +150,8 @@ class ReadingThreads:
         with self._lock:
             if watched.reader != threading.get_ident() or not self._has(watched):
                 return
-            watched.reader = 0  # first: a `want` that has come before was left to this thread
+            # A `want` that came while this thread was reading did nothing: its call is in `expected`.
+            watched.reader = 0
             self._watch(watched, _ONCE if expected else _END)
 
     def want(self, watched: Watched) -> None:
@@ -156,7 +161,7 @@ class ReadingThreads:
                 self._watch(watched, _ONCE)
 
     def rest(self, watched: Watched) -> None:
-        """Lets no thread be woken for bytes on a connection, but only for its end, until `want` or `give_back`."""
+        """Wakes a thread only for the end of a connection, and not for bytes, until `want` or `give_back`."""
         with self._lock:
             if not watched.reader and self._has(watched):
                 self._watch(watched, _END)
@@ -165,7 +170,7 @@ class ReadingThreads:
         return self._readers.get(watched.descriptor) is watched
 
     def _watch(self, watched: Watched, events: int) -> None:
-        """Sets for what a thread is woken. The caller holds the lock, so that the descriptor is not closed before."""
+        """Sets the events for which a thread is woken. The caller holds the lock, so the descriptor is still open."""
         if watched.events != events:
             self._epoll.modify(watched.descriptor, events)
             watched.events = events
@@ -178,7 +183,7 @@ class ReadingThreads:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Takes no connection any more; when the last one has ended, so do the threads. Returns at once."""
+        """Refuses further connections. The threads end when the last connection has ended. Returns at once."""
         with self._lock:
             self._is_closing = True
             self._end_threads()
@@ -218,9 +223,8 @@ class ReadingThreads:
                 return
             self._leaving = {each for each in self._leaving if each.is_alive()}
             try:
-                start(
-                    thread
-                )  # with the lock: one that asks for `threads` joins them, which a thread must have begun for
+                # With the lock held: a caller of `threads` may join them, and only a started thread can be joined.
+                start(thread)
             except TryLater:
                 self._close_if_last()
                 raise
@@ -228,9 +232,9 @@ class ReadingThreads:
             self._waiting += 1
 
     def _run(self) -> None:
-        guarded(self._name, nothing)  # its errors are counted from now on, from 0
+        guarded(self._name, nothing)  # begins the count of this thread's errors at 0
         while self._turn():
-            pass  # nothing here refers to a connection, so that one that has ended gives its memory back
+            pass  # this frame refers to no connection: the memory of one that has ended is freed
 
     def _turn(self) -> bool:
         """Reads once from the next connection that has bytes; returns whether this thread goes on."""
@@ -273,7 +277,7 @@ class ReadingThreads:
             guarded(self._name, reader.look)
 
     def _start_another(self) -> None:
-        """Starts a thread for other connections, while those that there are have a request each to carry out."""
+        """Starts a thread for other connections, while each of the present threads carries out a request."""
         try:
             self._start()
         except TryLater as error:

@@ -39,7 +39,7 @@ from ps_protocol.identity import Identity
 from ps_runtime.background import note_error
 from ps_runtime.grpc_status import status_of
 
-_SKIPPED_AT_ONCE = 2**16
+_SKIPPED_AT_ONCE = 2**16  # bytes of a discarded request that are received at a time
 
 Metadata = Sequence[tuple[str, str | bytes]]
 AuthContext = Mapping[str, Sequence[bytes]]
@@ -129,7 +129,9 @@ class ReceiveBuffers:
         self._kept = 0
         self._free: OrderedDict[int, list[np.ndarray]] = OrderedDict()  # by size, of which each list has some
         self._lent: dict[int, weakref.ref[np.ndarray]] = {}
-        self._lock = threading.RLock()  # memory comes back in whatever thread, in the middle of whatever it does
+        # Reentrant: `_back` is the callback of a weak reference. Python may call it in any thread at any moment, also
+        # while the thread holds the lock.
+        self._lock = threading.RLock()
 
     def take(self, size: int) -> memoryview:
         """Returns `size` bytes of memory with undefined content."""
@@ -282,7 +284,7 @@ class FrameCall(ServerCall):
         self._connection.sender.put(frame(self._header.call, kind, message), self.over)
 
     def together(self) -> AbstractContextManager[None]:
-        """Returns a context: small answers that are sent in it go out as one piece."""
+        """Returns a context: small answers that are sent in it leave in one write."""
         return self._connection.sender.together()
 
     @contextlib.contextmanager
@@ -339,7 +341,7 @@ class ServerConnection(Cancellable):
         self._lock = threading.Lock()
         self._calls: dict[int, FrameCall] = {}
         self._header = memoryview(bytearray(HEADER_BYTES))
-        self._received = 0  # bytes of the next header
+        self._received = 0  # bytes of the next header that have come
 
     def read(self) -> bool:
         """Carries out the next request, once its header has come, in this thread. Returns whether the connection goes
@@ -414,13 +416,13 @@ class ServerConnection(Cancellable):
     def end(self) -> None:
         """Ends the calls under way, and closes the connection."""
         self.sender.end()
-        self.kept = {}  # a worker's memory is not to stay mapped for it
+        self.kept = {}  # drops what methods have kept, such as the worker's mapped memory
         self._frames.abort()
         with self._lock:
             calls = list(self._calls.values())
         for call in calls:
             call.over()
-        with self._frames.sending:  # no thread is there any more
+        with self._frames.sending:  # then no thread is sending any more
             self._frames.close()
 
 
@@ -440,8 +442,8 @@ Lender = Callable[[], AbstractContextManager[LentFrame]]
 Item = Frame | Lender
 Then = Callable[[], None]
 
-_TOGETHER_BYTES = 2**16  # of frames that leave in one piece, behind the first of them
-_TOGETHER_PARTS = 128  # the kernel takes 1024 parts
+_TOGETHER_BYTES = 2**16  # most bytes of the small frames that are sent in one write behind another frame
+_TOGETHER_PARTS = 128  # most parts of these frames: the kernel accepts 1024 parts in one write
 
 
 def _each(thens: Sequence[Then]) -> None:
@@ -484,7 +486,7 @@ class FrameSender:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A `with` block: small frames that are queued in it are sent as one piece."""
+        """A `with` block: small frames that are queued in it leave in one write."""
         with self._lock:
             begins, self._is_busy = not self._is_busy, True
         try:
@@ -577,7 +579,8 @@ class FrameSender:
             left: Frame = self._frames.send_now(frame)
             if not left:
                 return
-            with self._limited():  # all of it: or one that reads a little now and then would keep a thread
+            # The limit is for the whole rest: otherwise a peer that reads a little now and then would keep this thread.
+            with self._limited():
                 while left:
                     if loan is None:
                         self._frames.wait_for_room()
@@ -586,6 +589,6 @@ class FrameSender:
                     left = self._frames.send_now(left)
 
     def _broken(self) -> None:
-        """Ends the connection: a frame of which a part has left makes the rest worthless."""
+        """Ends the connection: after a part of a frame, the peer could not tell where the next frame begins."""
         self.end()
         self._frames.abort()

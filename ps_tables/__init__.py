@@ -9,7 +9,7 @@ changed_rows.py   A walk over the rows that changed after a version
 choosing.py       Selects the loops of a process: those of the library, or numpy and torch
 cold.py           Keeps the rows that do not fit into memory in a file, until they are trained
 contributions.py  What workers push: gradients of rows, and rows that a script has set
-copies.py         A copy of a table at one version, made in pieces while the table is trained
+copies.py         A copy of a table at one version, made some rows at a time while the table is trained
 distinct.py       The distinct ids of a batch, by hashing
 entries.py        Numbered entries of ids, each with the version that used it last
 increments.py     The difference between two copies of a table, and a table from such differences

@@ -1,6 +1,6 @@
 """The rows that a table begins with because they were trained before its job, and their encoding in messages.
 
-They travel in parts. The parts of rows come first, then those of ids that are not admitted yet.
+They travel in several messages: first those with rows, then those with ids that are not admitted yet.
 """
 
 from __future__ import annotations

@@ -46,8 +46,10 @@ class Candidates:
         return {"ids": ids, "counts": counts, "last": self.entries.versions(numbers)}
 
     def copy(self, version: int, since: int) -> EntriesCopy:
-        """Returns a copy, made in pieces, of the ids that occurred after a version; 0: of all. version: the table's
-        present one"""
+        """Returns a copy, made some ids at a time, of the ids that occurred after version `since`; 0: of all ids.
+
+        version: the table's present version
+        """
         return EntriesCopy(self.entries, version, since, {"counts": CopiedColumn(None, torch.int64)}, self._read)
 
     def restore(self, ids: Ids, counts: Counts, last: npt.NDArray[np.int64], version: int) -> None:
@@ -69,7 +71,7 @@ class Candidates:
         total = counts + np.where(known, self._counts.take(numbers, mode="clip"), 0)
         admitted = total >= self._admit_after
         again = known & ~admitted
-        self.entries.use(numbers[again], version)  # first: a copy has the counts of before
+        self.entries.use(numbers[again], version)  # before the counts change: a copy under way gets the old counts
         self._counts[numbers[again]] = total[again]
         waited = known & admitted
         self.entries.remove(ids[waited], numbers[waited])

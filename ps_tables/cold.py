@@ -77,14 +77,14 @@ class WithFile(Places):
     def __init__(self, arrays: Mapping[str, RowArray], capacity: int, in_memory: int, file: ColdFile) -> None:
         self._arrays, self._capacity, self._in_memory, self._file = arrays, capacity, in_memory, file
         self.columns = {name: _Column(self, name, array.dim) for name, array in arrays.items()}
-        # By number, where a row is. 0: nowhere; above 0: its position in memory, plus 1; below 0: -1 minus its position
-        # in the file.
+        # By number, the position of a row. 0: it has none; above 0: the position in memory, plus 1; below 0: -1 minus
+        # the position in the file.
         self._places: npt.NDArray[np.int32] = reserved(capacity, np.int32)
         self._memory, self._cold = Numbers(), Numbers()
         self._end = 0  # numbers from this one on never had a position
-        self._moves = False  # rows move until memory has room again
-        self._next = 0  # number that the walk comes to
-        self._before = 0  # it moves rows that were trained last before this version
+        self._moves = False  # rows are being moved to the file, until enough memory is free
+        self._next = 0  # the number at which the walk goes on
+        self._before = 0  # the walk moves rows that were last trained before this version
         self._came = 0  # rows that came into memory since the last update ended
         self._read = 0
 
@@ -121,7 +121,7 @@ class WithFile(Places):
         more: how many rows later calls will write
         """
         order = np.argsort(last, kind="stable")
-        # Memory keeps an eighth free where the file has room for the others: a table may be as full as both together.
+        # Rows move until an eighth of memory is free, as far as the file has room. A full table fills both.
         cold = self._memory.used + len(order) + more - (self._in_memory - self._in_memory // 8)
         for first in range(0, len(order), _COPIED):
             which = order[first : first + _COPIED]
@@ -184,7 +184,7 @@ class WithFile(Places):
             first += array.dim
         to = self._cold.take(len(numbers))
         if not self._file.write(to, records):
-            # Only positions that still fit in the file are given back: others would be allocated first.
+            # Only positions that still fit in the file are given back: the others would be the next ones to be taken.
             self._cold.give_back(to[to < self._file.room])
             self._cold.drop(to[to >= self._file.room])
             return self._move(numbers)  # as many as fit now

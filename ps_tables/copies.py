@@ -1,4 +1,4 @@
-"""A copy of a table at one version, made in pieces between which the table may be trained.
+"""A copy of a table at one version, made some rows at a time. In between, the table may be trained.
 
 It is copy-on-write: an entry that is about to change is copied first (`Entries.before_change`). Every entry is copied
 once, with its value at the beginning: by the walk over the numbers, or before its first change. The order of entries
@@ -87,6 +87,7 @@ class EntriesCopy:
             self._entries.no_longer(self._keep)
 
     def _keep(self, numbers: RowNumbers) -> None:
+        """Copies entries that are about to change, if the walk has not come to their numbers yet."""
         ahead = numbers[(numbers >= self._next) & (numbers < self._end)]
         self._copy(self._entries.within(ahead, self._first, self._last))
 

@@ -43,13 +43,13 @@ def distinct(ids: Ids, salt: int = 0, shards: int = 1) -> Distinct:
     while len(waiting):
         at = slots[waiting]
         free = owner.take(at) < 0
-        owner[at[free][::-1]] = waiting[free][::-1]  # of several, the first one: it is written last
+        owner[at[free][::-1]] = waiting[free][::-1]  # of several ids at a slot the first one gets it: it comes last
         owners = owner.take(at)
         same = ids.take(owners) == ids.take(waiting)
         first[waiting[same]] = owners[same]
         waiting = waiting[~same]
         slots[waiting] = (slots[waiting] + 1) & mask
-    firsts = np.flatnonzero(first == np.arange(len(ids)))  # of each id
+    firsts = np.flatnonzero(first == np.arange(len(ids)))  # the position of the first occurrence of each id
     ends = np.array([len(firsts)])
     if shards > 1:
         of = shards_of(ids.take(firsts), shards)

@@ -4,7 +4,7 @@ admission.
 Entries expire by a threshold: an entry whose last use is before this version has expired. Raising the threshold expires
 them all at once. Their numbers and their slots in the index are released later, some at a time.
 
-An entry keeps its number as long as it exists. A walk over the numbers in pieces therefore meets every entry that stays
+An entry keeps its number as long as it exists. So a walk over the numbers, some at a time, meets every entry that stays
 meanwhile, even if the index is rebuilt. A walk that needs the values of its beginning gets a callback before each
 change.
 """
@@ -23,7 +23,7 @@ from ps_tables.row_arrays import RowNumbers, reserved
 
 BLOCK = 2**16  # numbers looked at in one step of a walk: some tens of microseconds
 
-_HIGHEST = 2**32 - 1
+_HIGHEST = 2**32 - 1  # the highest version, minus the base, that is stored for an entry
 
 Told = Callable[[RowNumbers], None]
 
@@ -46,7 +46,7 @@ class Entries:
         self._capacity = self.limit = capacity
         self._end = 0  # the lowest number that was never in use
         self._free = np.empty(0, np.int64)
-        # By number, the version less the base; 0: the number is free.
+        # By number, the version minus the base; 0: the number is free.
         self._used: npt.NDArray[np.uint32] = reserved(capacity, np.uint32)
         self._ids: Ids = reserved(capacity, np.int64)  # by number
         self._index = Index(self._ids, salt)
@@ -135,7 +135,8 @@ class Entries:
         used = self._used[: self._end]
         live = used[used >= self._threshold]
         going = min(self._live, max(missing, self.limit // 16))
-        oldest = int(np.partition(live, going - 1)[going - 1])  # less the base: of this version, some go at least
+        # Minus the base: the newest version of which entries must go. All entries of older versions go.
+        oldest = int(np.partition(live, going - 1)[going - 1])
         expired = self.expire(min(version, oldest + self._base))
         if oldest + self._base >= version:
             return Gone(expired, nothing)
@@ -238,7 +239,7 @@ class Entries:
         used = self._used[: self._end]
         free, expired = used == 0, used < self._threshold
         np.copyto(used, np.maximum(used.astype(np.int64), shift + 2) - shift, casting="unsafe")
-        used[expired] = 1  # and stay so, until they are swept
+        used[expired] = 1  # below each threshold: they stay expired until `sweep` releases them
         used[free] = 0
         self._threshold = max(2, self._threshold - shift)
         self._base += shift

@@ -94,7 +94,7 @@ def _kept(chain: Sequence[Tensors], prefix: str) -> list[torch.Tensor]:
     replaced or removed.
     """
     kept: list[torch.Tensor] = []
-    later: np.ndarray = np.empty(0, np.int64)  # ids that a later part has, or has removed
+    later: np.ndarray = np.empty(0, np.int64)  # ids that a later copy has, or has removed
     oldest = 0
     for part in reversed(chain):
         ids, last = part[f"{prefix}ids"].numpy(), part[f"{prefix}last"].numpy()

@@ -17,8 +17,8 @@ from ps_protocol.row_ids import Ids, Mixed, mix
 from ps_tables.native import in_use
 from ps_tables.row_arrays import RowNumbers
 
-_FULL = 0.75  # the most slots in use, as a share: beyond it, searches take long
-_NEARLY_FULL = 0.7  # have a row: the memory of the next slots is prepared
+_FULL = 0.75  # the largest fraction of slots in use: beyond it, searches take long
+_NEARLY_FULL = 0.7  # the fraction of slots with a row from which on memory for the next, larger index is prepared
 _MOVED = 2**16  # slots of the old index that one insertion moves at least: some milliseconds
 _SMALLEST = 2**10
 SLOT_BYTES = 8
@@ -67,7 +67,7 @@ class _Slots:
         slots, marks = self._begin(ids)
         rows = self._rows(self._probe(slots, marks, _MARK))
         others = np.flatnonzero(self._are_others(rows, ids))
-        while len(others):  # ids that share a mark: in one search of thousands of millions
+        while len(others):  # another id has the same mark: this happens in one of thousands of millions of searches
             at = (slots[others] + 1) & self._mask
             rows[others] = found = self._rows(self._probe(at, marks[others], _MARK))
             slots[others] = at
@@ -203,7 +203,7 @@ class Index:
         if self._old is not None:
             self._move(len(self._old))
         count = len(self._slots)
-        while self._count > count / 2:  # half of them at most: so all is moved long before it is full
+        while self._count > count / 2:  # at most half full: so all entries are moved long before the new slots are full
             count *= 2
         ready, self._next = self._next, None
         self._old, self._moved = self._slots, 0

@@ -13,7 +13,7 @@ import torch
 from ps_protocol.row_ids import Ids, mix
 from ps_protocol.tables import Initializer
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 by the golden ratio: columns far apart
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio: multiples of it are far apart
 _BLOCK = 4096  # rows at a time, which fit into a cache
 
 
@@ -54,4 +54,5 @@ def _fill_normal(values: npt.NDArray[np.float32], mixed: npt.NDArray[np.uint64],
     values *= np.float32(deviation * _OF_ONE)
 
 
-_OF_ONE = 1 / (8 * (2**32 - 1) / 12) ** 0.5  # by the variance of a sum of eight whole numbers below 2**16
+# Scales the sum of eight whole numbers below 2**16 to a standard deviation of 1, by the variance of this sum.
+_OF_ONE = 1 / (8 * (2**32 - 1) / 12) ** 0.5

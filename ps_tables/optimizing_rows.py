@@ -7,8 +7,7 @@ a View from the Trenches", KDD 2013).
 
 A row's bits depend on its own gradients alone, not on which rows are stepped beside it. torch's fused kernels do not
 give that by themselves: they round the last elements of a tensor, which fill no vector register, in another way. So
-                         gathered rows are padded to full registers. Plain SGD and row-wise Adagrad do without torch:
-                         see steps.py.
+gathered rows are padded to full registers. Plain SGD and row-wise Adagrad do without torch: see steps.py.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ps_protocol.row_optimizers import ROW_OPTIMIZERS, TABLE_OPTIMIZERS, TORCH_O
 from ps_tables.row_arrays import RowArray, RowNumbers
 from ps_tables.steps import BLOCK_ELEMENTS, row_wise_adagrad, sgd
 
-_NOT_PLAIN = ("momentum", "weight_decay", "maximize", "nesterov")  # options of SGD
+_NOT_PLAIN = ("momentum", "weight_decay", "maximize", "nesterov")  # options with which torch steps, and not steps.py
 PADDING = 64  # elements: whole vector registers of every processor, and of torch's unrolled loops
 
 

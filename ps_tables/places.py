@@ -55,7 +55,10 @@ class Places(ABC):
 
     @abstractmethod
     def settle(self, rows: Entries, version: int) -> None:
-        """Is called at the end of an update, with its version: moves some rows to the file if memory is nearly full."""
+        """Moves some rows to the file if memory is nearly full. A table calls this at the end of an update.
+
+        version: the version of the update
+        """
 
     @abstractmethod
     def fill(self, numbers: RowNumbers, last: Versions, write: Fill, more: int = 0) -> None:

@@ -11,8 +11,10 @@ from collections import deque
 from ps_protocol.row_ids import Ids
 
 LEAST_KEPT = 2**16  # ids that are kept in any case, unless the table has room for fewer rows: 512 KiB
-_FEW = 2**10  # of the smallest table: 8 KiB, as its index
-_SHARE = 4  # and a quarter as many as there are rows: beyond, a copy of all rows costs little more
+_FEW = 2**10  # ids that even the smallest table keeps: 8 KiB, as much as its index has
+# Of a large table, a quarter as many ids as it has rows are kept. With more, sending the changes would cost hardly less
+# than a copy of all rows.
+_SHARE = 4
 
 
 def most_kept(rows: int, capacity: int) -> int:

@@ -12,7 +12,9 @@ from ps_tables.native.loops import Longs, Loops
 
 
 def rows_at(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Returns the rows at `places`: [m, dim], [n] to [n, dim]. Raises IndexError for an index out of range."""
+    """Returns the rows with the indices `places`: [m, dim], [n] to [n, dim]. Raises IndexError for an index out of
+    range.
+    """
     loops = _loops_for(rows)
     if loops is None or not rows.is_contiguous():
         return rows.index_select(0, places)
@@ -28,7 +30,7 @@ def are_finite(rows: torch.Tensor) -> bool:
 
 
 def add_rows(sums: torch.Tensor, places: Longs, values: torch.Tensor) -> None:
-    """Adds values to the rows of `sums` at `places`, in order: sums [m, dim], places [n], values [n, dim]."""
+    """Adds values, in order, to the rows of `sums` with the indices `places`: [m, dim], [n], values [n, dim]."""
     loops = _loops_for(values)
     if loops is not None:
         loops.add(sums.numpy(), places, values.detach().contiguous().numpy())
@@ -37,7 +39,9 @@ def add_rows(sums: torch.Tensor, places: Longs, values: torch.Tensor) -> None:
 
 
 def added_up(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the sum of the values of each place: values [n, dim], places [n] to [count, dim]."""
+    """Returns, for each index below `count`, the sum of its values: values [n, dim], their indices `places` [n] to
+    [count, dim].
+    """
     loops = _loops_for(values)
     if loops is not None:
         sums = torch.empty(count, values.shape[1], dtype=torch.float32, device="cpu")

@@ -1,7 +1,7 @@
 """Steps of plain SGD and of row-wise Adagrad, whose rounding is defined here: by numpy, operation by operation.
 
-The library's loops give the same bits (native/loops.c). torch's kernels fuse products with sums on some processors and
-not on others, and its roots are not the processor's, so their bits could not be had in C.
+The library's loops give the same bits (native/loops.c). C code could not give the bits of torch's kernels: these fuse
+products with sums on some processors and not on others, and their roots are not those of the processor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ps_tables.row_arrays import RowArray, RowNumbers
 
 Floats = npt.NDArray[np.float32]
 BLOCK_ELEMENTS = 2**18  # stepped at a time, so that gathered rows stay in the processor's cache
-_LANES = 8
+_LANES = 8  # partial sums of squares of a row; loops.c has the same number, because it decides the rounding
 
 
 def sgd(weights: RowArray, rows: RowNumbers, sums: Floats, count: int, lr: float) -> None:

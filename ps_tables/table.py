@@ -35,7 +35,7 @@ from ps_tables.removed import RemovedIds
 from ps_tables.row_arrays import RowArray, RowNumbers
 
 _ASSIGNED = 2**16  # rows that are set at a time
-PERIODS = 16  # of the time after which a row expires: it may stay so much longer
+PERIODS = 16  # expiry is decided so often in `expire_after` updates: a row may stay for one such period longer
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Table:
             self._places = WithFile(arrays, capacity, beyond.in_memory, beyond.file)
         self._candidates = Candidates(spec.admit_after, capacity, salt) if spec.admit_after > 1 else None
         self._removed = RemovedIds(capacity)
-        self._copy: TableCopy | None = None  # the last one
+        self._copy: TableCopy | None = None  # the last copy that was begun
         self.version = 0  # updates made
 
     def __len__(self) -> int:
@@ -193,11 +193,11 @@ class Table:
         return Applied(0, len(made), 0, len(new) - len(made), 0, evicted)
 
     def _make(self, ids: Ids, numbers: RowNumbers, new: np.ndarray, version: int) -> tuple[np.ndarray, int]:
-        """Creates rows for ids, as many as there is room for. Returns the positions of these ids, and how many other
-        rows were removed to make room.
+        """Creates rows for ids, as many as there is room for. Returns the positions in `ids` of those that got a row,
+        and how many other rows were removed to make room.
 
         numbers: gets the numbers of the new rows
-        new:     the positions in `ids` of those that are to become rows
+        new:     the positions in `ids` of those that need a row
         """
         evicted = self._forget(np.concatenate(self._rows.make_room(len(new), version)), version)
         room = max(0, self._rows.limit - len(self._rows))
@@ -208,10 +208,10 @@ class Table:
         return new, evicted
 
     def changes(self, since: int | None) -> Changes:
-        """Returns a walk over the rows that changed after a version. None, or if removed ids since then are forgotten:
-        over all rows.
+        """Returns a walk over the rows that changed after a version.
 
-        since: a version up to that of the table
+        since: the version, at most the table's; None: the walk returns all rows. It also does if the ids that were
+               removed since that version are no longer known
         """
         removed = None if since is None else self._removed.after(since)
         known = 0 if since is None or removed is None else since
@@ -243,11 +243,11 @@ class Table:
         return tensors | arrays
 
     def copy(self, since: int | None = None) -> TableCopy:
-        """Begins a copy of the table as it is now, which is made in pieces. An earlier copy that is not complete is
-        abandoned.
+        """Begins a copy of the table as it is now, which is made some rows at a time. An earlier copy that is not
+        complete is abandoned.
 
-        since: copy only what changed after this version. None, or if removed ids since then are forgotten: copy all
-               rows
+        since: copy only the changes after this version; None: copy all rows. All rows are also copied if the ids that
+               were removed since that version, or the exact versions of rows, are no longer known
         """
         if self._copy is not None:
             self._copy.end()
@@ -312,8 +312,8 @@ class Table:
         self._removed = RemovedIds(self._capacity, self.version)
 
     def _in_memory(self) -> dict[str, RowArray]:
-        """Returns the arrays of rows, which are indexed by a row's position in memory. `_places.columns` is indexed by
-        its number, and reads the file, too.
+        """Returns the arrays of rows, which are indexed by a row's position in memory. The columns of `_places`, which
+        also read the file, are indexed by a row's number.
         """
         kept = self._optimizer.state.items()
         return {"weights": self._weights, **{f"state.{self._name}.{name}": each for name, each in kept}}

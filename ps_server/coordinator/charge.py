@@ -46,7 +46,7 @@ class Charge:
         return self._leased.term() if self._leased is not None else 0
 
     def refused(self, error: Deposed) -> None:
-        """Notes that a shard has refused a call because it knows a later coordinator."""
+        """Records that a shard has refused a call because it knows a later coordinator."""
         self._refused = str(error)
 
     @property

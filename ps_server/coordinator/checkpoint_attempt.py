@@ -1,15 +1,16 @@
 """An attempt at one checkpoint of a job: its clock, the shards' parts, the workers' states, and its manifest.
 
-1. name a clock that lies ahead of all shards, and have each take its part there
+1. choose a clock ahead of all shards, and begin the part of each shard at this clock
 2. wait for the parts, and for the state of each live worker: as long as the request permits, however slow a step is
 3. write the workers' states and the manifest, and remove old checkpoints
 
-In sync every bucket of every shard, and every worker, is captured at one clock. It has to lie ahead of all of them when
-it is named: the shards are asked, and if one is past it already, a later one is named. In ssp and async there is no
-common clock: each shard copies its buckets at once, and the manifest has the versions and clocks of each. If no worker
-              trains any more, or the time of a request is over, buckets at one version are copied as they are. The
-              manifest names the workers
-whose states are missing.
+In sync every bucket of every shard, and every worker, is captured at one clock. When the clock is chosen, it must lie
+ahead of all of them. So the shards are queried, and if one has passed the clock already, a later one is chosen. In ssp
+and async there is no common clock: each shard copies its buckets at once, and the manifest has the versions and clocks
+of each.
+
+If no worker trains any more, or the time of a request is over, buckets at one version are copied as they are. The
+manifest names the workers whose states are missing.
 
 The phases are generators, which yield the seconds that they wait for, or less if something changes meanwhile.
 """
@@ -91,7 +92,7 @@ class Requests:
         """
         self.until = min(until, self.until) if self.open else until
         self.standing = standing
-        self.last = last or self.last  # a later request, of a shard that ends, does not undo it
+        self.last = last or self.last  # once True, it stays True: a shard that ends may still request a checkpoint
         self.asked += 1
         return self.asked
 
@@ -313,8 +314,8 @@ class CheckpointAttempt:
         return self._job.members.stand_still()
 
     def _make_standing(self) -> Steps[None]:
-        """Copies each bucket as it is. In sync that is enough if all buckets have one version: then no worker
-        trains.
+        """Copies each bucket as it is. In sync the copies are a checkpoint only if all buckets have one version, as is
+        the case when no worker trains.
         """
         until = self._job.requests.until + self._timing.fallback
         while self._job.members.removals.pending() and self._now() < until:
@@ -333,7 +334,7 @@ class CheckpointAttempt:
             yield self._timing.checkpoint_begin
         self._commit(self._states_now(reached.version_max if self._one_clock else None))
 
-    # -- 1. name a clock ---------------------------------------------------------------------------------------------
+    # -- 1. choose a clock -------------------------------------------------------------------------------------------
 
     def _begin(self) -> Steps[None]:
         """Chooses a clock that all shards can still meet. In ssp and async there is no such clock."""
@@ -360,7 +361,7 @@ class CheckpointAttempt:
         """Queries the shards for the clocks that the job has reached."""
         reached, progress = self._job.look(), self._job.progress
         with self._committing:
-            self._check_void()  # otherwise that was before a rollback
+            self._check_void()  # after a rollback, `reached` may be a clock from before it
             progress.reached = max(progress.reached, reached)
 
     def _rename(self, ahead: int) -> None:
@@ -381,11 +382,12 @@ class CheckpointAttempt:
         return next(name for name in self._job.names if self._store.begin(self._spec.name, name))
 
     def _begin_standing(self) -> None:
+        """Begins a part on each shard that copies the buckets as they are, whatever their versions."""
         self._clock = None
         while True:
             self._check_void()
             self._name = self._next_name()
-            with contextlib.suppress(OutOfOrder):  # an earlier coordinator has begun one of that name
+            with contextlib.suppress(OutOfOrder):  # an earlier coordinator has begun a checkpoint of that name
                 self._begin_on_shards()
                 return
 
@@ -421,12 +423,14 @@ class CheckpointAttempt:
             self._check_void()
             self._ask_shards()
             if not all(call.done() for call in self._awaited.values()):
-                yield self._timing.checkpoint_look  # and no longer: another may be asked for meanwhile
+                yield self._timing.checkpoint_look  # no longer, because a checkpoint may be requested meanwhile
             yield from self._take_answers()
             if len(self._parts) == self._shards.count:
                 return True
             if requests.asked > asked and (not wanted or requests.last > self._last):
-                raise Void  # one is asked for now, and this one lies far ahead, or does not stop pushes
+                # A checkpoint was requested. This one is a scheduled one, whose clock may lie far ahead, or it does not
+                # make the shards refuse pushes.
+                raise Void
             if wanted and self._clock is not None and (self._now() >= requests.until or self._stands_still()):
                 return False
 
@@ -461,7 +465,8 @@ class CheckpointAttempt:
 
     def _states_until(self) -> float:
         """Returns until when live workers must send their states. In sync a state of another clock is of no use."""
-        if not self._one_clock:  # shards that refuse pushes let no worker pass the clock
+        if not self._one_clock:
+            # For the last checkpoint the shards refuse pushes: no worker passes the clock, so waiting brings no states.
             return self._now() + (0.0 if self._last else self._timing.any_state)
         return math.inf if self._job.requests.open else self._now() + self._timing.state
 
@@ -497,12 +502,13 @@ class CheckpointAttempt:
 
     def _reached(self) -> VersionRange:
         """Returns the versions and clocks of the buckets in all parts."""
-        # A shard may train no bucket at all.
+        # Without the parts of shards that train no bucket: these have no clocks, and version 0.
         return union(part.extent for part in self._parts.values() if part.extent.clocks)
 
     # -- 3. write ----------------------------------------------------------------------------------------------------
 
     def _commit(self, states: States) -> None:
+        """Writes the workers' states, then the manifest; then removes old checkpoints."""
         job, store, name = self._spec.name, self._store, self._name
         try:
             workers = {
@@ -536,7 +542,7 @@ class CheckpointAttempt:
             )
             missing = list(manifest.without)
             troubles.met("without", what, job, manifest.name, missing, detail=manifest.without)
-        else:  # it is made while they prepare themselves
+        else:  # these workers have joined, and not made a step yet
             log.info(
                 "job %s: checkpoint %s has no state of workers %s yet: no step of theirs is in it",
                 *(job, manifest.name, list(manifest.without)),

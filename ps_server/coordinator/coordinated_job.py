@@ -267,7 +267,7 @@ class CoordinatedJob:
                one leaves without
         """
         state = _if_small(self.spec.name, rank, state, self._cluster.limits.state_bytes)
-        with self.life.deciding():  # not between the decision and the bookkeeping of a rollback
+        with self.life.deciding():  # no worker leaves between the decision and the bookkeeping of a rollback
             if self.spec.group_size > 1:
                 stays, state = self._member_leaves((rank, incarnation, key), of, state, done)
                 if stays:
@@ -277,12 +277,12 @@ class CoordinatedJob:
                 return self.life.has_ended
             member, was_live = left
             self.accounting.give_up(rank)
-            if self.checkpoints is not None and was_live:  # another one's state may be of steps that were rolled back
+            if self.checkpoints is not None and was_live:  # otherwise the state may be of steps that were rolled back
                 self.checkpoints.left(rank, state)
         how = f"{', done' if done else ''}{'' if was_live else ', and does not join again'}"
         log.info("job %s: worker %d leaves%s", self.spec.name, rank, how)
         self._cluster.events.note("leave", self.spec.name, f"worker {rank} leaves{how}")
-        # The last worker too, before the last checkpoint: staged contributions may wait for its step.
+        # Also the last worker, and before the last checkpoint: staged contributions may wait for this worker's step.
         self._remove([member])
         self._registry.save()
         self.members.removals.tell()
@@ -306,7 +306,7 @@ class CoordinatedJob:
         return stays, self.checkpoints.member_left(worker[0], of, state if done else None)
 
     def absent_awaited(self) -> tuple[LiveWorker, ...]:
-        """Returns the absent workers that the job waits for before it ends: all other workers have left. Else none."""
+        """Returns the absent workers for which the job waits before it ends; none unless all others have left."""
         return self.members.absent() if self.members.attendance.waits else ()
 
     @property
@@ -398,7 +398,7 @@ class CoordinatedJob:
         return [member.rank for member in ended]
 
     def desert(self) -> None:
-        """Ends a job whose workers have left without ending it, after a last checkpoint; not if a worker comes."""
+        """Ends a job that all workers left without ending it, after a last checkpoint, unless a worker has come."""
         seconds = self.life.deserted_for(self.members.empty(without_awaited=True))
         with self.life.deciding():
             if not self.members.empty(without_awaited=True) or not self.life.is_running:
@@ -478,7 +478,7 @@ class CoordinatedJob:
             if self.spec.consistency.goes_back_together and len(shards) < self._cluster.shards.count:
                 return  # all shards go back together, and one has not registered yet
             if self._cluster.shards.are_awaited(self._cluster.timing.shard_awaited):
-                return  # such a shard knows the steps of a worker that has died
+                return  # a shard that registers later may know steps of workers that have died: they are counted
             self.life.begin(Phase.ROLLING_BACK)
         reason = ""
         try:
@@ -504,7 +504,9 @@ class CoordinatedJob:
             self.finish()
 
     def _rollback(self, recovery: Recovery, shards: Mapping[int, RegisteredShard], lost: list[int]) -> None:
-        """If it raises, nothing has changed for workers, or all are fenced. The call may be repeated."""
+        """Restores the job on the shards that go back. If this raises an error, nothing has changed for the workers, or
+        all of them are fenced: the call may be repeated.
+        """
         if self.checkpoints is not None:
             self.checkpoints.abandon()
         everywhere = self.spec.consistency.goes_back_together
@@ -515,7 +517,7 @@ class CoordinatedJob:
             members = self.members.rollback(everywhere, restored.last_incarnation)
             self.accounting.rolled_back(restored.reached, heard, gone)
             for rank in heard.keys() - {member.rank for member in members}:
-                self.accounting.give_up(rank)  # it has left meanwhile
+                self.accounting.give_up(rank)  # the worker has left meanwhile
         self.continue_from(restored, back)
         if everywhere:
             self.script.forget()

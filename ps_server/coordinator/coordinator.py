@@ -1,6 +1,6 @@
 """The coordinator: its jobs, from beginning to end.
 
-It is not on the data path: workers reach the shards by themselves once they have the shard map.
+The coordinator is not on the data path: once workers have the shard map, they call the shards directly.
 
     a cluster comes up:       shard_directory, shards
     a job begins:             register_job: made, or continued from a checkpoint
@@ -53,7 +53,7 @@ from ps_server.storage.files import Files, files_of
 
 log = logging.getLogger("ps_server")
 
-SAVES_TOGETHER = 1024  # callers whose changes one write of the file keeps
+SAVES_TOGETHER = 1024  # most callers whose changes one write of the state file saves
 
 
 class Coordinator:
@@ -159,7 +159,7 @@ class Coordinator:
                 self._background.apart("rounds", name, job.look_at_rounds)
 
     def _known_runs(self) -> set[Run]:
-        # Read before the jobs: a job that is made meanwhile is then in one of the two
+        # Read before the jobs: if a job is complete in between, it is in `jobs`. In the other order both could lack it.
         being_made = self._new_jobs.runs.being_made()
         return being_made | {(name, job.placed.run) for name, job in self.jobs().items()}
 
@@ -233,7 +233,7 @@ class Coordinator:
         check_job_spec(replace(spec, bucket_bytes=spec.bucket_bytes or MAX_BUCKET_BYTES), limits)
         check_memory_place(memory_place)
         spec = with_defaults(spec)
-        shards.all()  # or it is too early
+        shards.all()  # raises TryLater while a shard has not registered
         chosen = sized(spec, shards.on_one_machine(memory_place), limits.buckets)
         self._check_not_draining()
         check_launch(launch)
@@ -381,7 +381,7 @@ class Coordinator:
         self._check_not_draining()
         self.charge.check()
         job = self.job(name, request.run)
-        self._cluster.shards.all()  # or it is too early
+        self._cluster.shards.all()  # raises TryLater while a shard has not registered
         rolling_back = self._recovery.progress(name) if self._recovery is not None else None
         if rolling_back is not None:
             raise rolling_back

@@ -36,7 +36,7 @@ class EndedJobs:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._why: dict[str, str] = {}  # of jobs that ended otherwise than by their workers' leaving
+        self._why: dict[str, str] = {}  # by name, why a job ended, if not because its workers left
         self._finished: dict[str, FinishedJob] = {}
 
     def finished(self) -> Mapping[str, FinishedJob]:
@@ -93,7 +93,7 @@ class EndedJobs:
             self._why.pop(name, None)
             if not launch:
                 self._finished.pop(name, None)
-            self._forget_added(name)  # its new run adds parameter groups again
+            self._forget_added(name)  # jobs of the parameter groups that were added: the new run adds them again
 
     def joined(self, name: str, launch: str) -> None:
         """Records that a launch takes part in the running job of this name: the job is no longer finished for it."""

@@ -47,7 +47,7 @@ class EventLog:
         self._clock = clock
         self._lock = Lock()
         self._events: list[Event] = []
-        self.told: Callable[[str, str, str], object] = lambda kind, job, text: None  # of each: kind, job and text
+        self.told: Callable[[str, str, str], object] = lambda kind, job, text: None  # called with each event
         self._last = 0
 
     def note(self, kind: str, job: str, text: str, told_as: str = "") -> None:

@@ -90,12 +90,13 @@ def _end(job: CoordinatedJob) -> None:
 
 # -- leases that have run out ------------------------------------------------------------------------------------------
 
-# Ends leases that have run out, jobs that no longer wait for a worker, and jobs whose workers have left without an end.
-# A coordinator that was suspended itself (its machine, or its process by a signal) has missed heartbeats. That ends no
-# lease.
+# Ends leases that have run out, jobs that no longer wait for a worker, and jobs whose workers have left without ending
+# them. A coordinator that was suspended (its machine, or its process by a signal) has missed heartbeats. No lease ends
+# because of those.
 
 
-# Of a lease: a coordinator that wakes up later by this has stood still. Four heartbeats come in a lease.
+# If more than this fraction of a lease passes between two looks, the coordinator was suspended. Workers send four
+# heartbeats in a lease.
 STOOD_STILL = 0.5
 
 
@@ -128,7 +129,7 @@ class Expiry:
     def look(self) -> None:
         """Removes the workers whose lease ran out, and ends the jobs that have had no worker for too long."""
         if self._cluster.shards.charge.lost:
-            return  # their heartbeats go to another coordinator
+            return  # the workers send their heartbeats to another coordinator
         for name, job in self._jobs().items():
             guarded("leases", job.expire)
             if job.ends_soon:

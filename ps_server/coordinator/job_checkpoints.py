@@ -42,7 +42,7 @@ from ps_server.storage.manifest import Manifest
 
 log = logging.getLogger("ps_server")
 
-MANY_SECONDS = 3600.0
+MANY_SECONDS = 3600.0  # `advance` returns this once `stop` was called
 
 
 class JobCheckpoints:
@@ -68,7 +68,8 @@ class JobCheckpoints:
         self._changed = threading.Condition()
         self._changes = 0  # rises with every notice
         self._stopping, self._running = False, False
-        # Its calls wait for the shards' disks, and calls for an abandoned checkpoint may still be waiting.
+        # Two threads for each shard: a call waits for the shard's disk, and that of an abandoned checkpoint may still
+        # wait when the next checkpoint begins.
         pool = cluster.make_executor(2 * cluster.shards.count, "checkpoints")
         first = int(checkpointing.store.next_name(placed.spec.name))
         names = (f"{number:06d}" for number in itertools.count(first))
@@ -118,6 +119,7 @@ class JobCheckpoints:
             self._changed.notify_all()
 
     def _make_all(self) -> Steps[None]:
+        """Makes one checkpoint after the other, when it is due or requested, and answers the requests."""
         while True:
             yield from self._await_due()
             started, asked = self._clock.now(), self._requests.asked
@@ -133,7 +135,7 @@ class JobCheckpoints:
                     yield MANY_SECONDS
                 continue
             except PSError as failure:
-                error = anew(failure)  # its frames hold the workers' states
+                error = anew(failure)  # without the traceback, whose frames hold the workers' states
                 self._job.troubles.met("made", "job %s: no checkpoint: %s", self._spec.name, failure)
             except Exception:
                 error = CheckpointFailed("the coordinator met an error; its log says more")
@@ -160,7 +162,7 @@ class JobCheckpoints:
         policy, progress = self._policy, self._progress
         while not self._requests.open:
             if progress.last is None and (policy.steps or policy.seconds):
-                return  # the first at once: from then on, there is one to roll back to
+                return  # the first checkpoint is made at once, so that there is one to roll back to
             if policy.steps and (
                 self._spec.consistency.one_clock or self._job.look() >= progress.reached + policy.steps
             ):
@@ -203,7 +205,7 @@ class JobCheckpoints:
             log.warning("job %s: worker %d leaves no state: %s", self._spec.name, rank, error)
 
     def joined(self, rank: int, has_place: bool = False) -> None:
-        """Records that a worker of this rank is live. has_place: it knows that it is: see WorkerStates.joined"""
+        """Records that a worker of this rank is live. has_place: the worker knows it: see WorkerStates.joined"""
         self._states.joined(rank, has_place)
 
     def state_of(self, rank: int, is_new: bool) -> tuple[int, bytes] | None:

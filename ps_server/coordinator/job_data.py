@@ -98,7 +98,7 @@ class JobData:
             committed = self._committed()
             self._troubles.over("")
             with self._lock:
-                if rollbacks == self._rollbacks:  # otherwise that was before one of them
+                if rollbacks == self._rollbacks:  # otherwise the answers may be from before a rollback
                     leases.settle(committed, gone)
         except PSError as error:
             if leases.stale:

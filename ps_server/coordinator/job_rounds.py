@@ -28,7 +28,7 @@ class Standing:
 
     complete:    the round, if it is complete; otherwise None
     waiting_for: the ranks that have not given their value yet
-    step_wanted: one of these ranks waits for a step of the worker that gets this
+    step_wanted: one of these ranks waits for a step of the worker to which this is sent
     """
 
     number: int
@@ -197,7 +197,7 @@ class JobRounds:
             missing, now = self._missing(live), self._clock.now()
             number = self._rounds.completed + 1
             for waiter in list(self._waiters):
-                # A worker that is behind in steps, and in this round already, does not make the step.
+                # While a worker waits in this round, it makes no step. A rank that the round lacks may wait for one.
                 wanted = any(
                     wait.rank in missing
                     and waiter.rank in wait.waiting_for

@@ -36,7 +36,7 @@ class JobJoins:
     """The joins of one job. Methods may be called from any thread.
 
     lost:     returns the shards that have lost their part of the job
-    announce: sends the roster to the workers that watch it, and tells the rounds
+    announce: sends the roster to the workers that watch it, and updates the rounds of values
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class JobJoins:
         return self._together.do(_Arriving(reservation, request))
 
     def _join(self, arriving: Sequence[_Arriving]) -> list[LiveWorker | PSError]:
+        """Makes all shards count workers, and makes these live. Returns for each the live worker or its error."""
         reservations = [each.reservation for each in arriving]
         try:
             self._registry.save_ahead()
@@ -85,7 +86,7 @@ class JobJoins:
         return begun
 
     def _admit(self, arriving: _Arriving, joined: Joined | PSError) -> LiveWorker | PSError:
-        """Makes a worker live that all shards count. For the caller in `deciding`."""
+        """Makes a worker live that all shards count. Call it in a `deciding` block."""
         if isinstance(joined, PSError):
             return joined
         request = arriving.request

@@ -22,8 +22,8 @@ class Phase(enum.Enum):
 
 
 class Lifecycle:
-    """One job's phase and end. Thread-safe. A decision and the phase that it begins belong into one
-    `deciding` block.
+    """One job's phase and end. Thread-safe. Take a decision, and begin the phase to which it leads, in one `deciding`
+    block.
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
@@ -32,8 +32,8 @@ class Lifecycle:
         self._phase = Phase.RUNNING
         self._ended: NotFound | None = None
         self._deserted = clock.now()
-        self._not_rolled_back = ""  # why the last try failed
-        self._roll_back_at = -math.inf  # not before
+        self._not_rolled_back = ""  # why the last attempt to roll back failed
+        self._roll_back_at = -math.inf  # the earliest time of the next attempt
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[None]:
@@ -48,7 +48,7 @@ class Lifecycle:
 
     @property
     def may_roll_back(self) -> bool:
-        """Whether a rollback may begin: the job is running, and the last try that failed is long enough ago."""
+        """Whether a rollback may begin: the job is running, and the last failed attempt is long enough ago."""
         return self.is_running and self._clock.now() >= self._roll_back_at
 
     @property
@@ -62,12 +62,12 @@ class Lifecycle:
         return self._ended is not None
 
     def begin(self, phase: Phase) -> None:
-        """Begins a phase, which lasts until `done`. The caller is in `deciding`, and the job is running."""
+        """Begins a phase, which lasts until `done`. Call it in a `deciding` block, while the job is running."""
         assert self.is_running
         self._phase = phase
 
     def done(self) -> None:
-        """Ends the phase that `begin` began: the job runs again. The caller is not in `deciding`."""
+        """Ends the phase that `begin` began: the job runs again. Call it outside of `deciding`, whose lock it takes."""
         with self._lock:
             self._phase = Phase.RUNNING
 

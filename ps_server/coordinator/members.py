@@ -47,8 +47,8 @@ class _OnDisk:
         self._started = started
 
     def roster(self, membership: Membership) -> Roster:
-        """Returns the roster without unsaved workers. Its last value is False if training has started only because of
-        one of these.
+        """Returns the roster without unsaved workers. Its last value is False if training would not have started
+        without an unsaved worker.
         """
         ranks = [rank for rank, each in membership.members.items() if each.incarnation not in self.unsaved]
         self._started = membership.started and (self._started or not self.unsaved)
@@ -87,7 +87,7 @@ class JobMembers:
         self._lock = threading.Lock()  # held for the moment of a look or a change
         self.removals = Removals(name, run, cluster.shards, pending_removals)
         self._joining = Reservations(name)
-        self._fenced: dict[int, LiveWorker] = {}  # by rank, workers whose own join failed half way: they try again
+        self._fenced: dict[int, LiveWorker] = {}  # by rank, workers that were fenced by a join that failed half way
         self.attendance = Attendance()
         self._on_disk = _OnDisk(membership.started)
         self._closed = False
@@ -214,8 +214,8 @@ class JobMembers:
         return member if is_known else None
 
     def reserve(self, rank: int | None, request: JoinRequest) -> Reservation:
-        """Reserves a rank and an incarnation for a worker. Shards may count it from now on: write the state file
-        before.
+        """Reserves a rank and an incarnation for a worker. The caller must write the state file before any shard counts
+        the worker.
 
         rank: the rank that the worker asks for; None: any
         Raises Fenced, JobInUse, TryLater or LimitExceeded if the worker cannot join.
@@ -230,7 +230,7 @@ class JobMembers:
                 raise refusal(self._name, rivals, request, membership.lease)
             if self._joining.are_strange(rank, request):
                 raise try_soon(f"another launch joins job {self._name!r} at this moment")
-            # Shards remember every rank that there ever was, so that a repeat is known: there must be a last one.
+            # Shards remember the clock of every rank that ever joined, to recognise repeats. So ranks must be bounded.
             if rank >= self._limits.workers:
                 raise LimitExceeded(f"a rank must be below max-workers, {self._limits.workers}, got {rank}")
             key, older = secrets.token_bytes(LEASE_KEY_BYTES), membership.members.get(rank)
@@ -260,7 +260,7 @@ class JobMembers:
         answer: that shard may count any of the workers.
         """
         shards = self._shards.all()
-        # Where one counts a worker, others wait for it: not before it is known that all shards answer.
+        # Updates on a shard that counts a worker wait for this worker. So all shards must answer before one counts it.
         self._shards.call(shards, lambda shard: shard.api.process())
         try:
             first = self._count_from(shards, dict.fromkeys(reservations))
@@ -310,7 +310,8 @@ class JobMembers:
                 self._joining.check(reservation)
             except PSError as overtaken:
                 return overtaken
-        # The shard was rolled back, and knows a later incarnation than this coordinator: the next one is later.
+        # A rollback has fenced later incarnations on the shard than this coordinator knows. The next attempt of the
+        # worker gets a higher one.
         return TryLater(f"job {self._name!r}: {fenced}")
 
     def admit(self, reservation: Reservation, request: JoinRequest, joined: Joined) -> LiveWorker:
@@ -462,7 +463,7 @@ class JobMembers:
             if everywhere:
                 self.restore_count += 1
                 self.removals.clear()
-            else:  # the shards that kept theirs still count them
+            else:  # the shards that kept their part of the job still count these workers
                 self.removals.add(*gone)
         return members
 
@@ -483,7 +484,7 @@ def _may_be_late(request: JoinRequest) -> bool:
 # to be dead, or was away for too long. The job is finished then.
 
 
-LAUNCHES_KEPT = 256  # that took part in one job; the first are forgotten
+LAUNCHES_KEPT = 256  # launches remembered of those that took part in one job; the oldest are forgotten
 
 
 class Attendance:

@@ -93,7 +93,7 @@ class NewJobs:
         return self._new(chosen)
 
     def _new(self, spec: JobSpec) -> CoordinatedJob:
-        check_job_spec(spec, self._cluster.limits)  # with as many buckets as it has now
+        check_job_spec(spec, self._cluster.limits)  # once more: with the bucket size, the number of buckets is known
         shards = self._cluster.shards
         placed = place_job(spec, shards.count, self.runs.new())
         processes = {index: shard.process for index, shard in shards.known().items()}
@@ -102,7 +102,8 @@ class NewJobs:
 
         def create(shard: RegisteredShard) -> None:
             shard.api.create_job(spec, placed.buckets_of(shard.index), placed.run, shards.count)
-            # Otherwise its part would count as lost when that process calls in, and the job has no checkpoint yet.
+            # If a new process has created the part, the part would count as lost once that process registers. The job
+            # has no checkpoint yet to which it could be rolled back.
             if shard.api.process() != processes.get(shard.index):
                 raise TryLater(f"shard {shard.index} was started anew, and has not called in yet")
 

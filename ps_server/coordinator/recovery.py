@@ -30,7 +30,8 @@ from ps_server.storage.manifest import Manifest
 
 log = logging.getLogger("ps_server")
 
-ANSWERS_WITHOUT_PROGRESS = 30  # of a shard that restores, after which other jobs have their turn
+# After so many answers of a restoring shard without progress the rollback is interrupted: other jobs have their turn.
+ANSWERS_WITHOUT_PROGRESS = 30
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Recovery:
             rollback = self._next(name, job.run, checkpoint, max(last_incarnation, manifest.last_incarnation))
             own = {shard.index: _own_files(job, manifest, shard.index) for shard in shards}
             reached = self._restore_shards(job, shards, rollback, own)
-            self._store.check_workers(name, manifest)  # read again when a worker asks for its own
+            self._store.check_workers(name, manifest)  # only checks the states: each is read when its worker joins
             failpoint("restore-half-done")
             return Restored(manifest, reached, rollback.incarnation)
 
@@ -166,7 +167,7 @@ class Recovery:
         """Counts and logs the checkpoints that were begun after the one that was restored."""
         try:
             unfinished = self._store.unfinished(job, restored)
-        # No error: the shards are restored, and the caller would restore them again
+        # Not raised: the shards are restored, and the caller would restore them again
         except (OSError, PSError) as error:
             log.warning("job %s: whether checkpoints after %s were begun is not known: %s", job, restored, error)
             return
@@ -222,7 +223,7 @@ class Recovery:
             manifest = self._store.manifest(job.spec.name, name)
         except VersionMismatch:
             if any_run:
-                raise  # a run from an older checkpoint would bury this one
+                raise  # a run that continued from an older checkpoint would supersede this one
             return None
         if not any_run and not job.owns(manifest.run, name):
             return None

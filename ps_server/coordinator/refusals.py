@@ -9,11 +9,11 @@ from ps_protocol.messages.workers import JoinRequest
 from ps_runtime.quantities import ranks_text
 from ps_server.core.membership import LiveWorker, Rivals
 
-HOSTS_NAMED = 4
+HOSTS_NAMED = 4  # in an error; further hosts are counted
 PIDS_NAMED = 4
 ASK_AGAIN_PER_LEASE = 16  # four times as often as a heartbeat comes
 LONGEST_ASK_AGAIN_SECONDS = 1.0
-SOON_SECONDS = 0.05
+SOON_SECONDS = 0.05  # after which the caller tries again, if the cause passes within a moment
 
 
 def try_soon(text: str) -> TryLater:

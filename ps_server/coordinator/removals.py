@@ -1,5 +1,6 @@
-"""Pending removals: workers that have left, and that a shard may still count. Live workers would wait for them for
-ever.
+"""Pending removals: workers that have left, and that a shard may still count.
+
+As long as a shard counts such a worker, the live workers wait there for steps that it never makes.
 
 Each shard gets its removals in a thread of its own, again and again until it has answered. A shard that hangs delays
 only work that needs this shard anyway.

@@ -6,7 +6,7 @@ import threading
 
 from ps_server.coordinator.timing import Clock
 
-NANOSECONDS = 1e9  # a run is the time at which it was made, in these
+NANOSECONDS = 1e9  # in a second: a run is the time at which it was made, in nanoseconds since 1970
 
 
 def began_at(run: str) -> float:

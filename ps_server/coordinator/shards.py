@@ -31,8 +31,8 @@ log = logging.getLogger("ps_server")
 
 T = TypeVar("T")
 
-SHARD_CALL_SECONDS = 2.0  # a shard calls in so often
-THREADS_OF_A_SHARD = 64  # that call it; they are made when they are needed
+SHARD_CALL_SECONDS = 2.0  # interval at which a shard renews its registration
+THREADS_OF_A_SHARD = 64  # most threads that call one shard; they are started when they are needed
 
 
 class ShardApi(Protocol):
@@ -141,9 +141,9 @@ class Shards:
         self._began = self._clock.now()
         self._known: dict[int, RegisteredShard] = {}
         self._replaced: set[int] = set()  # processes that served a shard before another one did
-        self._ended: set[int] = set()  # processes that serve a shard, and have ended, as their launchers have seen
+        self._ended: set[int] = set()  # processes that have a shard's index, and whose launcher has seen them end
         self._lock = threading.Lock()
-        self.is_closing = False  # long work must end soon
+        self.is_closing = False  # True: `close` was called, and long work must end soon
 
     def register(
         self,
@@ -196,7 +196,7 @@ class Shards:
         """Raises TryLater if a new process cannot get a shard's index yet. The caller holds the lock."""
         if process in self._replaced:  # a late call of a replaced process: the job parts that it held are lost
             raise TryLater(f"a process at {address} was replaced by another one")
-        # Only one process can listen at an address: at the same one it is the shard, started again.
+        # A new process at the same address is the shard, started again: only one process can listen at an address.
         if before is None or before.process in self._ended:
             return
         if before.address != address and self._clock.now() < before.seen + self._lost_after:

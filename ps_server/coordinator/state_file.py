@@ -32,7 +32,7 @@ from ps_server.storage.manifest import READABLE, WITHOUT_BASES, seal, written_by
 log = logging.getLogger("ps_server")
 
 FILE = ".coordinator.json"
-MAX_BYTES = 2**30  # that are read: it has the values of rounds, which are many where jobs are
+MAX_BYTES = 2**30  # most bytes that are read: with many jobs, the values of their rounds make the file large
 # Fields of workers that are not written: times on the clock of a process that has ended when they are read, and fields
 # for the answer to a join.
 _PASSING = ("expires", "heard", "heard_before", "on_shards")
@@ -129,7 +129,7 @@ class StateFile:
 
 
 def _data(job: SavedJob) -> dict[str, Any]:
-    """Returns a job as JSON has it."""
+    """Returns a job as plain data that JSON can hold."""
     data = {**asdict(replace(job, spec={}, workers=(), away=(), absent=())), "spec": job.spec}  # which is plain data
     for name, workers in (("workers", job.workers), ("away", job.away), ("absent", job.absent)):
         data[name] = [
@@ -179,10 +179,10 @@ def _worker(data: dict[str, Any]) -> LiveWorker:
     return LiveWorker(**{**data, "key": bytes.fromhex(data["key"])}, expires=0.0, replaced=replaced)
 
 
-# -- a job in it -------------------------------------------------------------------------------------------------------
+# -- one job in the file -----------------------------------------------------------------------------------------------
 
 
-ROUND_BYTES_ON_DISK = 2**20  # of past rounds in the file: each round writes them again
+ROUND_BYTES_ON_DISK = 2**20  # most bytes of a job's past rounds in the file: each new round writes them once more
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def saved(job: CoordinatedJob) -> SavedJob:
 def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry) -> CoordinatedJob:
     """Makes a job from its saved state. Its workers may be training: they have two leases to send a heartbeat."""
     until, count = cluster.clock.now() + 2 * cluster.lease, cluster.shards.count
-    # No number twice: this may be an earlier copy of the file, and workers that joined after it was made may live.
+    # No incarnation twice: the file may be an earlier copy, and workers that joined after it was made may be alive.
     last_incarnation = max(saved.last_incarnation, int(cluster.clock.since_1970() * 1e3))
     absence = cluster.timing.absence
     membership = Membership(
@@ -287,7 +287,7 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
     membership.resume(set(saved.done), cluster.clock.now())
     placed = replace(place_job(spec, count, saved.run), continues=saved.continues)
     processes: dict[int, int] = {}
-    # Otherwise the cluster has another number of shards now, and every part of the job is lost.
+    # If the number of shards has changed since, no shard has its part of the job: every part counts as lost.
     if len(saved.shard_processes) == count and all(shard < count for shard in saved.placement):
         placed, processes = replace(placed, placement=saved.placement), dict(saved.shard_processes)
     accounting = StepAccounting(

@@ -44,7 +44,7 @@ class Timing:
     shard_lost:        after this time without a call, another process may take a shard's index
     round_look:        interval of checks of the workers that wait in a round
     round_notice:      interval of messages to such a worker that say which ranks it waits for
-    round_hold:        after this time such a worker is told to ask again
+    round_hold:        after this time the stream of such a worker ends, and the worker asks again
     checkpoint_look:   interval of checks of a checkpoint under way
     checkpoint_begin:  interval of attempts to begin a checkpoint while a shard cannot
     state:             in sync, how long a scheduled checkpoint waits for a worker's state after all parts are on disk.

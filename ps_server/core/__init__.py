@@ -1,7 +1,7 @@
 """The rules, without sockets, clocks, threads, environment or protobuf: time and data come in as arguments.
 
 accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
-admission.py     Admission: which requests may be received now, and which wait for a place
+admission.py     Admission: which requests a server receives now, and which wait until another one has arrived
 agreement.py     How alike workers move in a round of local steps
 budget.py        How many bytes a job may take on a shard, and how many may wait there, by job and by principal
 checking.py      Checks a pushed bucket against the job, and makes the command that stages it

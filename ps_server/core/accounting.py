@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from ps_server.core.data_commits import Intervals, Span
 from ps_server.core.snapshot import VersionRange
 
-SPANS_KEPT = 32  # one that is forgotten counts as lost once more: too many, rather than too few
+# Most spans kept for each rank. The steps of a dropped span may be counted once more: too many, rather than too few.
+SPANS_KEPT = 32
 
 
 @dataclass
@@ -40,24 +41,24 @@ class StepAccounting:
     settled: dict[int, tuple[Span, ...]] = field(default_factory=dict)
 
     def joined(self, rank: int, clock: int, before: int | None, pushed: int | None = None) -> None:
-        """Notes that a worker joined at `clock`.
+        """Records that a worker joined at `clock`.
 
         before: the number of steps that it had finished, if it comes back; None: a new process
-        pushed: the last clock of which all shards have its pushes; it includes the step under way, if none of that is
-                missing
+        pushed: the last clock of which all shards have the worker's pushes. That may be the step under way, if all of
+                its pushes have arrived
         """
         if before is not None and pushed is not None:
             before = max(before, pushed)
         self.settle(rank, before)
         self.departed.pop(rank, None)
         self.began.setdefault(rank, clock)
-        if rank in self.settled:  # if all shards went back, it makes clocks once more that are counted as lost
+        if rank in self.settled:  # the worker makes the clocks after `clock` once more, so they may be lost once more
             self.settled[rank] = tuple((start, min(end, clock)) for start, end in self._spans(rank) if start < clock)
         if before is not None:
             self._add(rank, before, clock)
 
     def gone(self, rank: int, clock: int) -> None:
-        """Notes that a worker has left or was removed. clock: its last known clock"""
+        """Records that a worker has left or was removed. clock: its last known clock"""
         self.departed[rank] = clock
 
     def settle(self, rank: int, clock: int | None = None) -> None:
@@ -88,7 +89,7 @@ class StepAccounting:
     def rolled_back(
         self, reached: Sequence[VersionRange], heard: Mapping[int, int], gone: Mapping[int, int] | None = None
     ) -> None:
-        """Notes each worker's debt after a rollback.
+        """Records each worker's debt after a rollback.
 
         reached: the versions and clocks of each shard that was rolled back
         heard:   by rank, the last known clock of a worker that was live
@@ -106,7 +107,7 @@ class StepAccounting:
             if rank in heard or before < clock:  # otherwise the worker was given up, and its debt is settled
                 self.unaccounted[rank] = min(before, restored), clock
         if self.goes_back_together:
-            return  # the others make these steps again
+            return  # all shards go back: the workers that remain repeat the clocks of those that are gone
         known = gone or {}
         for rank in (self.departed.keys() | known.keys()) - self.unaccounted.keys():
             clock = max(self.departed.get(rank, 0), known.get(rank, 0))

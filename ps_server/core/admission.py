@@ -20,15 +20,17 @@ from ps_server.core.thread_shares import MOST_OF_A_POOL
 
 # Bytes of each stream that gRPC buffers before the server reads its request: enough for a heartbeat.
 WINDOW_BYTES = 512
-ACTIVE_SECONDS = 60.0  # after its last request an origin counts as active: another one may not take all places
+# For so long after its last request an origin counts as active. While one does, no other origin may take all places.
+ACTIVE_SECONDS = 60.0
 
 _WAITING = 4_096  # most requests of a kind that wait for a place; few of them have a thread
-_FEW = 8
+_FEW = 8  # most calls of one kind that hold a thread while they wait
 
-# How long a principal whose request was broken off is penalised: the first time, and at most. Each time doubles it.
+# Seconds for which a principal is penalised after one of its requests was broken off: the first time, and at most. Each
+# further request that is broken off doubles them.
 PENALTY_SECONDS, LONGEST_PENALTY_SECONDS = 60.0, 600.0
 
-HELD_SECONDS = 5.0  # by which a refusal to a penalised caller is delayed: refused at once, it would call again at once
+HELD_SECONDS = 5.0  # delay of a refusal to a penalised principal, which would otherwise call again at once
 
 C = TypeVar("C", bound=Hashable)
 
@@ -40,7 +42,7 @@ class RequestKind(enum.Enum):
     LARGE = "large"  # jobs, states, values
     EXCHANGE = "exchange"  # pushes that come with a pull: mostly without a payload, and the pull waits for them
     DATA = "data"  # pushes
-    FRAMED = "framed"  # requests over data connections, which wait for none that come by gRPC
+    FRAMED = "framed"  # requests over data connections: they never wait for a request over gRPC
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ def request_limits(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -
             f"--max-receiving-bytes must be at least {needed * limits.message_bytes + windows}, {needed} times "
             f"--max-message-bytes and {WINDOW_BYTES} times --max-all-calls, got {limits.receiving_bytes}"
         )
-    # A second place, of which one caller never takes both, before there are more for pushes.
+    # Exchanges and large requests get a second place before pushes get more: one caller never takes both of two places
+    # while another one is active.
     wanted = ([RequestKind.EXCHANGE, RequestKind.LARGE] if is_shard else [])[: places - needed]
     for kind in wanted:
         least[kind] += 1
@@ -134,17 +137,19 @@ class RequestPlaces(Generic[C]):
 
     def __init__(self, given: RequestLimits) -> None:
         self._limits = given
-        self._received: dict[C, tuple[Origin, float]] = {}  # since when, the longest first
-        self._held: Counter[Origin] = Counter()  # how many of these, by every beginning of an origin
-        self._waiting: dict[C, tuple[Origin, float]] = {}  # since when, the longest first
-        self._queued: Counter[Origin] = Counter()  # how many calls wait, by every beginning of an origin
-        # The waiting calls, by principal, host and connection. The next turn is that of the first one.
+        # Calls with their origin and the time at which they got a place, or began to wait: the earliest first. The
+        # counters have the number of these calls for each prefix of an origin: a principal, its host, its connection.
+        self._received: dict[C, tuple[Origin, float]] = {}
+        self._held: Counter[Origin] = Counter()
+        self._waiting: dict[C, tuple[Origin, float]] = {}
+        self._queued: Counter[Origin] = Counter()
+        # The waiting calls, as nested dictionaries: principal, host, connection, call. Calls are in order of arrival.
         self._turns: dict[Any, Any] = {}
-        self._turn: dict[Origin, int] = {}  # of active origins, the number of their last turn
+        self._turn: dict[Origin, int] = {}  # by prefix of an active origin, the number of its last turn
         self._turns_taken = 0
-        self._penalties: dict[Origin, tuple[float, float]] = {}  # by principal: until when, and how long that was
-        self._broken_off: set[C] = set()  # calls that are being received, and were told to end
-        # By length, the beginnings of origins that asked lately, with the time: the longest ago first.
+        self._penalties: dict[Origin, tuple[float, float]] = {}  # by principal: the end of its penalty, and its length
+        self._broken_off: set[C] = set()  # received calls that `overdue` has returned: each is penalised once
+        # By length of the prefix: the active prefixes, with the time of their last request, the earliest first.
         self._active: dict[int, dict[Origin, float]] = {}
 
     @property
@@ -217,12 +222,12 @@ class RequestPlaces(Generic[C]):
         return HELD_SECONDS if self._is_penalised(origin[:1], now) else 0.0
 
     def _penalise(self, principal: Origin, now: float) -> None:
-        """Notes that a request of a principal was broken off."""
+        """Records that a request of a principal was broken off."""
         _, before = self._penalties.pop(principal, (0.0, PENALTY_SECONDS / 2))
         seconds = min(2 * before, LONGEST_PENALTY_SECONDS)
         self._penalties[principal] = now + seconds, seconds
         for other, (until, last) in list(self._penalties.items()):
-            if until + last < now:  # no request was broken off for as long again
+            if until + last < now:  # forgotten once it is over for as long as it lasted: the next one is short again
                 del self._penalties[other]
 
     def _is_penalised(self, principal: Origin, now: float) -> bool:
@@ -244,6 +249,7 @@ class RequestPlaces(Generic[C]):
         return True
 
     def _admit(self, now: float) -> tuple[C, ...]:
+        """Gives the free places to waiting calls, in turn. Returns these calls."""
         admitted = []
         while len(self._received) < self._limits.places:
             call = self._next(self._turns, (), now)
@@ -258,7 +264,7 @@ class RequestPlaces(Generic[C]):
 
     def _next(self, turns: dict[Any, Any], origin: Origin, now: float) -> C | None:
         """Returns the call whose turn it is, and records the turn of its principal, host and connection."""
-        # Calls stay in their order of arrival
+        # The longest ago first. Single calls have no turns, and sorting is stable: they stay in order of arrival.
         for name in sorted(turns, key=lambda name: self._turn.get((*origin, name), 0)):
             beginning, below = (*origin, name), turns[name]
             if below is None:
@@ -272,16 +278,19 @@ class RequestPlaces(Generic[C]):
         return None
 
     def _may_take_a_place(self, origin: Origin, now: float) -> bool:
+        """Whether a principal, a host or a connection may get one more place. origin: the prefix that names it"""
         most, active = max(1, self._limits.places - 1), self._active[len(origin)]
         if self._held[origin] >= most and not active.keys() <= {origin}:
-            return False
+            return False  # the last place is for another active origin
         if len(origin) == 1 and self._is_penalised(origin, now):
+            # All penalised principals count as one: together they leave the last place to the others.
             likes = {other for other in active if self._is_penalised(other, now)}
             held = sum(self._held[other] for other in self._penalties if self._is_penalised(other, now))
             return held < most or active.keys() <= likes
         return True
 
     def _is_active(self, origin: Origin, now: float) -> None:
+        """Records that an origin has just asked. Forgets prefixes of origins that are no longer active."""
         for beginning in _beginnings(origin):
             active = self._active.setdefault(len(beginning), {})
             active.pop(beginning, None)
@@ -301,6 +310,7 @@ class RequestPlaces(Generic[C]):
         return next(reversed(turns))
 
     def _forget(self, call: C) -> None:
+        """Removes a call from those that wait."""
         origin, _ = self._waiting.pop(call)
         _take_one(self._queued, origin)
         path: list[tuple[dict[Any, Any], Any]] = []
@@ -314,6 +324,7 @@ class RequestPlaces(Generic[C]):
 
 
 def _beginnings(origin: Origin) -> list[Origin]:
+    """Returns the prefixes of an origin: its principal, with its host, and with its connection."""
     return [origin[: length + 1] for length in range(len(origin))]
 
 

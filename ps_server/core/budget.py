@@ -44,7 +44,7 @@ class PrincipalBudget:
         if others + size:
             self._bytes[principal] = others + size
         else:
-            self._bytes.pop(principal, None)  # or principals that are gone would add up
+            self._bytes.pop(principal, None)  # otherwise the entries of principals that are gone would accumulate
         return True
 
     def release(self, principal: str, size: int) -> None:
@@ -67,7 +67,7 @@ _NOTHING = _Reservation(0, "", 0)
 
 
 class StagingBudget:
-    """The bytes of one job of one kind, by unit and rank: one reservation each. Not thread-safe."""
+    """One kind of waiting bytes of one job: a reservation for each unit and rank. Not thread-safe."""
 
     def __init__(self, principals: PrincipalBudget) -> None:
         self.bytes = 0
@@ -237,15 +237,16 @@ class StagingRoom:
             budget.release_all()
 
 
-ROWS_BYTES = 16 * 2**20  # of a table that a worker may push ahead of others
+ROWS_BYTES = 16 * 2**20  # bytes of rows of one table that a worker may push ahead of the other workers
 
 
 def derived_limit(weights: int, bucket: int, workers: int, tables: int = 0) -> int:
     """Returns the bytes that may be staged on a shard without a configured limit: the size of its weights, or two
     buckets for each worker if that is more.
 
-    So a push of one of two workers is never refused, however far ahead the worker is in a step, and no bucket is sent
-    twice. A worker has two buckets under way to one shard. The rows of the job's tables are added to this.
+    With two workers no push is refused then, however far one of them is ahead within a step, so no bucket is sent
+    twice. With more workers each has room for two buckets, as many as it has under way to one shard at a time. The rows
+    of the job's tables are added to this.
 
     weights: bytes of the weights; bucket: bytes of a full bucket; workers, tables: their numbers
     """
@@ -258,7 +259,7 @@ BUCKET_BYTES, SLICE_BYTES, GROUP_BYTES = 5 * 1024, 1536, 1024
 
 @dataclass(frozen=True)
 class JobRoom:
-    """The bytes that a job will take on a shard in all, in part long after it was admitted.
+    """All bytes that a job will take on a shard, some of them long after the job was admitted.
 
     weights:   the buckets' weights, and the workers' version of them if they travel in blocks
     optimizer: the optimizer's state, once it has stepped
@@ -292,7 +293,7 @@ def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = N
             group = spec.parameters[part.parameter].group
             optimizer += part.length * itemsize * kept[group] if group is not None else 0
     staged = staged_limit or derived_limit(weights, spec.bucket_bytes, max(1, spec.world_size))
-    if spec.world_size:  # one of them waits for no other
+    if spec.world_size:  # at most world_size - 1 workers can wait for another one
         trained = sum(bucket.nbytes for bucket in buckets if not bucket.frozen)
         staged = min(staged, trained * (spec.world_size - 1))
     if not staged_limit:

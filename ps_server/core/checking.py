@@ -35,8 +35,8 @@ MAX_WEIGHT = 2.0**53  # the whole numbers up to there are exact
 class GradientChecks:
     """Checks the gradients of a job's buckets and tables: they must be finite, and their norm within a limit.
 
-    looks:  infinities and NaNs are looked for
-    limits: the norm is limited
+    looks:  whether gradients are searched for infinities and NaNs
+    limits: whether the norm is limited
     """
 
     def __init__(self, spec: JobSpec, norm_limit: float) -> None:
@@ -140,8 +140,12 @@ class PushChecker:
         return StageGradient(*unit, call.clock, gradient, call.ranges, principal=principal)
 
     def holds_for_all_clocks(self, call: PushCall) -> bool:
-        """Whether `check` need not run again for the same call at another clock: it checked everything that the call
-        names, and gradients are not checked here. If the call then has other hyper-parameters, run `check_groups`.
+        """Whether `check` need not be repeated for the same call at another clock.
+
+        That is so if this shard does not read the gradients: they lie in a segment, no norm is limited, and their
+        worker has checked that they are finite, if the job demands that. `check` must also have seen all groups that
+        the call names. If the call comes with other hyper-parameters of these groups, only `check_groups` must be
+        called again.
         """
         groups: set[int] = set()
         for pushed in call.buckets:
@@ -152,13 +156,13 @@ class PushChecker:
             elif pushed.kind not in (PushKind.SKIP, PushKind.COMMIT):
                 return False
             groups.update(self.stage(self.bucket(pushed.bucket), call.stage).groups)
-        return call.groups.keys() <= groups  # `_check_groups` passes over groups of no bucket here
+        return call.groups.keys() <= groups  # `_check_groups` may have skipped the groups of other buckets
 
     def check_groups(self, call: PushCall) -> None:
         """Raises InvalidRequest for hyper-parameters that the call's buckets cannot have."""
         for pushed in call.buckets:
             self._check_groups(call.groups, self.stage(self.bucket(pushed.bucket), call.stage))
-            if call.stage == 0:  # where groups are those of the whole job
+            if call.stage == 0:  # then groups are those of the whole job: to check them once is enough
                 break
 
     def _next(
@@ -209,7 +213,7 @@ class PushChecker:
         """
         optimizer = self.stage(bucket, call.stage).optimizer
         codec, count = self._encoding(bucket, pushed.kind, pushed.state, optimizer, call.payload is None)
-        if pushed.kind in GRADIENTS:  # those in a segment have the bucket's type
+        if pushed.kind in GRADIENTS:  # in a message they have the job's wire format, in a segment the bucket's type
             codec.check_format(bucket, pushed.wire_format)
         expected = codec.size(count)
         if len(payload) != expected:
@@ -229,11 +233,11 @@ class PushChecker:
         if values is None:
             return none
         borrowed = call.payload is None
-        is_checked = borrowed and pushed.finite  # only the segment's owner has checked the values in it
+        is_checked = borrowed and pushed.finite  # a worker's own check counts only for values in its segment
         codec, _ = self._encoding(bucket, pushed.kind, pushed.state, "", borrowed)
         own = codec.copies or not (borrowed or memoryview(payload).readonly)
         if self._gradients.limits and borrowed:
-            # A copy: its worker could write another gradient there after this one was checked.
+            # Copied before the check: afterwards the worker could write another gradient into its segment.
             values, borrowed, own = values.clone(), False, True
         if self._gradients.looks and not (is_checked or codec.copies):
             for position, part in enumerate(bucket.slices):
@@ -276,7 +280,10 @@ class PushChecker:
                 raise InvalidRequest(f"the state assigned to {name} lacks {lacks}, which {stage.optimizer} needs")
 
     def _check_groups(self, groups: Mapping[int, HyperParameters], stage: StageSpec) -> None:
-        """stage: the stage of the checked bucket. A message of several buckets names the groups of all of them"""
+        """Raises InvalidRequest for hyper-parameters that the stage's optimizer cannot have.
+
+        stage: the stage of the checked bucket. A message of several buckets names the groups of all of them
+        """
         for group, values in groups.items():
             if stage.number == 0:
                 if not 0 <= group < len(self._spec.groups):
@@ -300,7 +307,7 @@ class PushChecker:
             raise InvalidRequest(
                 f"worker {rank}: all gradients weigh the same in mode {self._spec.mode}, got the weight {weight:g}"
             )
-        if weighted and kind in GRADIENTS and not 1 <= weight <= MAX_WEIGHT:  # nor NaN
+        if weighted and kind in GRADIENTS and not 1 <= weight <= MAX_WEIGHT:  # also for NaN
             raise InvalidRequest(
                 f"worker {rank}: a gradient has a weight from 1 to 2^53 in mode {self._spec.mode}, got {weight:g}"
             )

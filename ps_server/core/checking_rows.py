@@ -211,7 +211,7 @@ class RowChecker:
             )
 
     def _is_finite(self, table: JobTable, push: RowsPush, gradients: torch.Tensor) -> bool:
-        """Whether gradients may count; false where they are to be left out. Raises NonFiniteGradient, LimitExceeded."""
+        """Whether the gradients count; False if the step leaves them out. Raises NonFiniteGradient, LimitExceeded."""
         what = f"table {table.rows.name!r}"
         if self._gradients.looks and not are_finite(gradients):
             self._gradients.refuse_or_skip(push.worker.rank, what)

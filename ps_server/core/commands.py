@@ -152,7 +152,7 @@ class StageGradient(PushCommand):
     ranges: tuple[DataRange, ...] = ()
 
     def with_groups(self, groups: Mapping[int, HyperParameters]) -> StageGradient:
-        """Returns it with other hyper-parameters."""
+        """Returns the same command with other hyper-parameters."""
         return replace(self, gradient=replace(self.gradient, groups=groups))
 
 
@@ -186,7 +186,7 @@ class Commit(PushCommand):
     stage: int = 0
 
     def with_groups(self, groups: Mapping[int, HyperParameters]) -> Commit:
-        """Returns it with other hyper-parameters."""
+        """Returns the same command with other hyper-parameters."""
         return replace(self, groups=groups)
 
 

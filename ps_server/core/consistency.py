@@ -12,22 +12,24 @@ rank order: one that comes early is held back, so that two runs add in the same 
 
 A contribution once staged is never dropped: if its worker dies before the update is complete, it is in the mean.
 
-**With a quorum** (`QuorumRule`) an update waits for some of the live workers, and the late count next:
+**With a quorum** (`QuorumRule`) an update waits for some of the live workers. A contribution that comes late counts in
+the next update:
 
     next    adds staged contributions in order of arrival, and steps once enough live workers are in the open update. A
-            late push is the first in the next one. A worker is in an update once: a push for its next clock, while its
-            last contribution is in the open update, waits for the following update
-    admits  answers a pull when an update has been made since the weights that its worker's gradient was taken at: the
-            worker's own, or, for one that came late, one without it. So each step of a worker meets newer weights, and
-            none waits for a late one
+            late contribution is the first of the next update. A worker is in an update at most once: while its last
+            contribution is in the open update, its push for the next clock waits for the following update
+    admits  answers a worker's pull once an update was made after the weights with which the worker computed its last
+            gradient. As a rule that update has the worker's contribution. If the contribution came late, an update was
+            made without it. So each step of a worker begins with newer weights, and no worker waits for a late one
 
 A worker's clock counts its own contributions, and a bucket's version its updates: no two of these need be equal. Each
 bucket decides by itself: the same push may be in different updates on different buckets.
 
-No worker waits for ever. Say that all live workers wait, each on some bucket. If a bucket's open update lacks one of
-them, that one's push is in an update there already, and came before the gradient was taken of each worker that waits on
-that bucket. Going from each bucket to a worker that it lacks, and to the bucket on which that one waits, gradients
-would have to be older and older; there are as many as workers. So some bucket's open update lacks none, and is made.
+No worker waits for ever. Suppose that all live workers wait, worker W on bucket B. If the open update of B lacks a live
+worker V, an earlier update of B has V's contribution. No update of B was made since W fetched the weights for its
+gradient, or W would not wait. So V's gradient is older than W's. V waits on a bucket, too. If the open update of that
+bucket lacks a worker, the gradient of that worker is older still, and so on. There are only as many gradients as
+workers, so this ends at a bucket whose open update lacks no live worker. That update is made, and its workers go on.
 """
 
 from __future__ import annotations
@@ -168,7 +170,7 @@ class UpdateRule(Generic[T]):
         """Whether the weights include all contributions of `owed`: the result of an earlier call of `owed()`."""
         if not all(self.applied.get(rank, 0) >= clock for rank, clock in owed.items()):
             return False
-        # A rank that joins again counts all its steps as applied; the open update may hold one of them.
+        # When a rank joins again, all its steps count as applied, although the open update may still hold one of them.
         staged = [(add.rank, add.clock) for add in self.added]
         staged += [(add.rank, add.clock) for add in self.waiting.values()]
         return all(clock > owed.get(rank, 0) for rank, clock in staged)
@@ -186,14 +188,14 @@ class UpdateRule(Generic[T]):
         return False
 
     def is_awaited(self, rank: int, clock: int) -> bool:
-        """Whether this contribution would be the next to be added. It must not be refused for lack of room: all workers
-        would stop. Contributions that come after it in order may be refused.
+        """Whether this contribution would be the next to be added. If so, it must not be refused for lack of room,
+        because all workers wait for it. Contributions that come after it in order may be refused.
         """
         if not self.consistency.aggregate:
             return False
         if clock > self.version + 1:
-            # All workers may have joined at a later clock than the bucket's version. Then nobody contributes to the
-            # updates between: the first contribution makes them empty updates, and the other contributions wait for it.
+            # All workers may have joined at a later clock than the bucket's version. Then no worker contributes to the
+            # updates in between. They are made empty once a first push is staged: only that push is awaited.
             return not (self.waiting or self.added or any(self._is_needed(rank) for rank in self.roster))
         taken = {add.rank for add in self.added}
         before = (other for other in self.waiting.keys() | self.roster.keys() if other < rank and other not in taken)
@@ -284,7 +286,7 @@ class UpdateRule(Generic[T]):
         """
 
     def is_at(self, clock: int) -> bool:
-        """Whether a snapshot of `clock`, common to all workers, is to be taken now."""
+        """Whether a snapshot at `clock`, which is the same for all workers, must be taken now."""
         return self.version == clock
 
     def has_passed(self, clock: int) -> bool:
@@ -296,7 +298,7 @@ class UpdateRule(Generic[T]):
         return isinstance(work, Step)
 
     def sent(self, rank: int, clock: int) -> None:
-        """Notes that a worker's pull at `clock` is answered with the current version; see QuorumRule."""
+        """Records that a worker's pull at `clock` is answered with the current version; see QuorumRule."""
 
     def admit_all(self, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
         """Returns an admission for each pull, which is a rank and a clock: the one rule of sync, ssp and async.
@@ -351,7 +353,7 @@ class UpdateRule(Generic[T]):
         return VersionRange(*self.versions(), dict(self.applied))
 
     def joined_at(self) -> dict[int, int]:
-        """Returns, by rank, the last clock that it has pushed, for ranks whose snapshot clock comes from a join, not a
+        """Returns the last pushed clock of each rank whose clock in a snapshot comes from a join, and not from a
         push.
         """
         clocks = self.extent().clocks
@@ -401,7 +403,7 @@ class UpdateRule(Generic[T]):
 class QuorumRule(UpdateRule[T]):
     """The update rule of one bucket in sync with a quorum.
 
-    weights_of: by rank, the lowest version of the weights at which its next gradient may be taken
+    weights_of: by rank, the lowest version of the weights with which the worker may compute its next gradient
     cleared:    by rank, the highest clock at which it may pull
     lags:       for each added contribution, how many updates were made since the weights of its gradient
     grace_over: the open update waits for its quorum only
@@ -429,7 +431,7 @@ class QuorumRule(UpdateRule[T]):
         return self._staged_only()
 
     def frontier(self) -> int:
-        """Returns the highest clock that any worker has reached here, live or not."""
+        """Returns the highest clock that any worker, live or gone, has reached on this bucket."""
         return max(self.staged.values(), default=0)
 
     def is_repeat(self, rank: int, clock: int) -> bool:
@@ -512,7 +514,7 @@ class QuorumRule(UpdateRule[T]):
         return isinstance(work, Step) or self.lags[-1] > 0
 
     def sent(self, rank: int, clock: int) -> None:
-        """Notes that a worker's pull is answered with the current version, which may be later than the one that
+        """Records that a worker's pull is answered with the current version, which may be later than the one that
         admitted it.
         """
         if clock == self.staged.get(rank, 0):  # otherwise the worker has computed its next gradient already
@@ -537,7 +539,7 @@ class QuorumRule(UpdateRule[T]):
         ]
 
     def _waits_for_all(self) -> Admission:
-        """Returns why pulls wait whose own push is staged."""
+        """Returns why a pull waits although its worker's push is staged. The reason is the same for all such pulls."""
         here = self._taken() | self.waiting.keys()
         missing = tuple(sorted(self.roster.keys() - here))
         come, needed = len(self.roster) - len(missing), self.consistency.needed(len(self.roster))

@@ -170,6 +170,7 @@ class DataCommits:
         return Use(True, sum(used.stop - used.start for used in ranges) - had) if had else UNUSED
 
     def _take(self, bucket: int, used: DataRange) -> None:
+        """Records that a bucket has had a range. Does nothing if all buckets have had it, or its pass is over."""
         latest = self._passes.get(used.loader)
         if latest is None or latest.number < used.pass_number:
             # A pass begins when the one before is complete everywhere: nothing of that one needs to be kept.
@@ -227,9 +228,9 @@ class DataCommits:
 
 
 def in_all(parts: Sequence[Committed]) -> Committed:
-    """Returns the data that is committed in all parts, of the latest pass of each loader.
+    """Returns the data that is committed in each of several buckets or shards, of the latest pass of each loader.
 
-    There is none if a part has not begun that pass.
+    There is none if one of them has not begun that pass.
     """
     committed: Committed = {}
     for loader in set[int]().union(*parts):

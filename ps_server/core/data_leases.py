@@ -53,9 +53,10 @@ class DataLeases:
         self._begin(0)
 
     def _begin(self, number: int) -> None:
+        """Begins a pass, of which all samples are free."""
         self.number = number
         self._committed = Intervals()
-        self._pushed = Intervals()  # by the word of workers
+        self._pushed = Intervals()  # reported by workers, and not yet confirmed by the shards
         self._free = Intervals([(0, self.spec.samples)])
         self._leased: dict[WorkerId, set[Span]] = {}
         self._doubtful: dict[WorkerId, set[Span]] = {}
@@ -88,7 +89,7 @@ class DataLeases:
             return BatchLease(complete=True)
         leased = self._leased.setdefault(worker, set())
         known = {batch.span for batch in report.leased if batch.pass_number == self.number}
-        spans = sorted(leased - known)[:count]  # leased before, in an answer that was lost
+        spans = sorted(leased - known)[:count]  # leased to this worker before, in an answer that it did not get
         fair = max(1, self._free.total // (2 * max(1, workers) * self.spec.batch_size))
         while len(spans) < min(count, fair) and len(leased) < self._limit and (span := self._next()) is not None:
             self._free.remove(*span)
@@ -111,6 +112,8 @@ class DataLeases:
                 )
 
     def _tell(self, worker: WorkerId, report: LeaseReport) -> None:
+        """Adopts a worker's report about the current pass: batches that it has pushed, returned, or still has."""
+
         def spans(ranges: Sequence[DataRange]) -> list[Span]:
             return [batch.span for batch in ranges if batch.pass_number == self.number]
 
@@ -162,7 +165,7 @@ class DataLeases:
     # -- changes of workers and shards --------------------------------------------------------------------------
 
     def gone(self, rank: int, incarnation: int) -> None:
-        """Notes that worker `rank` of this incarnation, and all earlier ones, are gone: their leased batches are in
+        """Records that worker `rank` of this incarnation, and all earlier ones, are gone: their leased batches are in
         doubt.
         """
         for worker in [worker for worker in self._leased if worker[0] == rank and worker[1] <= incarnation]:
@@ -194,7 +197,7 @@ class DataLeases:
             for span in self._doubtful.pop(worker, ()):
                 self._give_back(span)
 
-    # -- how far it is -----------------------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------------------------
 
     @property
     def complete(self) -> bool:

@@ -58,7 +58,8 @@ class Assignment:
     """Weights and optimizer state that a worker's script has set in one bucket, by the slice's position.
 
     weights: [length of the slice] each
-    reset:   slices whose optimizer state is replaced by that in `state`; without any, they begin anew
+    reset:   slices whose optimizer state is replaced by that in `state`. A slice that `state` lacks begins without
+             state, as with a new optimizer
     stage:   the script's stage; `state` belongs to this stage's optimizer
     next:    the stage that the bucket enters
     """
@@ -80,7 +81,7 @@ class Assignment:
         state = {position: dict(tensors) for position, tensors in self.state.items()}
         for position, tensors in other.state.items():
             state.setdefault(position, {}).update(tensors)
-        stage = max(self.stage, other.stage)  # a script that goes on is in no earlier one
+        stage = max(self.stage, other.stage)  # a script never returns to an earlier stage
         return Assignment(
             {**self.weights, **other.weights}, self.reset | other.reset, state, stage, other.next or self.next
         )
@@ -163,11 +164,11 @@ class OpenUpdate:
     def add(self, gradient: Gradient, is_last: bool = False) -> None:
         """Adds one contribution. The order of calls is the order of the sum.
 
-        is_last: the update is complete with it, as it seems now
+        is_last: no further contribution to this update is expected
         """
-        # The first contributor's assignments count: in sync that is the lowest rank's, in whatever order contributions
-        # came. Where clocks are mixed the first may be late: assignments, which the lowest rank alone sends, count
-        # whenever they come.
+        # The first contributor's assignments count: in sync those of the lowest rank, in whatever order contributions
+        # came. If clocks are mixed, the first one may be a late worker's. Then assignments count whenever they come:
+        # the lowest rank alone sends them.
         if self._is_empty or (self._mixes_clocks and self.assignment is None):
             self._is_empty, self.assignment = False, gradient.assignment
         if gradient.stage > self.stage or gradient.assignment is not None:
@@ -177,8 +178,8 @@ class OpenUpdate:
                 self.named.add(group, changed, gradient.clock)
         slices = self._bucket.slices
         if gradient.values is None:
-            # A step without a gradient for any slice counts as zero, as in a bucket that it fills in part. A step that
-            # was left out does not count: the mean is that of the other workers.
+            # A step that has a gradient for no slice counts as a gradient of zeros, as does each slice that a step
+            # lacks. A step that was left out does not count: the mean is that of the other workers.
             self.count += gradient.weight * (len(gradient.absent) == len(slices))
             return
         values, own = gradient.values, gradient.own
@@ -269,7 +270,7 @@ class DenseBucket:
     def add(self, gradient: Gradient, is_last: bool = False) -> None:
         """Adds one contribution to the open update. The order of calls is the order of the sum.
 
-        is_last: the update is complete with it, as it seems now, so that it may be added while the optimizer steps
+        is_last: no further contribution to this update is expected: this one may be added while the optimizer steps
         """
         self._open.add(gradient, is_last)
 
@@ -340,7 +341,7 @@ class DenseBucket:
         assert total is not None
         if update.summands > 1:
             return total if self._divides else total.div_(update.count).to(self.flat.dtype)
-        mean = total.to(self.flat.dtype)  # the sum is the contribution itself, and perhaps another's: not to be written
+        mean = total.to(self.flat.dtype)  # never divided in place: `total` may be the one contribution, in its memory
         return mean / update.count if update.count > 1 else mean
 
     def assign(self, assignment: Assignment) -> None:
@@ -362,7 +363,7 @@ class DenseBucket:
         optimizer.state.pop(tensor, None)
         if state:
             optimizer.state[tensor] = dict(state)
-        elif self._name == "Adagrad":  # makes its state in its constructor, and cannot step without
+        elif self._name == "Adagrad":  # which makes its state in its constructor, and cannot step without that state
             [group] = [group for group in optimizer.param_groups if any(member is tensor for member in group["params"])]
             [fresh] = ELEMENTWISE[self._name]([tensor], **hyper_parameters(self._name, group)).state.values()  # type: ignore[arg-type]
             optimizer.state[tensor] = fresh
@@ -381,8 +382,8 @@ class DenseBucket:
     def read_state(self, name: str) -> tuple[torch.Tensor, frozenset[int]]:
         """Returns one kind of optimizer state, and the positions of the slices that have none.
 
-        [numel] in the bucket's dtype, with zeros where there is none; for a state of one number a parameter, a float32
-        for each slice.
+        The state is [numel] in the bucket's dtype, with zeros in slices that have none. A state of one number for each
+        parameter, such as a count of steps, is [slices] in float32.
         """
         states = self._states()
         absent = frozenset(p for p in range(len(self._slices)) if not isinstance(states[p].get(name), torch.Tensor))
@@ -476,15 +477,17 @@ def _optimizer(stage: StageSpec, bucket: BucketSpec, slices: list[torch.Tensor])
             members.setdefault(group, []).append(tensor)
     cls = ELEMENTWISE[stage.optimizer]
     groups = [{"params": tensors, "index": group, **stage.groups[group]} for group, tensors in members.items()]
-    # Handed to the constructor too: Adagrad makes its state there, and looks at no group for how.
+    # Also passed as defaults: Adagrad makes its state in its constructor, from the defaults and not from the groups.
     arguments = dict(stage.groups[next(iter(members))])
     if _is_fused(stage.optimizer, bucket):
         arguments["fused"] = True  # ten times faster than one tensor operation after the other
     return cls(groups, **arguments)  # type: ignore[arg-type]
 
 
-_SCALES: dict[float, torch.Tensor] = {}  # a tensor of one number each: to make one costs as much as to add a bucket
-_SCALES_KEPT = 4096  # more than there are workers of a job, and fewer than there are sums of weights
+# Tensors of one number, cached because making one costs as much as adding a bucket. The cache has room for more counts
+# than a job has workers. Sums of weights may be any numbers, so not all of them fit.
+_SCALES: dict[float, torch.Tensor] = {}
+_SCALES_KEPT = 4096
 
 
 def _scale(count: float) -> torch.Tensor:

@@ -10,7 +10,8 @@ from ps_protocol.job import JobSpec, validate
 from ps_protocol.layout import ALIGNMENT_BYTES
 from ps_server.core.limits import Limits
 
-# A bucket costs a shard 5 KiB and 30 us, whatever it holds: a job of few bytes may not have a shard make very many.
+# A bucket costs a shard 5 KiB and 30 us, whatever its size. So the number of buckets that a job may have depends on its
+# bytes: otherwise a small request could make a shard allocate very many.
 FREE_BUCKETS, BYTES_OF_A_BUCKET = 1_024, 16 * 2**10
 
 
@@ -37,7 +38,7 @@ def _check_sizes(spec: JobSpec, limits: Limits) -> None:
             raise LimitExceeded(f"max-name-length is {limits.name_length}, got a name of {len(name)}")
     if spec.world_size > limits.workers:
         raise LimitExceeded(f"max-workers is {limits.workers}, got a world_size of {spec.world_size}")
-    # One more for each parameter is more than alignment and the ends of spaces can add.
+    # An upper bound: the alignment, and the ends of the spaces, add less than ALIGNMENT_BYTES for each parameter.
     size = sum(parameter.nbytes + ALIGNMENT_BYTES for parameter in spec.parameters)
     if size > limits.job_bytes:
         raise LimitExceeded(f"max-job-bytes is {limits.job_bytes}, got a job of {size}")

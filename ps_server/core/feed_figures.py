@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RelayFigures:
-    """What a relay has said of itself: RelayStatus in shard.proto.
+    """What a relay has reported about itself: RelayStatus in shard.proto.
 
-    readers: its own, and those of relays behind it
-    version: that of its newest edition; None: it has none yet
+    readers: the number of its readers, with those of the relays that follow it
+    version: the version of its newest edition; None: it has none yet
     behind:  updates that this edition lacks
     """
 
@@ -25,9 +25,9 @@ class RelayFigures:
 class AllRelays:
     """The relays of a job.
 
-    shown:   those with the most readers
-    count:   how many there are, with those that are not shown
-    readers: the readers of all of them, as they have said
+    shown:   the relays with the most readers
+    count:   the number of all relays, shown or not
+    readers: the readers of all relays, as these have reported
     """
 
     shown: tuple[RelayFigures, ...] = ()
@@ -41,7 +41,7 @@ class FeedFigures:
 
     readers:  how many readers have an edition or wait for one
     version:  the newest edition's version; None: there is no edition
-    age:      the newest edition's, in seconds: see FeedStatus.age_duration
+    age:      the age of the newest edition in seconds: see FeedStatus.age_duration
     behind:   updates that the newest edition lacks
     nbytes:   bytes of the editions in memory
     sent:     bytes of elements sent to readers, whole or as changes
@@ -70,8 +70,8 @@ class FeedFigures:
 def of_all_wires(figures: Sequence[FeedFigures]) -> FeedFigures:
     """Returns the figures of a job that is read in several wire formats.
 
-    Versions, ages and distances are the largest of all wire formats; everything else is summed. Relays are told for
-    the job, whatever its wire format.
+    Versions, ages and distances are the largest of all wire formats; everything else is summed. Relays are
+    recorded for the whole job, whatever their wire format, so their figures are not summed.
     """
     return FeedFigures(
         sum(each.readers for each in figures),

@@ -51,7 +51,7 @@ def check_feeds(job: str, callers: Sequence[str], caller: str, limit: float) -> 
 class Limits:
     """The limits of one server process."""
 
-    # of jobs
+    # limits of jobs
     jobs: int = _limit(128, "jobs at the same time; begun by one caller half as many")
     workers: int = _limit(4_096, "live workers of a job")
     parameters: int = _limit(MAX_PARAMETERS, "tensors of a job")
@@ -61,7 +61,7 @@ class Limits:
     name_length: int = _limit(MAX_NAME_LENGTH, "characters of a parameter's name")
     samples: int = _limit(2**40, "samples of a loader whose data is leased", _LARGEST_SIZE)
     leases: int = _limit(1_024, "batches of one loader that one worker may have leased")
-    # of what is kept for a caller
+    # limits of memory, disk and feeds
     staged_bytes: int | None = _limit(
         None, "bytes of a job that a shard holds back for others (by default as many as its weights)", _LARGEST_SIZE
     )
@@ -105,7 +105,7 @@ class Limits:
         "quarter of the memory that is free when the shard starts)",
         _LARGEST_SIZE,
     )
-    # of calls
+    # limits of calls
     calls: int = _limit(
         512, "calls in flight of one caller (a token or certificate) from one host; and four times as many that wait"
     )
@@ -118,7 +118,7 @@ class Limits:
     request_seconds: float = _limit(2.0, "seconds that a request of a few bytes may take to arrive")
     upload_seconds: float = _limit(30.0, "seconds that any other request may take to arrive")
     stall_seconds: float = _limit(30.0, "seconds that an answer may lie unread")
-    # of connections and threads
+    # limits of connections and threads
     threads: int | None = _limit(
         None,
         "threads of one process (by default as many as its container, its user and the kernel allow)",

@@ -10,19 +10,20 @@ from dataclasses import dataclass, field, replace
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
 from ps_protocol.messages.workers import Continued, JoinRequest
 
-# A fraction of a lease: heartbeats that come within it were held back, since workers pause longer
+# Heartbeats of a worker within an eighth of a lease count as one. Workers send them further apart, so if they come that
+# close together, a network has held the earlier ones back.
 TOGETHER_PER_LEASE = 8
-DELAYED_PER_LEASE = 16  # a fraction of a lease: a heartbeat of a dead worker may lie so long in a queue
-# After a rollback live workers come back at once. For so many seconds no other launch gets their ranks. No longer: they
-# may all be dead, and the other launch is their user's next try.
+DELAYED_PER_LEASE = 16  # a dead worker's last heartbeat may lie in a queue for a sixteenth of a lease
+# After a rollback live workers come back at once. For so many seconds no other launch gets their ranks. It is not
+# longer because they may all be dead, and the other launch may be their user's next attempt.
 AWAY_SECONDS = 5.0
-DEFAULT_ABSENCE_SECONDS = 300.0  # for which a job that ends waits for a worker that was removed as silent
-# When its last worker has fallen silent, a job waits for the processes that were live then. One that
-# is started again imports its libraries first, on another host perhaps: six leases are a minute.
+DEFAULT_ABSENCE_SECONDS = 300.0  # how long a job that ends waits for a worker that was removed as silent
+# When its last worker has fallen silent, a job waits for the processes that were live then. A process that is started
+# again first imports its libraries, perhaps on another host. With the default lease this is a minute.
 RETURN_LEASES = 6
-HEARTBEATS_PER_LEASE = 4  # as clients send them
-WORKERS_A_CALL = 64  # of one job in one call to a shard, so that the call ends long before its deadline
-REPLACED_KEPT = 16  # launches that one after the other took a rank over; the first are forgotten
+HEARTBEATS_PER_LEASE = 4  # that clients send
+WORKERS_A_CALL = 64  # workers of a job in one call to a shard, so that the call ends long before its deadline
+REPLACED_KEPT = 16  # launches kept of those that took a rank over one after the other; the oldest are forgotten
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Counted:
 
     frontier: the highest clock that any worker has reached
     pushed:   the last clock that workers of this rank have pushed to all trained buckets. Such a step of an earlier
-              incarnation counts, even if the worker did not get the answer. None: no bucket trains here
+              incarnation counts, even if the worker did not get the answer. None: the shard trains no bucket
     further:  by bucket or table, the last clock pushed to it, if it is later than `pushed`: the unit has had a step
               that others lack. None: unknown
     """
@@ -43,7 +44,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A worker that a shard is to count. clock: the clock from which it counts; None: the shard's own frontier"""
+    """A worker that a shard must begin to count. clock: from which clock on; None: from the shard's own frontier"""
 
     rank: int
     incarnation: int
@@ -187,8 +188,8 @@ class Membership:
     # By rank of a live group, the time of each member's last heartbeat; infinity: the member is done.
     _signs: dict[int, dict[int, float]] = field(default_factory=dict)
     _left: set[int] = field(default_factory=set)  # ranks whose last worker has left by itself
-    _doubted: float = -math.inf  # since when
-    _has_nobody: bool = False  # no worker was left, and the others are waited for
+    _doubted: float = -math.inf  # when the workers of `in_doubt` came into doubt
+    _has_nobody: bool = False  # no worker was left, and the job waits for its ranks to join again
     _is_told: bool = True  # `newly_awaited` has returned the ranks
 
     def claim(
@@ -202,7 +203,7 @@ class Membership:
         beyond the world size.
         """
         live = self.members.get(rank) if rank is not None else None
-        # The same process asks again where the answer to its first call was lost.
+        # The same process asks again if the answer to its first call was lost.
         repeats = live is not None and (live.pid, live.host) == (request.pid, request.host)
         if request.previous is not None and live is not None and live.incarnation > request.previous and not repeats:
             raise Fenced(
@@ -287,15 +288,18 @@ class Membership:
             self.in_doubt.clear()
 
     def _is_carried(self, rank: int, older: LiveWorker | None, now: float) -> bool:
-        """Whether another worker lived on while the worker of this rank did not: the job has gone on with it.
+        """Whether another worker outlived the worker of this rank, so that the job has gone on without it.
 
-        Otherwise all workers may have died together, and some leases just end later. older: the live worker of the rank
+        Otherwise all workers may have died together, although the leases of some end later than those of others.
+
+        older: the live worker of the rank
         """
         others = [member for r, member in self.members.items() if r != rank]
         if others and (self.rejoining or self.in_doubt or rank in self._left):
             return True  # another worker came back first, so the awaited ranks are known; or this worker left by itself
         ended = self.gone.get(rank, now) if older is None else _last_sign(older, now)
-        # A worker that died at the same time may have been heard so much later: its last heartbeat lay in a queue.
+        # A worker that died at the same time may have sent its last heartbeat up to one interval later, and that
+        # heartbeat may have lain in a queue. A heartbeat later than both is from a worker that lives on.
         since = ended + self.lease / HEARTBEATS_PER_LEASE + self.lease / DELAYED_PER_LEASE
         return any(member.heard > since for member in others)
 
@@ -354,8 +358,8 @@ class Membership:
         self._has_nobody = bool(anew)
 
     def doubt_is_over(self) -> bool:
-        """Returns whether a worker has sent a heartbeat of which it was unknown whether it is alive. If so, the job no
-        longer waits for any rank.
+        """Returns whether a worker of `in_doubt` has sent a heartbeat since, and so is alive. If so, the job no longer
+        waits for any rank.
         """
         since = self._doubted + self.lease / DELAYED_PER_LEASE
         if not any(self.members[rank].heard > since for rank in self.in_doubt if rank in self.members):
@@ -389,7 +393,7 @@ class Membership:
             return []
         for rank in late:
             del self.rejoining[rank]
-            self.gone[rank] = -math.inf  # it is not waited for once more
+            self.gone[rank] = -math.inf  # so long ago that `_await_all` never waits for this rank again
         if late:
             self._look_whether_started()
         return late
@@ -409,7 +413,7 @@ class Membership:
         self.members[rank] = replace(member, clock=max(clock, member.clock))
 
     def _group_sign(self, rank: int, of: int, now: float) -> float | None:
-        """Records a heartbeat of a group's member; returns the time of the most silent member's last one.
+        """Records a heartbeat of a group's member; returns the last heartbeat of the member that was silent longest.
 
         None: a member has sent no heartbeat yet; or this member is done, and its heartbeat does not count.
         """
@@ -451,7 +455,7 @@ class Membership:
             return False
         del self.members[rank]
         self.in_doubt.discard(rank)
-        if expired and self._has_nobody and not self.started:  # its launcher starts it again, perhaps
+        if expired and self._has_nobody and not self.started:  # its launcher may start it again
             self.rejoining.setdefault(rank, now + RETURN_LEASES * self.lease)
         return True
 
@@ -474,8 +478,9 @@ class Membership:
         return late
 
     def postpone(self, seconds: float, now: float) -> None:
-        """Extends leases and waits for rejoining ranks by `seconds`, but to no later than a lease from now: heartbeats
-        that lay in a queue meanwhile may have come. The times of absent workers are extended by the full `seconds`.
+        """Extends leases and waits for rejoining ranks by `seconds`, but to no later than a lease from now: some may
+        have been renewed already, by heartbeats that lay in a queue. The times of absent workers are extended by the
+        full `seconds`.
         """
 
         def later(until: float) -> float:

@@ -27,10 +27,10 @@ from ps_server.core.snapshot import BucketSnapshot
 
 
 class SliceOfPiece:
-    """Elements [start, start + length) of a piece. `lies`: the stretches of the whole parameter that the piece consists
-    of.
+    """Elements [start, start + length) of a piece.
 
-    span: where the first of them lies in the whole parameter, and where the last one ends
+    lies: the stretches of the whole parameter of which the piece consists
+    span: the offsets in the whole parameter of the slice's first element, and just behind its last one
     """
 
     def __init__(self, lies: Stretches, start: int, length: int) -> None:
@@ -42,9 +42,9 @@ class SliceOfPiece:
         return self.lies.first + stretch * self.lies.step + within
 
     def places(self, first: int, length: int, count: int, step: int) -> Stretches:
-        """Returns where elements lie in this slice, which has all of them.
+        """Returns the positions in this slice of some elements of the whole parameter. The slice must have them all.
 
-        In the whole parameter they are `count` stretches of `length`, `step` apart, from `first` on.
+        The elements are `count` stretches of `length`, `step` apart, from offset `first` of the whole parameter on.
         """
         lies = self.lies
         stretch, within = divmod(first - lies.first, lies.step)
@@ -94,7 +94,7 @@ class _Target:
         return self.bucket.spec.slices[self.position].offset
 
 
-_WEIGHTS, _SENT = "weights", "sent"  # in `filled`, as names that no state has, at position -1
+_WEIGHTS, _SENT = "weights", "sent"  # names in `filled`, at position -1, for elements that are no optimizer state
 
 
 class OtherCut:
@@ -117,7 +117,8 @@ class OtherCut:
         self._before, self._spec, self._refuses = before, spec, refuses
         self._buckets: dict[int, _Bucket] = {}
         self._targets: dict[str, list[_Target]] = {}
-        self._refused: JobMismatch | None = None  # by `snapshots`: a file that is damaged is found to be so before
+        # Raised only by `snapshots`, when all files were read: a damaged file must be reported as damaged first.
+        self._refused: JobMismatch | None = None
         for bucket in buckets:
             made = self._buckets[bucket.index] = _Bucket(bucket)
             for position, cut in enumerate(bucket.slices):
@@ -126,7 +127,7 @@ class OtherCut:
                 self._targets.setdefault(parameter.name, []).append(_Target(part, made, position))
 
     def use(self, weights: Mapping[int, torch.Tensor]) -> None:
-        """Makes the weights be assembled in this memory, which is all zeros. weights: by bucket"""
+        """Assembles the weights in this memory, which must be all zeros. weights: the memory of each bucket"""
         for index, memory in weights.items():
             self._buckets[index].memory = memory
 
@@ -250,7 +251,7 @@ class OtherCut:
             cut = made.spec.slices[position]
             if position >= 0 and count == cut.length:
                 _, scalar = made.scalars.get((position, name), (0, None))
-                found = made.state[position, name] if scalar is None else scalar.clone()  # not that of another slice
+                found = made.state[position, name] if scalar is None else scalar.clone()  # a tensor for each slice
                 state.setdefault(position, {})[name] = found
             elif position >= 0 and self._refuses:
                 parameter = self._spec.parameters[cut.parameter].name
@@ -295,8 +296,8 @@ def _at(values: torch.Tensor, places: Stretches) -> torch.Tensor:
 def shared(one: SliceOfPiece, other: SliceOfPiece) -> Iterator[tuple[Stretches, Stretches]]:
     """Yields the elements that two slices of pieces of the same parameter have in common, by their positions in each.
 
-    The whole parameter is treated as rows, as long as the step at which a piece's stretches repeat. A slice then has,
-    of the rows that it spans, the same columns; one that is a single stretch has all of them.
+    The whole parameter is treated as a matrix, whose rows are as long as the step at which a piece's stretches repeat.
+    A slice then has the same columns of all rows that it spans. A slice that is a single stretch has all columns.
     """
     first, last = max(one.span[0], other.span[0]), min(one.span[1], other.span[1])
     if first >= last:

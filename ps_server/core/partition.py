@@ -49,7 +49,7 @@ from ps_server.core.snapshot import VersionRange, union
 from ps_server.core.sums import Scratch
 from ps_server.core.unit import Bucket, Unit
 
-# The limit of waiting assignments, in sizes of the weights: the weights and three optimizer states
+# Assignments that wait may take so many times the bytes of the weights: for the weights and three optimizer states.
 ASSIGNED_WEIGHTS = 4
 
 
@@ -82,14 +82,15 @@ class JobPartition:
         waits for them. None: the bytes of this shard's weights, or two buckets for each worker if that is more.
         norm_limit: the L2 norm that the gradient in one push may have.
         principals: the budget of each principal, over all jobs; None: unlimited.
-        place: this shard's place among the shards of the job's tables; None: it is the only one."""
+        place: this shard's number among the shards of the job's tables, and its room for them; None: it is the only
+        shard."""
         layout, place = bucket_layout(spec.parameters, spec.bucket_bytes), place or Place()
         indices = list(indices)
         check_buckets(layout, indices)
         self.spec, self.layout = spec, layout
         self.roster: dict[int, Live] = {}
         here = {index: layout.buckets[index] for index in indices}
-        self.parameter_bytes = sum(bucket.nbytes for bucket in here.values())  # once: it is asked for at each push
+        self.parameter_bytes = sum(bucket.nbytes for bucket in here.values())  # computed once: each push needs it
         self._removed: dict[int, int] = {}  # by rank, the highest incarnation that was removed
         self._fenced = 0  # no incarnation up to this one may come back
         self._closed: PSError | None = None
@@ -166,7 +167,7 @@ class JobPartition:
         self.check_worker(command.worker)
         if isinstance(command, PushCommand):
             rank, start = command.worker.rank, self.roster[command.worker.rank].start
-            if command.clock <= start:  # it would pass for a repeat: acknowledged, and lost
+            if command.clock <= start:  # the unit would take it for a repeat, acknowledge it, and not apply it
                 pushed = "a commit of" if isinstance(command, Commit) else "a push of clock"
                 raise OutOfOrder(f"worker {rank} joined at clock {start}, and {pushed} {command.clock} came")
         unit = self.units.get(command.unit)
@@ -297,7 +298,7 @@ class Reached:
         return max((rule.frontier() for rule in self._rules), default=0)
 
     def pushed(self, rank: int) -> int | None:
-        """Returns the last clock that a rank has pushed to all buckets and tables; None: nothing trains here."""
+        """Returns the last clock that a rank has pushed to all buckets and tables; None: this shard trains none."""
         return min((rule.pushed.get(rank, 0) for rule in self._rules), default=None)
 
     def further(self, rank: int) -> dict[int, int]:
@@ -323,5 +324,5 @@ class Reached:
         return {rank: clock for rank, clock in self.extent().clocks.items() if rank not in self._roster}
 
     def extent(self) -> VersionRange:
-        """Returns the versions of all units, and the clocks of workers that are gone."""
+        """Returns the versions of all units, and each worker's lowest clock, also of workers that are gone."""
         return union(rule.extent() for rule in self._rules)

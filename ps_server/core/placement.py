@@ -1,12 +1,20 @@
 """How a job is cut and placed: how large its buckets are, and which shard holds which of them.
 
-**Size.** The fixed cost of a bucket speaks for few large ones, overlap for many small ones: weights can only come back
-once a bucket is complete. On a slow link nothing overlaps the first bucket's way to the shard and the last one's way
-back. On one machine the first counts more, between hosts the second: with 4 worker and 4 shard hosts on links of 200
-Mbit/s and 32 MB of weights a step took 0.70 of DDP's with 256 KiB, 0.84 with 1 MiB, 1.16 with 4 MiB. On one machine a
-round of 256 MiB over TCP took 561 ms with 4 MiB, 486 with 8, 363 with 16 (shared memory: 90, 92, 84; gRPC: 1045, 1095,
-1042), and one of 64 MiB 85, 70 and 63 ms (shared memory: 16, 15 and 14). Larger buckets take more memory of a shard:
-with four workers over TCP, and 97 MiB of weights, 1.99, 2.10 and 2.37 times weights and state.
+**Size.** The fixed cost of a bucket speaks for few large buckets. Overlap speaks for many small ones: weights can only
+come back once a bucket is complete, so nothing overlaps the first bucket's way to the shard and the last one's way
+back. Between hosts the overlap counts more. With 4 worker and 4 shard hosts on links of 200 Mbit/s, and 32 MB of
+weights, a step took 0.70 of DDP's time with buckets of 256 KiB, 0.84 with 1 MiB, 1.16 with 4 MiB. On one machine the
+fixed cost counts more. A round took, in ms:
+
+    weights, transport      buckets of 4 MiB   8 MiB  16 MiB
+    256 MiB, TCP                         561     486     363
+    256 MiB, shared memory                90      92      84
+    256 MiB, gRPC                       1045    1095    1042
+    64 MiB, TCP                           85      70      63
+    64 MiB, shared memory                 16      15      14
+
+Larger buckets take more memory of a shard: with four workers over TCP, and 97 MiB of weights, 1.99, 2.10 and 2.37 times
+the bytes of weights and state.
 
 **Place.** By bytes, largest first.
 """
@@ -115,7 +123,9 @@ def place_job(spec: JobSpec, shard_count: int, run: str) -> PlacedJob:
 
 LEAST_BYTES = 256 * 2**10  # between hosts; smaller ones cost more than they let overlap
 BUCKETS = 128  # aimed at for trained parameters, between hosts
-BUCKETS_OF_ONE_MACHINE = 8  # at least, unless they are as small as DEFAULT_BUCKET_BYTES: the last overlaps nothing
+# The least number on one machine, because the way back of the last bucket overlaps nothing. There are fewer if so many
+# would be smaller than DEFAULT_BUCKET_BYTES.
+BUCKETS_OF_ONE_MACHINE = 8
 MOST_BUCKETS = 2048  # between hosts, with frozen parameters: they are cut into buckets too, and travel only once
 
 

@@ -13,7 +13,9 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import MAX_TOTAL, MAX_VALUE_NAME, MAX_VALUES, WorkerFigures, is_value_name
 from ps_server.core.validation import check_once
 
-TABLES_TOLD = 100  # of a job, each by itself: whoever registers a job chooses how many there are, and their names
+# Tables of a job that are reported one by one. Their number is limited because whoever registers a job chooses how many
+# tables it has, and their names.
+TABLES_TOLD = 100
 OTHER_TABLES = "(others)"
 
 

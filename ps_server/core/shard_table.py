@@ -78,13 +78,13 @@ class ComingRows:
     is_complete: bool = False
 
     def take(self, command: BeginRows, rows: TableRows) -> bool:
-        """Takes a message; returns whether it had anything new. See BeginRows."""
+        """Handles a message; returns whether it had anything new. See BeginRows."""
         beginning, end = command.beginning, command.first + command.count
         is_known = command.worker.incarnation == self.incarnation
         came = self.came if is_known else 0
         self._check(command, rows, came, is_known)
         if not command.count and not command.last:
-            return True  # it only asks whether there is room
+            return True  # the message only asks whether there is room
         if not is_known:
             rows.begin(beginning.seed, beginning.version)
             self.incarnation, self.beginning, self.came = command.worker.incarnation, beginning, 0

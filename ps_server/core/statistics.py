@@ -39,9 +39,9 @@ class ShardJobStatistics:
 
     *_bytes: of the weights, of the optimizer's state, and of contributions that are staged and not yet applied
     version_min, version_max: of the buckets that train
-    clocks:  by live rank, the steps that every bucket here has applied
-    waits:   the waits, by rank; waiting_pulls: the number of waiting pulls of single buckets
-        of all workers
+    clocks:  by live rank, the steps that every bucket on this shard has applied
+    waits:   the waits of workers, by rank
+    waiting_pulls: the number of pulls of single buckets that wait, over all workers
     run:     the job's run
     figures: the shard's measurements of the job; None: unknown
     departed_clocks: as `clocks`, of workers that are no longer live

@@ -14,7 +14,7 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.layout import BucketSpec
 
 STRETCH = 2**19  # elements, 2 MiB: smaller ones cost more calls than they save, larger ones leave the cache (measured)
-KEPT = 4  # tensors of a size; where more are open at a time, their memory is given back
+KEPT = 4  # most free tensors of one size and type in the pool; the memory of others is freed
 SUMMED_AS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -60,7 +60,7 @@ class Sum:
         self.total: torch.Tensor | None = None
         self.last: torch.Tensor | None = None
         self._scratch = scratch
-        self._owns = self._owns_last = False  # it may be written
+        self._owns = self._owns_last = False  # whether `total`, and `last`, may be overwritten
         self._is_scratch = False
 
     def add(self, values: torch.Tensor, own: bool, copy: bool = False, is_last: bool = False) -> None:
@@ -250,7 +250,7 @@ class GoodValues:
         return self._last.get(key) == values
 
     def note(self, key: object, values: HyperParameters) -> None:
-        """Notes that these hyper-parameters have passed the check."""
+        """Records that these hyper-parameters have passed the check."""
         self._last[key] = values
 
 
@@ -279,8 +279,8 @@ class ValuesInUse:
         self._clocks: dict[int, int] = {}
 
     def newer(self, named: NamedValues) -> dict[int, HyperParameters]:
-        """Returns, by group, the values to use from an update on; without those of workers at a lower clock than
-        before.
+        """Returns, by group, the values that an update uses from now on. Values named at a lower clock than those in
+        use are left out.
         """
         newer = {}
         for group, (clock, values) in named.items():

@@ -106,7 +106,8 @@ class TableRows:
         if not any(each.present or each.assigned for each in added):
             return
         version = self._table.version + 1
-        for each in reversed(added):  # the first counts: in sync that is the lowest rank
+        # In reverse, so that of several assignments to a row the first contribution's stays: the lowest rank's in sync.
+        for each in reversed(added):
             for set_rows in each.assigned:
                 self._count(self._table.assign(set_rows, version))
         parts = [rows for each in added for rows in each.rows]
@@ -179,7 +180,7 @@ class TableRows:
         return self._table.snapshot()
 
     def copy(self, since: int | None) -> TableCopy:
-        """Begins a copy that is taken in pieces; see Table.copy."""
+        """Begins a copy that is made some rows at a time; see Table.copy."""
         return self._table.copy(since)
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 MOST_OF_A_POOL = 1024
 LEAST_OF_A_POOL, LEAST_CONNECTIONS = 16, 16
-# For calls: each server's, and the further ones of a shard or a coordinator
+# Numbers of thread pools for calls: those of each server, and further ones of a shard and of a coordinator.
 POOLS_OF_EACH, POOLS_OF_A_SHARD, POOLS_OF_A_COORDINATOR = 2, 6, 2
 
 

@@ -1,8 +1,8 @@
 """Units of a job on one shard: the base class of buckets and tables, and `Bucket`.
 
     execute    carries out a worker's command. A repeat of a staged push changes nothing
-    pending    holds what a worker has sent for its next clock and does not count yet: drafts, assignments, messages
-    count      stages a contribution, with the leased data of its step, in place of what is pending
+    pending    holds a worker's messages for its next clock that have no effect yet: drafts, assignments, rows
+    count      stages a contribution, with the leased data of its step, and drops the worker's pending messages
     done       records that the operation that the rule returned was applied to the weights
 
 A subclass defines its commands, what may be pending, and how its weights are saved. The rule (consistency.py) decides
@@ -113,7 +113,8 @@ class Unit(ABC, Generic[C, W, P]):
             if self.rule.is_repeat(command.worker.rank, command.clock):
                 return self._duplicate()
             if self.pending and self._pending_at(command.worker.rank, command.clock) is None:
-                self.drop_pending(command.worker.rank)  # of another clock; before anything is reserved for this one
+                # Messages of another clock are dropped before bytes are reserved for this one.
+                self.drop_pending(command.worker.rank)
             return self._push(command)
         if command.worker.rank != 0:
             raise InvalidRequest(f"{self.first} are rank 0's to send, got them from rank {command.worker.rank}")
@@ -147,7 +148,7 @@ class Unit(ABC, Generic[C, W, P]):
         and async no update waits for other workers: staged contributions are applied by themselves, and there is room
         again.
 
-        is_here: as a draft, whose commit is never refused
+        is_here: the contribution has come as a draft: its commit is never refused
         """
         self._room.stage(
             self.index,
@@ -282,7 +283,8 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         super().__init__(spec.index, rule, weights, room, data)
         self.spec, self._checker = spec, checker
         self.is_trained = not spec.frozen
-        self._told: tuple[int, torch.Tensor] | None = None  # for readers: rank 0's steps by then, and its values
+        # What readers get instead of `weights`: the clock at which rank 0 sent its values, and the values.
+        self._told: tuple[int, torch.Tensor] | None = None
 
     def _begin(self, command: UnitCommand) -> Staged:
         """Handles the initial weights, or the initial optimizer state, which comes before them."""
@@ -387,7 +389,8 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
     def _stage(self, command: StageGradient, is_here: bool = False) -> Staged:
         """Stages a contribution, with the assignment of its clock.
 
-        is_here: it has come as a draft, and is never refused"""
+        is_here: the gradient has come as a draft, so it is never refused
+        """
         gradient = command.gradient
         pending = self._pending_at(command.worker.rank, command.clock) if self.pending else None
         assignment = None if pending is None else pending.assignment

@@ -16,7 +16,7 @@ from ps_server.core.extent import check_extent
 from ps_server.core.limits import Limits
 
 MAX_LAUNCH_LENGTH = 255
-MAX_PLACE_LENGTH = 128  # of a memory place
+MAX_PLACE_LENGTH = 128  # characters of a worker's or shard's memory_place
 
 
 def check_job_spec(spec: JobSpec, limits: Limits) -> None:

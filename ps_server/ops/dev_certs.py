@@ -61,9 +61,12 @@ class Holder:
 def holders(hosts: Sequence[str] = (), split: bool = False, relays: Sequence[str] = ()) -> list[Holder]:
     """Returns the holders of certificates: servers, relays if some are named, workers, readers and admins.
 
-    hosts: names and addresses of servers, besides localhost and this machine's own; relays: those of relays. split: a
-    folder for each holder, with no other's key in any; each of `hosts` and `relays` is a process with a certificate of
-    its own, in a folder of its name. Raises InvalidRequest for a name that no certificate or folder can have.
+    hosts:  names and addresses of servers, besides localhost and this machine's own
+    relays: the same of relays
+    split:  each holder has a folder, which contains no other holder's key. Each of `hosts` and `relays` is then a
+            process with a certificate of its own, in a folder of its name
+
+    Raises InvalidRequest for a name that no certificate or folder can have.
     """
     local = (*_LOCAL, socket.gethostname())
     if not split:
@@ -198,7 +201,7 @@ def _issue(directory: Path, holder: Holder, authority: _Authority, life: datetim
 
 
 def _add_roles(directory: Path, wanted: list[Holder], made: list[Holder]) -> None:
-    """Writes `roles` beside the certificates of those that serve; to an existing file it only adds holders."""
+    """Writes `roles` beside the certificate of each server and relay; only adds holders to an existing file."""
     for folder in {directory / holder.folder for holder in wanted if holder.file in _SERVES}:
         path = folder / "roles"
         if not path.exists():
@@ -243,7 +246,7 @@ def _certificate(
         .add_extension(_usage(issuer is None), critical=True)
     )
     if issuer is not None:
-        # Servers call each other, and workers serve metrics: both ends of both.
+        # Each certificate is for both ends of a connection: servers also call each other, and workers serve metrics.
         both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         names = [_general_name(host) for host in hosts]
         builder = builder.add_extension(x509.ExtendedKeyUsage(both), critical=False)

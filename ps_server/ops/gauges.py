@@ -204,7 +204,10 @@ def restart_gauges(count: int) -> Gauges[int]:
 
 
 def loops_gauge(level: str) -> Gauges[str]:
-    """Returns the gauge of whether this shard uses the library for tables. level: of processors, that it is for"""
+    """Returns the gauge of whether this shard uses the compiled library for tables.
+
+    level: the processor level for which the library was compiled; empty: the shard uses numpy
+    """
     text = "1 where tables use the library, by the level of processors that it is for; 0 where numpy is used."
     return Gauges(lambda: level, [("ps_native_loops", text, ("level",), lambda level: [((level,), int(bool(level)))])])
 

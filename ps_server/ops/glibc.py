@@ -21,9 +21,9 @@ _STREAMED_BYTES = 2**20  # smaller copies stay in the cache, and may well be rea
 def share_memory_pool() -> None:
     """Makes all threads use one pool of memory.
 
-    By default glibc gives threads pools of their own, and what one of them frees is of no use to the others: with
-    buckets passing through dozens of threads, a shard kept half of its weights and optimizer state again in free
-    memory. With one pool rounds are no slower (measured). To give freed buckets back to the system at once
+    By default glibc gives threads pools of their own, and memory that one thread frees is of no use to the others.
+    Buckets pass through dozens of threads, so a shard kept half as much free memory as its weights and optimizer state
+    take. With one pool rounds are no slower (measured). To give freed buckets back to the system at once
     (M_MMAP_THRESHOLD) doubles the time of a round: fresh pages have to be cleared.
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library, without this setting
@@ -54,7 +54,7 @@ def stream_large_copies() -> None:
     """
     if platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64":
         return
-    # The loader removes the variable then: the program would restart for ever
+    # With AT_SECURE the loader removes the variable from the environment: the program would restart for ever.
     if ctypes.CDLL(None).getauxval(_AT_SECURE):
         return
     present = environment()

@@ -1,7 +1,7 @@
 """The health port: two pages in plaintext for probes that cannot show a certificate, and nothing else.
 
-/livez is OK if this process's ports answer, /readyz if also the coordinator knows this shard. Kubernetes' probes need
-no more than the status.
+/livez is OK if this process's ports answer, /readyz if also the coordinator knows this shard. Kubernetes' probes look
+only at the status code.
 """
 
 from __future__ import annotations

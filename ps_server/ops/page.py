@@ -23,7 +23,7 @@ from ps_server.rpc.plain import json_text, plain
 from ps_server.rpc.position import Position
 
 if TYPE_CHECKING:
-    from ps_server.rpc.views import Views  # of a coordinator, which has torch
+    from ps_server.rpc.views import Views  # only a coordinator has views: importing it needs torch
 
 FILES = Path(__file__).parents[1] / "page"
 TYPES = {
@@ -34,7 +34,7 @@ TYPES = {
     ".txt": "text/plain; charset=utf-8",
 }
 LOOPBACK = "127.0.0.1"
-DIGITS = 5  # of a sample, that a curve needs
+DIGITS = 5  # significant digits of a sample: enough for a curve
 
 
 def page_site(answer: Callable[[Position], Any]) -> Site:
@@ -78,9 +78,12 @@ def _position(query: str) -> Position:
 def serve_page(server: str, host: str, port: int, insecure: bool, access: Access = PLAINTEXT) -> None:
     """Serves the page of a cluster until it is interrupted.
 
-    It answers to the names of loopback alone: elsewhere than on loopback it is for a container, to which a port of this
-    machine's loopback leads. insecure: it may be served elsewhere. Raises PSError if the coordinator cannot be asked,
-    InvalidRequest if the address may not be used, or is in use.
+    The page answers only requests that name a loopback host, wherever it listens. Elsewhere than on loopback it is for
+    a container, to which a port of this machine's loopback leads.
+
+    insecure: the page may listen elsewhere than on loopback
+
+    Raises PSError if the coordinator cannot be queried, InvalidRequest if the address may not be used, or is in use.
     """
     if not (insecure or is_loopback(host)):
         raise InvalidRequest(

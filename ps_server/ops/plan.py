@@ -29,7 +29,7 @@ from ps_server.ops.plan_tables import TableMemory, TableQuestion, fewest_shards,
 # joined, and an answer to a pull as bytes and as a slice (docs/data-path.md); over data connections as it was measured.
 BUCKETS_UNDER_WAY = {"shm": 0, "tcp": 3, "grpc": 6}
 LEASE_SECONDS = 10.0  # the default of --lease
-# A mode whose result is not that of sync has to make so much more steps to be the better one.
+# A mode that does not give the result of sync is recommended only if it makes at least so many times as many steps.
 WORTH_IT = 1.1
 
 
@@ -166,7 +166,7 @@ def advise(question: Question) -> Advice:
     buckets = len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets)
     most = min(max(1, buckets), question.workers)
     chosen = question.shards or (most if question.link is not None else min(2, buckets))
-    least = fewest_shards(question.tables)  # with fewer there would be more rows on one than it may have
+    least = fewest_shards(question.tables)  # with fewer shards, one of them would have more rows than it may
     others = {count for count in (1, 2, 4, 8, 16, 32, 64, most) if least <= count <= most} - {chosen}
     plans = tuple(plan(question, spec, count) for count in (chosen, *sorted(others)))
     rates = mode_rates(question, plans[0].round_seconds)

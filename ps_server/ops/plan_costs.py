@@ -12,14 +12,16 @@ MIB = 2**20
 # Milliseconds of a core at one end for 1 MiB of gradients and 1 MiB of weights, both as float32: half of what both ends
 # use of it in `python -m bench round` and `bench round --tls`, with 256 MiB.
 MS_A_MIB = {"shm": 0.11, "tcp": 0.59, "grpc": 1.55, "tcp+tls": 1.65, "grpc+tls": 2.2}
-# Of a bucket's push with its pull, whatever its size, at one end (docs/data-path.md, small buckets); and of a step of
-# a worker, whatever is in it: what `python -m bench crowd` has beside the others.
+# Further milliseconds of a core at one end: for a bucket's push with its pull, whatever its size (docs/data-path.md,
+# small buckets), and for a worker's step, whatever is in it (the rest of the time that `python -m bench crowd` takes).
 MS_A_BUCKET, MS_A_STEP = 0.24, 0.12
-# Of an optimizer's step on 1 MiB of weights: for the weights, and for each tensor of its state. Torch has fused kernels
-# for some optimizers; the others make a pass over memory for each operation.
+# Milliseconds of a core for an optimizer's step on 1 MiB of weights: once for the weights, and once for each tensor of
+# its state. torch has fused kernels for some optimizers. The others take UNFUSED times as long, because they make a
+# pass over memory for each operation.
 APPLY_MS, UNFUSED = 0.1, 3.5
 FUSED = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})
-# Of a heartbeat: 1500 of one worker, one after the other. Each worker sends four in a lease.
+# Milliseconds of a core for a heartbeat, measured with 1500 of one worker, one after the other. Each worker sends four
+# in a lease.
 HEARTBEAT_MS = 0.45
 HEARTBEATS_A_LEASE = 4
 

@@ -84,8 +84,8 @@ def most_rows(rows: int, shards: int) -> int:
 
 
 def _sizes(table: TableQuestion, rows: int) -> tuple[int, int]:
-    """Returns the bytes of a row with its state, and of the index of so many."""
-    # They need numpy and torch, which a plan without tables does without.
+    """Returns the bytes of a row with its state, and of the index of `rows` rows."""
+    # These imports need numpy and torch. A plan without tables needs neither.
     from ps_protocol.row_optimizers import ROW_OPTIMIZERS, check_row_optimizer
     from ps_tables.sizes import index_bytes, record_bytes
 

@@ -13,10 +13,10 @@ from typing import Any
 from ps_server.ops.columns import cut, printable
 from ps_server.ops.status import clock_unit
 
-SHOWN = 12  # workers that are shown by rank, all of them, where there is room
-SLOWEST, FASTEST = 8, 2  # of more workers
+SHOWN = 12  # up to so many workers are all shown, in the order of their ranks, if there is room
+SLOWEST, FASTEST = 8, 2  # of more workers, so many of the slowest and of the fastest are shown
 LANES = (24, 12)  # characters
-MOST_ACTIVITY = 26  # characters of what a worker does now that a window keeps room for
+MOST_ACTIVITY = 26  # characters for which a window keeps room, for a worker's present activity
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ps_server.ops.columns import folded, lines_of, printable
 from ps_server.rpc.coordinator_client import OperatorClient
 from ps_server.rpc.plain import plain
 
-MOST_RELAYS = 8  # of a job, that have a line each
+MOST_RELAYS = 8  # relays of a job that have a line of their own
 FEWER = 1.05  # the least ratio that is shown: below it the bytes are those of sync, with some padding
 
 
@@ -68,7 +68,7 @@ def waits(status: dict[str, Any], job: str) -> dict[int, list[dict[str, Any]]]:
     return ranks
 
 
-# Columns that a narrow window goes without, the first one first.
+# Columns that are left out of a narrow window, in this order.
 DROPPED = ("METRICS", "PID", "TABLES", "OPTIMIZER", "RESTARTS", "VERSION", "ADDRESS", "JOB")
 
 
@@ -106,9 +106,10 @@ def _feeds(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
 
 
 def _relays(status: dict[str, Any], job: str) -> list[dict[str, Any]]:
-    """Returns what relays have said of themselves to the shards that answer, those with the most readers first.
+    """Returns the last report of each of a job's relays, those with the most readers first.
 
-    A relay tells all shards, and it has the highest version where it was heard last.
+    A relay reports to all shards. Of its reports to the shards that answer, the one with the highest version is the
+    last.
     """
     told: dict[str, dict[str, Any]] = {}
     for feed in _fed(status, job):

@@ -35,7 +35,7 @@ HELD_SECONDS = 30.0  # for which readers may hold an edition that a newer one wa
 class FollowedJob:
     """Follows a job until `close`. Methods may be called from any thread.
 
-    subscribe: begins to follow it; its argument is called at every change
+    subscribe: begins to follow the job; calls its argument at every change
     room:      the relay's memory
     mapped:    the editions that readers on this host have mapped; None: editions are always sent
     relays:    the relays among the job's readers, in all wire formats
@@ -53,13 +53,13 @@ class FollowedJob:
     ) -> None:
         self.name, self.wire, self.mapped = name, wire, mapped or MappedFiles(None)
         self.relays = relays or ToldRelays()
-        self._clock = clock or time.monotonic  # looked up here, so that a simulation has its own
+        self._clock = clock or time.monotonic  # no default argument, so that a simulation can replace time.monotonic
         self.asked = self._clock()  # when a reader last asked for the job
         self.sent_bytes = self.sent_elements = 0  # `sent_elements`: the bytes if changes had been sent whole
-        self._changes_of: tuple[str, int] | None = None  # the run and the timeline of:
+        self._changes_of: tuple[str, int] | None = None  # the run and the timeline of `_changes`
         self._changes: dict[int, BucketChanges] = {}
         self.ended_at: float | None = None  # when the job was known to have ended
-        self._ended_run = ""  # which has ended, also while the next one is followed
+        self._ended_run = ""  # the last run that has ended; kept while the next run is followed
         self._is_closed = False
         self._subscribe, self._room = subscribe, room
         self._kept: list[KeptEdition] = []  # the oldest first
@@ -305,7 +305,7 @@ class FollowedJob:
         with self._lock:
             # The old subscription may report its end while it is closed: only the present one counts.
             subscription: Subscription | None = getattr(self, "_subscription", None)
-            if subscription is None or self._is_closed:  # it is being made
+            if subscription is None or self._is_closed:  # None: the constructor has not set it yet
                 return
             edition = subscription.edition
             if subscription.ended and edition is not None:
@@ -324,7 +324,7 @@ class FollowedJob:
                 now = self._clock()
                 if self._kept:
                     self._kept[-1].replaced = now
-                following = self._subscription  # another one by now, where another run has begun
+                following = self._subscription  # a newer one than the edition's, if another run has begun
                 equal = now - following.age if following.edition is self._pending else self._pending_equal
                 self._kept.append(KeptEdition(self._pending, equal, self._clock))
                 self._pending = None
@@ -363,7 +363,10 @@ class FollowedJob:
         return edition.run == self._ended_run and (waits is None or waits.run != edition.run)
 
     def _has_room(self, lost: set[Reader]) -> bool:
-        """Whether another edition may be kept, once one that nobody reads has gone. The caller holds the lock.
+        """Makes room for another edition; returns whether there is any. The caller holds the lock.
+
+        If `MOST` editions are kept, one without readers is dropped, or the oldest one if its readers have held up a
+        newer one for too long.
 
         lost: gets the readers whose edition was dropped
         """

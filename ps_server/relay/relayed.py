@@ -37,7 +37,7 @@ class Relayed:
     every, period: the least number of updates, and of seconds, between two editions
     limit:  the most feeds of one job; one principal may have half as many
     shared_directory: the directory in which readers on this host wait for shared memory; None: payloads are sent
-    name:   what the relay calls itself to its upstream: see RelayReport; empty: it says nothing of itself
+    name:   the relay's name in its reports to the upstream: see RelayReport; empty: it sends no reports
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Relayed:
         self._told_relays: dict[str, ToldRelays] = {}  # by job
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        with self._lock:  # the first subscription asks who reads here while others are made
+        with self._lock:  # the first subscription reports this relay's readers while others are being added
             for each in sorted(self._named):
                 self._followed[each] = self._follow(*each)
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
@@ -165,13 +165,14 @@ class Relayed:
         return FollowedJob(name, wire, subscribe, self._room, mapped, relays=relays)
 
     def _report(self, name: str) -> RelayReport | None:
-        """Returns what to tell the upstream about a job; None: nothing, as this relay has no name."""
+        """Returns the report about a job for the upstream; None: no report, because this relay has no name."""
         if not self._name:
             return None
         jobs = [each for each in self.followed() if each.name == name]
         readers = sum(each.reader_count for each in jobs)
-        behind = max((each.relays.readers(time.monotonic()) for each in jobs), default=0)  # one for all wire formats
-        versions = [each.present_version for each in jobs if not each.ended]  # a job that ended may have begun anew
+        # All wire formats of a job have the same relays. The version of an ended job may be that of an earlier run.
+        behind = max((each.relays.readers(time.monotonic()) for each in jobs), default=0)
+        versions = [each.present_version for each in jobs if not each.ended]
         return RelayReport(self._name, readers + behind, max((v for v in versions if v is not None), default=None))
 
     def _look_for(self, name: str, before: FollowedJob | None) -> None:

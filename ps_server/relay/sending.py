@@ -21,7 +21,7 @@ from ps_server.shard.bucket_messages import BucketMessages
 from ps_server.shard.mapped import MappedFiles
 from ps_server.shard.outbox import Lent, Outbox
 
-SIGN_SECONDS = 0.25  # between two signs of life while a reader waits
+SIGN_SECONDS = 0.25  # interval of the keep-alive messages to a waiting reader
 
 
 class RelayedJob(Protocol):
@@ -93,7 +93,7 @@ class RelaySender:
         self._outbox.fail(anew(error))
 
     def tick(self, now: float, age: float) -> None:
-        """Sends a keep-alive message if one is due. For one thread. age: the newest edition's"""
+        """Sends a keep-alive message if one is due. For one thread. age: the age of the newest edition"""
         if not self._is_over and now >= self._sign_due:
             self._sign_due = now + SIGN_SECONDS
             self._outbox.tell(EditionPart(self._source.latest, age=age))
@@ -109,6 +109,7 @@ class RelaySender:
 
     @contextlib.contextmanager
     def _head(self, kept: KeptEdition) -> Iterator[Lent]:
+        """Lends the first message of an edition, then its first bucket. A mapped edition's files are handed over."""
         edition = kept.arrays
         if self._mapping is not None:
             spaces = {edition.contents.buckets[index].space for index in self._left}
@@ -128,6 +129,11 @@ class RelaySender:
 
     @contextlib.contextmanager
     def _bucket(self, kept: KeptEdition, index: int) -> Iterator[Lent]:
+        """Lends the messages of a bucket, then the next bucket.
+
+        A reader of a mapped edition gets the offset of the bucket in the file. Other readers get the changes since the
+        version that they have, or the whole bucket.
+        """
         failpoint("edition-half-relayed")
         sent, base = kept.bucket(index), self._bases.get(index)
         size, about = len(sent.payload), partial(self._about, kept)

@@ -29,7 +29,7 @@ class Upstream:
         self._jobs: frozenset[str] | None = None  # None: not known yet
         self._error: PSError | None = None
         self._asked, self._seen = 0.0, 0.0  # when a caller last asked, and when the last query ended
-        self.looked = 0.0  # when the look began that the jobs are from
+        self.looked = 0.0  # when the query began that found the present jobs
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="upstream", daemon=True)
@@ -50,7 +50,7 @@ class Upstream:
             is_asleep, self._asked = now - self._asked > ASKED_SECONDS, now
             if is_asleep:
                 self._changed.notify_all()
-            # The jobs from before the pause may be long over.
+            # After a pause, wait for a new query: the jobs from before the pause may be long over.
             self._changed.wait_for(lambda: self._seen > now - ASKED_SECONDS or self._stopping, FIRST_LOOK_SECONDS)
             if self._jobs is None:
                 raise anew(self._error or TryLater(f"{self.servers} does not answer this relay yet"))

@@ -24,12 +24,12 @@ from ps_server.storage.manifest import WITHOUT_BASES
 from ps_server.storage.tensor_file import TensorEntry, TensorReader
 
 _STATE_NAME = re.compile(r"[a-z_]{1,64}")
-# In the names of a table's tensors: all its rows, or the changed ones. Earlier releases know no changes, and must not
-# mistake them for all rows.
+# In the names of a table's tensors, if a file has all rows of the table, or only those that changed. Earlier releases
+# know no changes, and must not mistake them for all rows.
 _ROWS, _CHANGES = "rows", "changes"
 _SENT = "sent"  # in the name of the workers' copy of a bucket, if it differs from the weights
-# In the name of a bucket's weights; the latter where another optimizer trains it than its job is registered with. An
-# earlier version, which would go on with the registered one, does not know that name.
+# In the name of a bucket's weights; the second one if another optimizer trains the bucket than the one with which its
+# job is registered. Earlier versions, which would go on with the registered optimizer, do not know that name.
 _WEIGHTS, _STAGED_WEIGHTS = "weights", "weights-in-stage"
 
 

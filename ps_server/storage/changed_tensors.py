@@ -29,7 +29,8 @@ def changed_tensors(store: CheckpointStore, job: str, manifest: Manifest, spec: 
     frozen: dict[int, torch.Tensor] = {}
     try:
         content = store.read_worker(job, manifest.name, manifest.workers[rank].part)
-        for state in reversed(member_states(content)) if spec.group_size > 1 else [content]:  # the first one's count
+        # In reverse, so that of several members' values those of the first member count.
+        for state in reversed(member_states(content)) if spec.group_size > 1 else [content]:
             saved = safetensors.torch.load(state)
             frozen |= {int(key.removeprefix(FROZEN)): saved[key] for key in saved if key.startswith(FROZEN)}
         for index, tensor in frozen.items():

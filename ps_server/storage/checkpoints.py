@@ -331,12 +331,12 @@ class CheckpointStore:
         told: called now and then with the number of bytes read; see `bytes_to_read`
         weights: by bucket, the memory for its weights; its content is undefined after an error
         rows: by table, receives its rows on each shard
-        cut: takes the buckets; those that it puts together are returned. Raises what `cut` refuses, of files that are
-             not damaged
+        cut: assembles buckets of another cut from those of the files; the assembled ones are returned. Raises the
+             errors of OtherCut.snapshots, too, if no file is damaged
         """
         rows = rows or {}
         snapshots: dict[int, BucketSnapshot] = {}
-        chains: dict[int, list[TableSnapshot]] = {table: [] for table in rows}  # of one shard
+        chains: dict[int, list[TableSnapshot]] = {table: [] for table in rows}  # by table, its snapshots of one shard
         for file in files:
             path = self._path_of_part(job, file.stored)
             with _undamaged(path), self._disk.open(path) as opened:
@@ -410,6 +410,7 @@ class CheckpointStore:
 
 
 def _with_failpoint(chunks: Iterable[memoryview], half: int, name: str) -> Iterator[memoryview]:
+    """Yields chunks, and calls the failpoint of this name once `half` bytes were yielded."""
     written = 0
     for piece in chunks:
         if written < half <= written + len(piece):

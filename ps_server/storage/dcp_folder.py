@@ -46,15 +46,18 @@ def write_folder(
     ]
     content = {"model": dict(model), "optimizer": {"state": of_optimizer, "param_groups": named}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group, and that a folder is replaced
+        warnings.simplefilter("ignore")  # torch warns that there is no process group, and that a folder is replaced
         try:
             save(content, checkpoint_id=folder, no_dist=True)
-        except CheckpointException as error:  # no Exception: torch has it for an error of any rank
+        except CheckpointException as error:  # a BaseException, which torch raises for an error of any rank
             raise OSError(f"{folder}: {error}") from None
 
 
 def _settings(kind: str) -> dict[str, Any]:
-    """Returns all that a group of an optimizer has, by default: a load wants every entry of the script's own."""
+    """Returns all entries of an optimizer's parameter group, with their defaults.
+
+    A load into a script's optimizer requires each entry that the script's own groups have.
+    """
     if kind not in ELEMENTWISE:
         return {}
     [group] = ELEMENTWISE[kind]([torch.zeros(1)]).param_groups  # type: ignore[call-arg]

@@ -62,4 +62,4 @@ def _described(holder: str) -> str:
         who = str(data.get("holder", "the coordinator"))  # earlier releases write none
         return f"{who} with pid {int(data['pid'])} on {data['host']}{where}, since {data['since']}"
     except (ValueError, KeyError, TypeError, RecursionError):
-        return "another process"  # it is about to write who it is
+        return "another process"  # which has just got the lock, and not written its name yet

@@ -38,7 +38,7 @@ class Disk:
             if before is None or directory is path:
                 self._make_directory(directory, exist_ok=directory is not path or not is_new)
             if before is None:
-                with contextlib.suppress(PermissionError):  # one above may be written to, and not be read
+                with contextlib.suppress(PermissionError):  # a directory that is writable and not readable
                     self._flush_directory(directory.parent)
 
     def is_writable(self, path: Path) -> bool:

@@ -27,7 +27,7 @@ log = logging.getLogger("ps_server")
 
 LEASE_SECONDS = 20.0
 RENEWALS_PER_LEASE = 4
-LOOKS_PER_LEASE = 20
+LOOKS_PER_LEASE = 20  # how often a process that wants the lease looks whether the holder has renewed it
 
 
 class Store(Protocol):
@@ -90,7 +90,7 @@ class Lease:
                 self._store.remove(self._at(number))
         try:
             self._thread.start()
-        except RuntimeError as error:  # nothing would renew it
+        except RuntimeError as error:  # no thread can be started to renew the lease
             self.release()
             raise OSError(errno.EAGAIN, str(error)) from None
 
@@ -129,7 +129,9 @@ class Lease:
         try:
             self._renew()
         except OSError:
-            pass  # the store is away: again soon; nothing is written before it is back
+            # The store does not answer. The next attempt follows soon; once a lease's time is over, `check` makes one
+            # before anything is written.
+            pass
         except Exception:
             log.exception("the lease of %s is not renewed", self._path)
 

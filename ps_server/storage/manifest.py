@@ -16,7 +16,8 @@ from ps_server.core.snapshot import Part, StoredPart
 
 FORMAT = 4
 WITHOUT_BASES = 3  # the format of a manifest that names no files of other checkpoints, and of the state file
-# In 1 the job's spec differs, and job_spec_from_data reads both. 2 knows no disks of shards' own, 3 no bases.
+# Format 1 has the job's spec in another form, which job_spec_from_data reads, too. Format 2 names no disks of shards,
+# format 3 no bases.
 READABLE = (1, 2, WITHOUT_BASES, FORMAT)
 
 

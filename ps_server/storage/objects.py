@@ -25,7 +25,7 @@ from ps_server.storage.disk import MAX_READ_BYTES, check_readable, pieces
 from ps_server.storage.lock_lease import LEASE_SECONDS, Lease
 
 CLAIM = ".begun"  # the object that makes a directory
-PART_BYTES = 2**25  # of an upload, of which there may be 10,000: so a file may have 320 GB
+PART_BYTES = 2**25  # size of a part of an upload, which may have 10,000 parts: so a file may have 320 GB
 READ_AHEAD_BYTES = 2**23
 _OPTIONS: dict[str, Any] = {}  # further options of fsspec's file system; `Objects` adds those that disable its caches
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -150,7 +150,7 @@ class Objects:
             with _told(path):
                 file.close()
         except BaseException:
-            file.closed = True  # otherwise it would be completed when it is collected
+            file.closed = True  # otherwise the upload would be completed when the file object is garbage-collected
             with contextlib.suppress(Exception):
                 file.discard()
             raise

@@ -58,7 +58,7 @@ def _write_safetensors(rows: Rows, path: Path) -> None:
 
 def _write_npy(rows: Rows, path: Path) -> None:
     path.mkdir(exist_ok=True)
-    for old in path.glob("*.npy"):  # of an export before, which may have had others
+    for old in path.glob("*.npy"):  # files of an earlier export, which may have had other columns
         old.unlink()
     for name, tensor in rows.items():
         np.save(path / f"{name}.npy", tensor.numpy(), allow_pickle=False)

@@ -23,7 +23,7 @@ from ps_protocol.framing import Buffer
 from ps_protocol.layout import DATA_TYPES
 from ps_protocol.tensors import DTYPE_NAMES, bytes_of
 
-MAX_HEADER_BYTES = 100_000_000  # the library reads no longer one
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses a longer header
 _ALIGNMENT = 8
 _READ_BYTES = 2**20
 _CODES = {dtype: DATA_TYPES[name].code for dtype, name in DTYPE_NAMES.items()}

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from ps_runtime.quantities import ranks_text
 
 MOST = 0.5  # the fraction of a whole from which a part is called "most" of it
-CLEARLY = 2.0  # times as long as for the next one the others wait for a worker that is named as the slow one
-ENOUGH_SECONDS = 0.5  # the least time of workers for a diagnosis
+# A worker is named as the slow one if the others wait for it at least so many times as long as for any other worker.
+CLEARLY = 2.0
+ENOUGH_SECONDS = 0.5  # the least time of all workers together from which a diagnosis is made
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class FinishedJobs:
 
     def __init__(self) -> None:
         self._kept: list[EndedJobView] = []
-        self._running: dict[str, tuple[JobView, float]] = {}  # by run: as it was last with workers, and when
+        self._running: dict[str, tuple[JobView, float]] = {}  # by run: the job's last view with workers, and its time
 
     @property
     def kept(self) -> tuple[EndedJobView, ...]:

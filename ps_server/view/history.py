@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-SAMPLES = 900
+SAMPLES = 900  # one a second: 15 minutes
 MAX_SERIES = 60  # of one job: its own, three of each value that it may log, one of each worker sampled; 3.6 kB each
 
 # Of a job: what is measured, and the rank of the worker (None: of the job as a whole).

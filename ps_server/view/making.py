@@ -19,8 +19,9 @@ from ps_server.view.rates import Span, Window
 from ps_server.view.view import JobView, ShardView, ShardWork, View, WorkerView
 
 SILENT_SECONDS = 2.5  # age of an unanswered query from which a shard counts as silent
-SILENT_LEASE = 0.5  # of a lease, below which a worker counts as silent: it sends a heartbeat every quarter
-RANKS_SAMPLED = 32  # of a job: the lowest ones
+# A worker counts as silent if less than this fraction of its lease is left: it sends a heartbeat every quarter.
+SILENT_LEASE = 0.5
+RANKS_SAMPLED = 32  # workers of a job that have samples of their own: those of the lowest ranks
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ViewMaker:
     """Makes one view after the other, and keeps the reports for rates between them. Not thread-safe."""
 
     def __init__(self) -> None:
-        # By run of a job, rank and incarnation; and by shard, its process and the run of a job.
+        # Reports of workers, by the job's run, rank and incarnation; of shards, by shard, process and the job's run.
         self._workers: dict[tuple[str, int, int], Window[WorkerFigures]] = {}
         self._shards: dict[tuple[int, int, str], Window[ShardJobFigures]] = {}
 
@@ -263,7 +264,7 @@ def _sample(job: JobView, work: Iterable[ShardWork | None]) -> Iterable[tuple[Na
 
 
 def logged_means(told: Iterable[WorkerFigures]) -> dict[str, float]:
-    """Returns the mean over the workers of what they log; NaN where the last value of each is not finite."""
+    """Returns, by name, the mean over the workers of a logged value; NaN if no worker's last value is finite."""
     return {name: _mean(means) for name, means in logged_by_name(told).items()}
 
 

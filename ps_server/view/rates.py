@@ -24,9 +24,9 @@ class Span(Generic[S]):
 
 
 class Window(Generic[S]):
-    """The reports of one process over the last seconds. If its time goes back, it is another process.
+    """The reports of one process over the last WINDOW_SECONDS, and the newest report before them.
 
-    Beside the last report it keeps the older ones up to the newest that is WINDOW_SECONDS older.
+    A report with an earlier time than the one before comes from a new process: the window begins anew with it.
     """
 
     def __init__(self) -> None:

@@ -25,8 +25,9 @@ from ps_server.view.making import Answer, Sources, ViewMaker, samples
 from ps_server.view.view import View
 
 LOOK_SECONDS = 1.0
-PAUSES_PER_ANSWER = 20  # times as long as an answer took until a shard is asked again: watching costs it a twentieth
-MOST_PAUSE_SECONDS = 10.0  # but so long at most: an answer that took long has mostly waited for others
+# A shard is queried again after so many times the time that its last answer took: watching costs it a twentieth.
+PAUSES_PER_ANSWER = 20
+MOST_PAUSE_SECONDS = 10.0  # the longest such pause: an answer that took long has mostly waited for other work
 
 # Called with each view; with None when the coordinator stops. It must not wait.
 Reader = Callable[[View | None], None]
@@ -157,11 +158,11 @@ class Watch:
         try:
             statistics = shard.api.statistics()
         except PSError:
-            return  # for how long it has not answered is in the view
+            return  # the view shows for how long the shard has not answered
         now = self._clock.now()
         with self._lock:
             self._ask_at[shard.index] = now + min(PAUSES_PER_ANSWER * (now - began), MOST_PAUSE_SECONDS)
-            if self._answers[shard.index].process == shard.process:  # another one may serve it by now
+            if self._answers[shard.index].process == shard.process:  # a new process may serve the shard by now
                 self._answers[shard.index] = Answer(shard.process, statistics)
 
     def _make(self, running: Mapping[str, CoordinatedJob]) -> View:

@@ -31,7 +31,7 @@ def load(path: Path) -> Loops:
 
         foreign = FFI()
         foreign.cdef(declared)
-    except ImportError as error:  # of cffi, or of the parser that it reads declarations with
+    except ImportError as error:  # cffi is missing, or the parser with which it reads declarations
         raise Unsupported(f"cffi cannot be used ({error}): pip install cffi") from None
     try:
         library = foreign.dlopen(os.fspath(path))

@@ -19,7 +19,9 @@ Records = npt.NDArray[np.void]
 T = TypeVar("T", bound=np.generic)
 
 MOST_IDS, MOST_SHARDS = 2**29, 2**16  # the most that `distinct` accepts: it counts with 32 bits
-_KEPT_SLOTS = 2**20  # of the memory of `distinct`, at most: 4 MiB for each thread that was there at once
+# Most slots of an array that `distinct` keeps for a later call. It keeps one array, of up to 4 MiB, for each of the
+# calls that ran at the same time.
+_KEPT_SLOTS = 2**20
 
 
 class Foreign(Protocol):
@@ -55,7 +57,7 @@ class Loops:
         )
 
     def rows_at(self, rows: Floats, places: Longs, out: Floats) -> None:
-        """Copies rows: rows [m, dim], places [n], out [n, dim]. Raises IndexError for a place outside of `rows`."""
+        """Copies rows: rows [m, dim], places [n], out [n, dim]. Raises IndexError for an index outside of `rows`."""
         _check_length(out, len(places))
         _check_dim(out, rows.shape[1])
         self._done(
@@ -65,7 +67,7 @@ class Loops:
         )
 
     def scatter(self, records: Records, places: Longs, values: Records) -> None:
-        """Writes records at these places. Raises IndexError for a place outside of the array."""
+        """Writes records at the indices `places`. Raises IndexError for an index outside of the array."""
         _check_length(values, len(places))
         _check_record(values, records.itemsize)
         self._done(
@@ -89,7 +91,7 @@ class Loops:
     # -- sums and steps ----------------------------------------------------------------------------------------------
 
     def add(self, sums: Floats, places: Longs, values: Floats) -> None:
-        """Adds rows in order: sums [m, dim], places [n], values [n, dim]. Raises IndexError for a place outside of
+        """Adds rows in order: sums [m, dim], places [n], values [n, dim]. Raises IndexError for an index outside of
         `sums`.
         """
         self._done(self._library.ps_add(*self._rows_and_values(sums, places, values)))
