@@ -144,7 +144,6 @@ class Server:
         port = bind(self._grpc, config.host, config.port, config.tls)
         self.address = config.advertise or f"{reachable(config.host)}:{port}"
         self._stops: list[Callable[[], None]] = [limits.stop]
-        # The pools come last: a call for one that is shut down would end gRPC's thread with an exception.
         self._last_stops: list[Callable[[], None]] = [control_pool.shutdown]
         encrypted, asks = config.tls is not None, authenticator.is_required
         self._registry.register(security_gauges(limits, exposed, encrypted, asks))
@@ -238,6 +237,7 @@ class Server:
         self.health.service.enter_graceful_shutdown()
         if self._registration is not None:
             self._registration.stop()
+        # The pools come last: a call for one that is shut down would end gRPC's thread with an exception.
         stop_grpc(self._grpc, self._stops, self._last_stops)
 
     def _make_coordinator(self) -> Coordinator:
