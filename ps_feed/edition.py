@@ -71,12 +71,13 @@ class Contents:
     parameters: names of those that are wanted; None: all
     wire:       the type in which float32 elements of trained parameters travel
     tensors:    by name, its pieces among the job's parameters; of most jobs one each
+    is_part:    only some are wanted
     """
 
     def __init__(self, spec: JobSpec, parameters: Collection[str] | None, wire: str) -> None:
         """Raises InvalidRequest for names that the job has not, and for pieces that are no whole tensors."""
         validate_pieces(spec.parameters, spec.group_size)
-        self.spec, self.wire = spec, wire
+        self.spec, self.wire, self.is_part = spec, wire, parameters is not None
         self.layout: Layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         self.tensors: dict[str, list[int]] = {}
         for index, each in enumerate(spec.parameters):

@@ -140,12 +140,12 @@ class Subscription:
         room: ReceivingRoom | None = None,
         relay: Callable[[], RelayReport | None] = lambda: None,
     ) -> None:
-        if every < 1:
-            raise InvalidRequest(f"every must be a number of updates from 1, got {every}")
+        if not isinstance(every, int) or every < 1:
+            raise InvalidRequest(f"every must be a number of updates from 1, got {every!r}")
         if wire not in EDITION_WIRES:
             raise InvalidRequest(f"wire must be one of {', '.join(EDITION_WIRES)}, got {wire!r}")
-        if not 0 <= period <= 3600:
-            raise InvalidRequest(f"period must be 0 to 3600 seconds, got {period}")
+        if not isinstance(period, int | float) or not 0 <= period <= 3600:
+            raise InvalidRequest(f"period must be 0 to 3600 seconds, got {period!r}")
         self._servers, self._job, self._access = server.split(","), job, access
         self._told_of, self._room = told, room or ReceivingRoom()
         self._telling = Telling(relay, lambda: TELL_SECONDS * _RANDOM.uniform(1.0, 1.5))

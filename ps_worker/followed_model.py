@@ -165,7 +165,8 @@ class WeightFeed:
 
         Args:
             model: Any module whose parameters and persistent buffers the job has, under the same names, or under those
-                that `names` makes of them.
+                that `names` makes of them. If the feed has `parameters`, the model has to have these, and may have
+                others, which stay as they are.
             timeout: Seconds to wait.
 
         Raises:
@@ -327,22 +328,26 @@ class WeightFeed:
 
     def _slots(self, model: nn.Module, edition: Edition) -> list[_Slot]:
         """Returns where each tensor of the model comes from. Raises InvalidRequest if the two do not fit."""
+        contents = edition.arrays.contents
         known = set(edition.names())
         targets: dict[str, torch.Tensor] = dict(model.named_parameters())  # each once, tied ones too
         persistent = model.state_dict(keep_vars=True)
-        targets |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-        nowhere = next((name for name, target in targets.items() if target.is_meta), None)
+        targets |= {name: buffer for name, buffer in model.named_buffers() if contents.is_part or name in persistent}
+        slots = [_Slot(name, target, self._source(name)) for name, target in targets.items()]
+        if contents.is_part:
+            slots = [slot for slot in slots if not known.isdisjoint(slot.source.names)]  # the others stay as they are
+        nowhere = next((slot.name for slot in slots if slot.target.is_meta), None)
         if nowhere is not None:
             raise InvalidRequest(
                 f"{nowhere} is on the meta device, where it has no memory: call to_empty(device=...) first"
             )
-        slots = [_Slot(name, target, self._source(name)) for name, target in targets.items()]
         wanted = {name for slot in slots for name in slot.source.names}
         missing = [name for slot in slots for name in slot.source.names if name not in known]
-        more = [name for name in edition.state_dict() if name not in wanted]
+        more = [name for name in (edition.names() if contents.is_part else edition.state_dict()) if name not in wanted]
         there = [slot for slot in slots if known.issuperset(slot.source.names)]
         unlike = [why for slot in there if (why := _differs(slot, edition))]
-        problems = ("the job has no", missing), ("the model has no", more), ("the shapes differ of", unlike)
+        lacks = "`parameters` lack" if contents.is_part else "the job has no"
+        problems = (lacks, missing), ("the model has no", more), ("the shapes differ of", unlike)
         said = [f"{problem} {_first_three(names)}" for problem, names in problems if names]
         if said:
             raise InvalidRequest(f"the model does not fit job {self._job!r}: {'; '.join(said)}")
@@ -409,7 +414,8 @@ def subscribe(
             Other types stay as they are.
         changes: Whether to ask for what changed since the last edition, where that is less than the whole. The weights
             have the same bits either way. None: where editions arrive at less than 200 MB a second.
-        parameters: The names of the tensors to transfer. None: all.
+        parameters: The names of the tensors to transfer, in the job. None: all. `load` then needs these alone, and
+            leaves the rest of a model as it is.
         names: The job's name of a tensor by the model's name, as a mapping or a function. Names that a mapping lacks
             are the same in both. In place of a name it may have a `MadeOf`, for tensors that are fused, split or
             transposed.

@@ -187,12 +187,16 @@ function readers(status, name) {
   if (feeds.length === 0) return [];
   const most = (what) => Math.max(...feeds.map((feed) => feed[what]));
   const versions = feeds.map((feed) => feed.edition_version).filter((version) => version !== null);
-  const edition = versions.length ? `, edition ${Math.min(...versions)} is ${plural(most("behind"), "update")} behind` : "";
+  const ages = feeds.map((feed) => feed.age_duration).filter((age) => age !== null);
+  const old = ages.length ? ` and ${span(Math.max(...ages))} old` : "";
+  const edition = versions.length ? `, edition ${Math.min(...versions)} is ${plural(most("behind"), "update")} behind${old}` : "";
   const stopped = feeds.find((feed) => feed.trouble);
   const why = stopped ? `; shard ${stopped.index}: ${stopped.trouble}` : "";
+  const sent = sum(feeds, "sent_bytes"), whole = sum(feeds, "element_bytes");
+  const saved = whole > sent ? ` in place of ${bytes(whole)} in whole editions` : "";
   return [
     [`readers of the weights${edition}${why}`, String(most("reader_count")), stopped ? "bad" : ""],
-    [`sent to readers; ${bytes(sum(feeds, "size_bytes"))} of editions in memory`, bytes(sum(feeds, "sent_bytes"))],
+    [`sent to readers${saved}; ${bytes(sum(feeds, "size_bytes"))} of editions in memory`, bytes(sent)],
   ];
 }
 

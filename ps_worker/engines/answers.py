@@ -7,8 +7,14 @@ as if they were new.
 from __future__ import annotations
 
 import json
+import logging
+import socket
+import tempfile
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
+
+log = logging.getLogger("ps_worker")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -18,6 +24,7 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 HEADER = b"x-model-version"
 # The routes by which vLLM is given weights.
 _START, _UPDATE, _FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
+_REPORTS = socket.AF_UNIX, socket.SOCK_DGRAM
 _NOT_DONE = (401, 403, 404, 405)  # answers with which the engine did nothing
 
 
@@ -25,9 +32,12 @@ class TellsVersion:
     """ASGI middleware for `vllm serve --middleware ps_torch.engines.answers.TellsVersion`.
 
     It sees the requests that give the engine weights: a POST to /start_weight_update takes the engine's version away,
-    one to /update_weights names the next, and one to /finish_weight_update has the engine use it. From then on every
-    answer has the header `x-model-version`: its weights contain at least so many updates. Before, and when any of these
-    requests has failed, requests below /v1 get 503.
+    one to /update_weights brings the next, and one to /finish_weight_update has the engine use it. From then on every
+    answer has the header `x-model-version`: the version that the engine loaded, which may be later than the one that
+    was asked for. Before, and when any of these requests has failed, requests below /v1 get 503.
+
+    The engine's first worker tells the version, so it has to be on this host. Of several engines behind one server the
+    lowest version counts.
 
     Args:
         app: The engine's own application.
@@ -35,7 +45,7 @@ class TellsVersion:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._named: int | None = None  # by the last request to /update_weights
+        self._received: int | None = None  # by the last request to /update_weights
         self._loaded: int | None = None
         self._under_way = 0  # requests that give the engine weights
         self._given = 0  # how many of these have come to something, so that two at once are seen
@@ -50,21 +60,49 @@ class TellsVersion:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif path in (_START, _UPDATE, _FINISH) and scope.get("method") == "POST":
-            await self._watch(scope, receive, send, path)
+        elif path == _UPDATE and scope.get("method") == "POST":
+            await self._update(scope, receive, send)
+        elif path in (_START, _FINISH) and scope.get("method") == "POST":
+            await self._watch(scope, receive, send, path, lambda: self._received)
         elif self.version is None and path.startswith("/v1"):
-            await _refuse(send)
+            await _answer(send, 503, "the engine has not been given weights of training yet")
         else:
             await self._app(scope, receive, _telling(send, self.version))
 
-    async def _watch(self, scope: MutableMapping[str, Any], receive: Receive, send: Send, path: str) -> None:
-        """Passes on a request that gives the engine weights, and records its result."""
-        body, status, given, is_over = bytearray(), 500, self._given, False
+    async def _update(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Passes on a request to /update_weights, and in it the socket to which the engine reports what it loads."""
+        request = _asked(await _body(receive))
+        if request is None:
+            why = 'expected {"update_info": {"version": N}}, with N from 1 on: the least updates of the weights'
+            await _answer(_telling(send, self.version), 400, why)
+            return
+        with tempfile.TemporaryDirectory(prefix="ps-") as folder, socket.socket(*_REPORTS) as reports:
+            reports.bind(f"{folder}/version")
+            reports.setblocking(False)
+            request["update_info"]["report"] = f"{folder}/version"
+            body = json.dumps(request).encode()
+            headers = [each for each in scope.get("headers", ()) if each[0].lower() != b"content-length"]
+            changed = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+            left = [body]
 
-        async def seen() -> Message:
-            message = await receive()
-            body.extend(message.get("body", b""))
-            return message
+            async def replayed() -> Message:
+                return {"type": "http.request", "body": left.pop()} if left else await receive()
+
+            await self._watch(changed, replayed, send, _UPDATE, lambda: _reported(reports))
+
+    async def _watch(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Receive,
+        send: Send,
+        path: str,
+        version: Callable[[], int | None],
+    ) -> None:
+        """Passes on a request that gives the engine weights, and records its result.
+
+        version: returns the version of these weights, once the request is answered; None: it is unknown
+        """
+        status, given, is_over = 500, self._given, False
 
         async def told(message: Message) -> None:
             nonlocal status
@@ -78,11 +116,11 @@ class TellsVersion:
             if not is_over:
                 is_over = True
                 self._under_way -= 1
-                self._note(path, _version(body) if path == _UPDATE else self._named, status, given)
+                self._note(path, version(), status, given)
 
         self._under_way += 1
         try:
-            await self._app(scope, seen, told)
+            await self._app(scope, receive, told)
         except BaseException:
             status = 500
             raise
@@ -96,16 +134,45 @@ class TellsVersion:
         # After two updates at once, it is unknown which one the engine has loaded last.
         is_sure = status < 400 and given == self._given
         self._given += 1
-        self._named = version if is_sure and path == _UPDATE else None
+        if path == _UPDATE and version is None and status < 400:
+            log.warning("the engine has loaded weights of no known version: its first worker is not on this host")
+        self._received = version if is_sure and path == _UPDATE else None
         self._loaded = version if is_sure and path == _FINISH else None
 
 
-def _version(body: bytes | bytearray) -> int | None:
-    """Returns the version that a request to /update_weights names; None: it names none."""
+def report(address: str, version: int) -> None:
+    """Tells a `TellsVersion` of this host the version that an engine has loaded, if it still waits for that."""
+    with suppress(OSError), socket.socket(*_REPORTS) as reports:
+        reports.sendto(str(version).encode(), address)
+
+
+def _reported(reports: socket.socket) -> int | None:
+    """Returns the lowest version that engines have reported; None: none has."""
+    versions = []
+    with suppress(BlockingIOError):
+        while True:
+            versions.append(int(reports.recv(32)))
+    return min(versions, default=None)
+
+
+async def _body(receive: Receive) -> bytes:
+    """Returns the whole body of a request."""
+    body, has_more = bytearray(), True
+    while has_more:
+        message = await receive()
+        body += message.get("body", b"")
+        has_more = message.get("more_body", False)
+    return bytes(body)
+
+
+def _asked(body: bytes) -> dict[str, Any] | None:
+    """Returns a request to /update_weights; None: it names no version. 0 would be any version, and is none here."""
     try:
-        return int(json.loads(body)["update_info"]["version"])
+        request: dict[str, Any] = json.loads(body)
+        version = request["update_info"]["version"]
     except (ValueError, KeyError, TypeError):
         return None
+    return request if type(version) is int and version > 0 else None
 
 
 def _telling(send: Send, version: int | None) -> Send:
@@ -119,8 +186,8 @@ def _telling(send: Send, version: int | None) -> Send:
     return sending
 
 
-async def _refuse(send: Send) -> None:
-    text = b'{"error": "the engine has not been given weights of training yet"}'
+async def _answer(send: Send, status: int, error: str) -> None:
+    text = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": text})

@@ -16,28 +16,24 @@ documents of vLLM 0.25. Tests have a stand-in with that interface, because vLLM 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_world_group
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import PSError, Unsupported
+from ps_worker.engines import answers
 from ps_worker.followed_model import WeightFeed, subscribe
 
 BACKEND = "ps_torch"
 
 
 @dataclass
-class FollowInfo(WeightTransferInitInfo):
+class FollowInfo(base.WeightTransferInitInfo):
     """What to follow: `init_info` of vLLM. `names` has the checkpoint's name of a tensor by the job's name."""
 
     server: str | None = None
@@ -47,19 +43,15 @@ class FollowInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class WantedVersion(WeightTransferUpdateInfo):
-    """Which weights to load: `update_info` of vLLM.
-
-    Attributes:
-        version: The least version of the weights.
-        timeout: The seconds for which the update waits until the servers have such weights.
-    """
+class WantedVersion(base.WeightTransferUpdateInfo):
+    """Which weights to load: `update_info` of vLLM. It waits `timeout` seconds for so many updates."""
 
     version: int = 0
     timeout: float = 600.0
+    report: str = ""  # where answers.py waits for the version that was loaded
 
 
-class FeedTransferEngine(WeightTransferEngine[FollowInfo, WantedVersion]):
+class FeedTransferEngine(base.WeightTransferEngine[FollowInfo, WantedVersion]):
     """Loads a job's newest weights into a worker's model.
 
     Attributes:
@@ -95,6 +87,8 @@ class FeedTransferEngine(WeightTransferEngine[FollowInfo, WantedVersion]):
             raise RuntimeError("start_weight_update comes first")
         try:
             self._received = self._load(update_info)
+            if update_info.report and get_world_group().rank_in_group == 0:
+                answers.report(update_info.report, self._received)
         except BaseException:
             self._end_update()
             raise
@@ -114,11 +108,9 @@ class FeedTransferEngine(WeightTransferEngine[FollowInfo, WantedVersion]):
             self._feed = None
 
     @staticmethod
-    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """Raises NotImplementedError. vLLM has this method for trainers that send weights; in this project the servers
-        send them.
-        """
-        raise NotImplementedError("parameter servers send the weights: the trainer has nothing to do")
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Raises Unsupported. vLLM has it for engines to which a trainer sends weights: here the servers do."""
+        raise Unsupported("parameter servers send the weights: a trainer has nothing to send")
 
     def _end_update(self) -> None:
         if self._is_updating:

@@ -17,7 +17,7 @@ BROKEN = [(0, *each) for each in BROKEN_FEEDS] + [(RELAYS, *each) for each in BR
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seeds", cases([range(3)], [range(3, 30)]), ids=str)
-@pytest.mark.parametrize("mode", cases(["sync", "async"], ["ssp:2", "local:4"]))
+@pytest.mark.parametrize("mode", cases(["sync", "async"], ["ssp:2", "local:4", "sync quorum all-1"]))
 def test_no_seed_breaks_a_promise_to_readers(mode: str, seeds: range) -> None:
     """Never two versions in one block of `reading`; no version falls unsaid; equal versions of a run have equal bytes;
     buffers are those of rank 0 at their version's step, and frozen tensors come once; in quiet times readers have the

@@ -30,10 +30,11 @@ from torch import nn
 
 import ps_torch as ps
 from ps_feed.edition import Contents
-from ps_protocol.errors import InvalidRequest, Unreachable
+from ps_protocol.errors import InvalidRequest, Unreachable, Unsupported
 from ps_torch.engines.answers import TellsVersion
 from ps_torch.engines.sglang import DiskFollower
 from ps_worker.edition_tensors import Edition
+from ps_worker.engines import answers
 from ps_worker.engines.folders import saved
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.launching import ROOT
@@ -260,11 +261,38 @@ def test_a_vllm_engine_that_gets_no_weights_has_no_version(
         workers.call("shutdown")
 
 
+def test_an_answer_has_the_version_that_a_vllm_engine_has_loaded(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], vllm: Any
+) -> None:
+    """It may be later than the one that was asked for."""
+    workers, last = Workers(vllm), trainer.steps(3)
+    workers.follow(shared.address, job)
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        asked = json.loads((await receive())["body"])
+        if scope["path"] in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
+            assert workers.call(scope["path"][1:], *asked.values()) == ["", ""]
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = TellsVersion(engine)
+    try:
+        for path, body in (
+            ("/start_weight_update", {}),
+            ("/update_weights", {"update_info": {"version": 1}}),
+            ("/finish_weight_update", {}),
+        ):
+            assert ask(app, path, body)[0] == 200
+        assert ask(app, "/v1/completions", {})[1][b"x-model-version"] == str(last).encode()
+    finally:
+        workers.call("shutdown")
+
+
 def test_vllm_finds_the_engine_by_an_entry_point(vllm: Any) -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert '[project.entry-points."vllm.general_plugins"]\nps_torch = "ps_torch.engines.vllm:register"\n' in text
     assert callable(vllm.adapter.register)
-    with pytest.raises(NotImplementedError, match="parameter servers send the weights"):
+    with pytest.raises(Unsupported, match="parameter servers send the weights"):
         vllm.adapter.FeedTransferEngine.trainer_send_weights(iter(()), {})
 
 
@@ -517,12 +545,19 @@ def ask(app: Any, path: str, body: Any = None, method: str = "POST") -> tuple[in
     return sent[0]["status"], dict(sent[0].get("headers", ()))
 
 
+async def loaded(receive: Any) -> None:
+    """Takes a request as an engine does, which reports the version that it has loaded."""
+    info = json.loads((await receive())["body"] or "{}").get("update_info", {})
+    if "report" in info:
+        answers.report(info["report"], info["version"])
+
+
 def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
     failing: set[str] = set()
     refusing: set[str] = set()
 
     async def engine(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
+        await loaded(receive)
         status = 500 if scope["path"] in failing else 401 if scope["path"] in refusing else 200
         await send({"type": "http.response.start", "status": status, "headers": [(b"own", b"1")]})
         await send({"type": "http.response.body", "body": b""})
@@ -548,6 +583,11 @@ def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
     ask(app, "/update_weights", {"update_info": {"version": 10}})
     refusing.clear()
     assert ask(app, "/v1/completions", {})[1][b"x-model-version"] == b"9", "none of these has given it weights"
+    for wrong in (0, -1, "10", True, None):
+        assert ask(app, "/update_weights", {"update_info": {"version": wrong}})[0] == 400
+    assert ask(app, "/update_weights", {"update_info": {}})[0] == 400
+    assert ask(app, "/update_weights", [])[0] == 400
+    assert ask(app, "/v1/completions", {})[1][b"x-model-version"] == b"9", "the engine has seen none of these"
     failing.add("/update_weights")
     update({"update_info": {"version": 11}})
     assert ask(app, "/v1/completions", {})[0] == 503, "nobody knows what it has now"
@@ -559,11 +599,11 @@ def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
 @pytest.mark.parametrize(("status", "then"), [(200, 503), (500, 503), (401, 200), (404, 200)])
 def test_an_engine_that_begins_to_take_weights_has_no_version_any_more(status: int, then: int) -> None:
     """vLLM writes over the weights from there on. What it has refused, or does not know, has not begun."""
-    answers = {"/start_weight_update": status}
+    statuses = {"/start_weight_update": status}
 
     async def engine(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        await send({"type": "http.response.start", "status": answers.get(scope["path"], 200)})
+        await loaded(receive)
+        await send({"type": "http.response.start", "status": statuses.get(scope["path"], 200)})
         await send({"type": "http.response.body", "body": b""})
 
     app = TellsVersion(engine)
@@ -583,13 +623,13 @@ def test_two_requests_at_once_that_give_an_engine_weights_leave_no_wrong_version
     """No answer says which of the two the engine loaded last. The next update, alone, sets the version again."""
 
     async def main() -> None:
-        answers: dict[str, asyncio.Future[int]] = {}
+        statuses: dict[str, asyncio.Future[int]] = {}
         arrived = asyncio.Event()
 
         async def engine(scope: Any, receive: Any, send: Any) -> None:
-            await receive()
+            await loaded(receive)
             arrived.set()
-            status = await answers[scope["name"]] if scope["name"] in answers else 200
+            status = await statuses[scope["name"]] if scope["name"] in statuses else 200
             await send({"type": "http.response.start", "status": status})
             await send({"type": "http.response.body", "body": b""})
 
@@ -606,14 +646,14 @@ def test_two_requests_at_once_that_give_an_engine_weights_leave_no_wrong_version
             await app({"type": "http", "path": path, "method": "POST", "name": name}, receive, send)
 
         async def begun(name: str, path: str, version: int = 0) -> asyncio.Task[None]:
-            answers[name] = asyncio.get_running_loop().create_future()
+            statuses[name] = asyncio.get_running_loop().create_future()
             arrived.clear()
             task = asyncio.create_task(post(path, name, version))
             await arrived.wait()
             return task
 
         async def answer(name: str, task: asyncio.Task[None], status: int) -> None:
-            answers[name].set_result(status)
+            statuses[name].set_result(status)
             await task
 
         async def give(version: int) -> None:
@@ -645,7 +685,7 @@ def test_an_update_counts_when_it_is_answered() -> None:
         seen: list[Any] = []
 
         async def engine(scope: Any, receive: Any, send: Any) -> None:
-            await receive()
+            await loaded(receive)
             await send({"type": "http.response.start", "status": 200})
             await send({"type": "http.response.body", "body": b""})
             if scope["path"] == "/update_weights":

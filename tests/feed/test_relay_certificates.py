@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load
 
 import ps_torch as ps
 from ps_protocol.errors import Forbidden, InvalidRequest
 from ps_runtime.credentials import Tls, access
 from ps_server.config import ServerConfig
 from ps_server.ops import dev_certs, status
-from tests.tools.cluster import Cluster
+from tests.tools.cluster import Cluster, until
 from tests.tools.followed_trainer import FollowedTrainer, relay
 
 NAME = "127.0.0.1"
@@ -61,6 +65,24 @@ def arguments(folder: Path, name: str) -> dict[str, str]:
     return {key: str(folder / file) for key, file in files.items()}
 
 
+def check_download(address: str, reader: dict[str, str], trainer: FollowedTrainer, version: int) -> None:
+    """The version is a file over HTTPS for those who have a certificate, whole and in parts."""
+    context = ssl.create_default_context(cafile=reader["tls_ca"])
+    context.load_cert_chain(reader["tls_cert"], reader["tls_key"])
+    host, port = address.split(":")
+
+    def got(**headers: str) -> tuple[int, str | None, bytes]:
+        with contextlib.closing(http.client.HTTPSConnection(host, int(port), context=context, timeout=30)) as asked:
+            asked.request("GET", "/jobs/default/latest.safetensors", headers=headers)
+            answer = asked.getresponse()
+            return answer.status, answer.getheader("x-model-version"), answer.read()
+
+    status, _, body = until(lambda: found if (found := got())[1] == str(version) else None, "the version")
+    assert status == 200
+    assert trainer.has(load(body), version)
+    assert got(Range="bytes=100-3099") == (206, str(version), body[100:3100])
+
+
 def test_a_relay_reads_by_its_certificate_and_serves_readers_and_may_do_nothing_else(
     make_cluster: MakeCluster, tmp_path: Path
 ) -> None:
@@ -71,13 +93,14 @@ def test_a_relay_reads_by_its_certificate_and_serves_readers_and_may_do_nothing_
     worker, reader = (arguments(tmp_path / role, role) for role in ("worker", "reader"))
     with (
         relay(cluster.address, config(tmp_path / "relay", "relay")) as near,
-        relay(near.address, config(tmp_path / "far", "relay")) as far,
+        relay(near.address, config(tmp_path / "far", "relay"), http_port=0) as far,
         ps.connect(cluster.address, mode="sync", **worker) as session,
         ps.subscribe(far.address, **reader) as feed,
     ):
         trainer = FollowedTrainer(session)
         last = trainer.steps(2)
         assert trainer.has(feed.wait_for(last).state_dict(), last)
+        check_download(far.http_address, reader, trainer, last)
         with pytest.raises(Forbidden), ps.subscribe(far.address, **worker) as other:
             other.wait_for(0)
         held = tmp_path / "relay"

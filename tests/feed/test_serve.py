@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import http.client
 import json
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,39 @@ def test_each_answer_is_of_the_one_version_that_it_says(shared: Cluster, job: st
         clock = session.clock
         until(lambda: ask(address, "/generate", {"length": 1})[1] == clock, "the newest version, under no load")
         check_refusals(address, clock)
+
+
+def health(app: Any) -> tuple[int, dict[str, Any]]:
+    """What GET /healthz answers."""
+    sent: list[Any] = []
+    came = [{"type": "http.disconnect"}, {"type": "http.request", "body": b""}]
+
+    async def receive() -> Any:
+        return came.pop() if len(came) > 1 else came[0]
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    about = {"http_version": "1.1", "scheme": "http", "query_string": b"", "headers": []}
+    asyncio.run(app({"type": "http", "method": "GET", "path": "/healthz", **about}, receive, send))
+    return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
+
+
+def test_a_service_says_that_it_is_further_behind_than_it_may_be(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--max-behind=4", "--late=3600"])
+    serve = launching.load(SCRIPT)
+    given = serve.parse_arguments()
+    with shared.connect("sync", job=job) as session, ps.subscribe(shared.address, job, every=1000) as feed:
+        trainer = Trainer(session)
+        app = serve.application(serve.Served(feed, 1, 2, 8, 60.0), given.late, given.max_behind)
+        for behind, status, why in ((4, 200, None), (5, 503, "5 updates behind, more than 4")):
+            while session.clock < behind:
+                trainer.step()
+            until(lambda: feed.behind == behind, "what the shards tell")  # noqa: B023
+            found, answer = health(app)
+            assert (found, answer["behind"], answer["trouble"]) == (status, behind, why)
 
 
 def check_refusals(address: str, version: int) -> None:

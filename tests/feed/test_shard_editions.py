@@ -14,13 +14,17 @@ from ps_protocol.changes import apply_change
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, RunEnded, TryLater
 from ps_protocol.messages.data import PushKind
 from ps_protocol.messages.editions import EditionBucket, WeightsAsked
+from ps_protocol.messages.rows import RowsWatch
+from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_protocol.tensors import bytes_of, tensor_from
 from ps_server.core.feed_figures import FeedFigures
+from ps_server.core.unit import Bucket
+from ps_server.shard.copied_buckets import CopiedBucket
 from ps_server.shard.editions import HELD_SECONDS, KEPT_SECONDS, Editions, TakenEdition
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.last_weights import LastWeights, last_weights
 from ps_server.shard.weight_feeds import SIGN_SECONDS
-from tests.tools.feeding import BUCKETS, CELLS, Feeding
+from tests.tools.feeding import BUCKETS, CELLS, Feeding, Reader
 from tests.tools.raw_worker import vector_job
 
 
@@ -48,6 +52,26 @@ def test_an_edition_of_now_is_there_at_once() -> None:
     assert (here.lowest, here.highest, here.timeline, here.has_one_version) == (1, 1, 0, True)
     assert here.buckets == tuple(range(BUCKETS))
     assert feeding.pull(1).edition() == (1, [1.0] * CELLS)
+
+
+def test_nothing_is_copied_while_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    make = CopiedBucket.__init__
+
+    def counted(copy: CopiedBucket, bucket: Bucket, *more: Any) -> None:
+        copied.append(bucket.index)
+        make(copy, bucket, *more)
+
+    monkeypatch.setattr(CopiedBucket, "__init__", counted)
+    feeding = Feeding().begin()
+    for _ in range(5):
+        feeding.step()
+    assert copied == []
+    reader = feeding.pull(6)
+    for _ in range(5):
+        feeding.step()
+    assert reader.edition() == (6, [6.0] * CELLS)
+    assert sorted(copied) == list(range(BUCKETS)), "once each, for the version that was asked for"
 
 
 def test_an_edition_ahead_is_copied_when_each_bucket_comes_to_it() -> None:
@@ -487,17 +511,30 @@ def test_a_principal_has_so_many_bytes_of_messages_until_they_are_sent() -> None
         assert isinstance(feeding.pull(1, caller="three").error, OutOfOrder), "refused, and not counted any more"
 
 
-def test_readers_are_counted_with_other_feeds() -> None:
-    feeding = Feeding(limit=4).begin()
-    for _ in range(2):
-        feeding.pull(0, caller="one")
-    with pytest.raises(LimitExceeded, match="one has 2 feeds of job 'job' here: its share is half of max-feeds"):
-        feeding.pull(0, caller="one")
-    others = [feeding.pull(0, caller=name) for name in ("two", "three")]
-    with pytest.raises(LimitExceeded, match="has 4 feeds here: that is the limit max-feeds"):
-        feeding.pull(0, caller="four")
-    others[0].close()
-    feeding.pull(0, caller="four")
+def test_readers_are_counted_with_feeds_of_rows() -> None:
+    table = JobTable(TableSpec("items", 4, Initializer("constant", 1.0)), "SGD", {"lr": 1.0})
+    feeding = Feeding(limit=4, spec=replace(vector_job("job", "sync", CELLS, 1), tables=(table,))).begin()
+
+    def read(caller: str) -> Reader:
+        return feeding.pull(0, caller=caller)
+
+    def watch(caller: str) -> Reader:
+        reader = Reader()
+        feeding.shard.feeds.watch(RowsWatch("job", "items", b"", 1.0), reader, caller)  # type: ignore[arg-type]
+        return reader
+
+    read("one")
+    watch("one")
+    for another in (read, watch):
+        with pytest.raises(LimitExceeded, match="one has 2 feeds of job 'job' here: its share is half of max-feeds"):
+            another("one")
+    others = [read("two"), watch("three")]
+    for another in (read, watch):
+        with pytest.raises(LimitExceeded, match="has 4 feeds here: that is the limit max-feeds"):
+            another("four")
+    for other, another in zip(others, (watch, read), strict=True):
+        other.close()
+        another("four")
 
 
 def test_a_reader_that_is_told_the_end_counts_no_more() -> None:

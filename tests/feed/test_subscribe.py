@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import errno
 import gc
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ps_torch as ps
@@ -28,11 +30,12 @@ from ps_protocol.changes import Change, encode_change
 from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable, Unsupported
 from ps_protocol.messages.editions import EditionCall, EditionPart, WeightsAsked, read_edition_part
 from ps_runtime.credentials import PLAINTEXT
+from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.shard import Shard
 from ps_server.shard.weight_feeds import SIGN_SECONDS
 from tests.tools.cases import cases
 from tests.tools.cluster import TEST_SECONDS, Cluster, until
-from tests.tools.followed_trainer import rebuilding_loss
+from tests.tools.followed_trainer import rebuilding_loss, relay
 from tests.tools.remembering_trainer import RememberingTrainer, in_background
 from tests.tools.rollbacks import QUICK
 
@@ -91,11 +94,14 @@ def test_each_edition_is_the_weights_of_one_version_to_the_bit(shared: Cluster, 
         assert trainer.has(edition.state_dict(), edition.version)
 
 
-@pytest.mark.parametrize("mode", cases(["async"], ["ssp:1"]))
+@pytest.mark.parametrize(("mode", "quorum"), cases([("async", None), ("sync", "all-1")], [("ssp:1", None)]))
 def test_where_workers_share_no_clock_the_newest_edition_is_the_weights_once_training_rests(
-    shared: Cluster, job: str, mode: str
+    shared: Cluster, job: str, mode: str, quorum: str | None
 ) -> None:
-    with shared.connect(mode, job=job) as session, ps.subscribe(shared.address, job) as feed:
+    with (
+        ps.connect(shared.address, mode, job, elastic=True, quorum=quorum) as session,
+        ps.subscribe(shared.address, job) as feed,
+    ):
         trainer = Trainer(session)
         trainer.steps(20)
         edition = feed.wait_for(20)
@@ -120,6 +126,27 @@ def test_editions_have_versions_that_every_divides(
     assert first == 0
     assert feed.version >= 16
     assert [version for version in seen if version % 8] == []
+
+
+@pytest.mark.parametrize("relays", [0, 1])
+def test_between_two_editions_lies_the_period(
+    shared: Cluster, job: str, trainer: Trainer, relays: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is asked to keep it: the feed, or a relay for all of its readers."""
+    monkeypatch.setattr("ps_feed.subscription.LOOK_SECONDS", 0.01)
+    with contextlib.ExitStack() as stack:
+        if relays:
+            near = stack.enter_context(relay(shared.address, period=3600))
+            feed = stack.enter_context(ps.subscribe(near.address, job))
+        else:
+            feed = stack.enter_context(ps.subscribe(shared.address, job, period=3600))
+        feed.wait_for()
+        following = near.relayed.followed()[0]._subscription if relays else feed._subscription
+        trainer.steps(10)
+        until(lambda: feed.behind == 10 or feed.version, "what the shards tell")
+        assert (feed.version, following.received.editions) == (0, 1)
+        following._due = 0.0  # as if it were over
+        assert feed.wait_for(1).version == 10
 
 
 def test_a_feed_that_has_missed_what_every_divides_gets_the_version_at_which_the_job_rests(
@@ -171,6 +198,20 @@ def test_readers_with_different_needs_follow_one_job(shared: Cluster, job: str, 
 def test_changes_give_the_same_bits_in_fewer_bytes(
     shared: Cluster, job: str, mode: str, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stepping: set[threading.Thread] = set()
+    computing: set[threading.Thread] = set()
+    stepped = HostedJob.stepped
+
+    def noted(*given: Any) -> None:
+        stepping.add(threading.current_thread())
+        stepped(*given)
+
+    def encoded(*given: Any) -> Change | None:
+        computing.add(threading.current_thread())
+        return encode_change(*given)
+
+    monkeypatch.setattr(HostedJob, "stepped", noted)
+    monkeypatch.setattr("ps_server.shard.shared_changes.encode_change", encoded)
     with (
         shared.connect(mode, job=job) as session,
         ps.subscribe(shared.address, job, wire=wire, changes=True) as feed,
@@ -190,6 +231,9 @@ def test_changes_give_the_same_bits_in_fewer_bytes(
     assert received.nbytes < received.elements
     assert others.nbytes == others.elements
     assert received.damaged == others.damaged == 0
+    assert stepping
+    assert computing
+    assert not stepping & computing, "no thread that trains computes changes"
 
 
 @pytest.mark.usefixtures("far")
@@ -466,6 +510,65 @@ def test_a_tensor_of_the_model_may_be_made_of_others(shared: Cluster, job: str, 
             feed.load(Fused())
 
 
+class Adapted(nn.Module):
+    """A model with an adapter, of which the job has the whole and a feed a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(3, 3), nn.Linear(20, 40)
+        self.register_buffer("scale", torch.zeros(3))
+
+
+def test_a_part_of_the_job_is_loaded_into_a_larger_model_whose_rest_stays(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    names = {"adapter.weight": "first.weight", "adapter.bias": "first.bias"}
+    with ps.subscribe(shared.address, job, parameters=[*names.values()], names=names) as feed:
+        model = Adapted()
+        before = copy.deepcopy(model.state_dict())
+        kept = {name: each.data_ptr() for name, each in model.state_dict().items() if name not in names}
+        assert feed.load(model) is model
+        feed.wait_for(trainer.step())
+        with feed.reading(model, max_behind=0):
+            state = model.state_dict()
+            assert all(torch.equal(state[name], trainer.past[1][own]) for name, own in names.items())
+            assert {name: each.data_ptr() for name, each in state.items() if name not in names} == kept
+            assert all(torch.equal(state[name], before[name]) for name in kept)
+        stage = feed.load(nn.ModuleDict({"adapter": nn.Linear(20, 40)}))
+        assert torch.equal(stage["adapter"].bias, trainer.past[1]["first.bias"])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "names", "message"),
+    [
+        (
+            ["first.weight", "last.weight", "frozen.bias", "frozen.weight", "scale"],
+            {"adapter.weight": "first.weight"},
+            r"the model has no last.weight, frozen.weight, frozen.bias$",
+        ),
+        (["cache", "scale"], None, "the model has no cache$"),
+        (
+            ["first.weight"],
+            {"adapter.weight": ps.MadeOf(["first.weight", "frozen.weight"])},
+            "`parameters` lack frozen.weight$",
+        ),
+        (["first.bias"], {"adapter.bias": "first.bias", "base.bias": "first.bias"}, r"base.bias \[3\] for \[40\]$"),
+    ],
+    ids=["names", "a buffer", "a part of a tensor", "shape"],
+)
+def test_a_model_that_does_not_fit_a_part_is_left_as_it_is(
+    shared: Cluster, job: str, trainer: Trainer, parameters: list[str], names: Any, message: str
+) -> None:
+    model = Adapted()
+    before = copy.deepcopy(model.state_dict())
+    with (
+        ps.subscribe(shared.address, job, parameters=parameters, names=names) as feed,
+        pytest.raises(InvalidRequest, match=message),
+    ):
+        feed.load(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def differ_in_all(model: nn.Module) -> None:
     model.more, model.first = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(20, 7)
     del model.frozen
@@ -509,6 +612,33 @@ def test_an_edition_is_saved_whole_with_what_it_is(shared: Cluster, job: str, tr
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         about = file.metadata()
     assert (about["job"], about["version"], len(about["run"])) == (job, "2", 16)
+
+
+@pytest.mark.parametrize("most", [None, 4000])
+def test_a_save_that_fails_leaves_what_was_there(
+    shared: Cluster, job: str, trainer: Trainer, tmp_path: Path, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+
+    def until_it_is_full(tensors: dict[str, torch.Tensor], file: Path, about: dict[str, str]) -> None:
+        save_file(tensors, file, about)
+        written.append(file)
+        if len(written) == (1 if most is None else 2):  # of several files one is there already
+            os.truncate(file, 100)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def found() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    path = tmp_path / "model.safetensors" if most is None else tmp_path
+    with ps.subscribe(shared.address, job) as feed:
+        feed.save(path, most)
+        before = found()
+        feed.wait_for(trainer.step())
+        monkeypatch.setattr("safetensors.torch.save_file", until_it_is_full)
+        with pytest.raises(OSError, match="No space left on device"):
+            feed.save(path, most)
+    assert found() == before
 
 
 def test_an_edition_is_saved_in_parts_with_an_index(
@@ -676,14 +806,26 @@ class _Versions:
         return self._shard.weight_feeds.describe(WeightsAsked(job)).editions
 
 
+@pytest.mark.usefixtures("far")
 def test_what_is_never_trained_comes_once(shared: Cluster, job: str, trainer: Trainer) -> None:
-    with ps.subscribe(shared.address, job, parameters=["frozen.weight", "scale"]) as feed:
-        first = feed.wait_for()
-        trainer.steps(3)
-        assert feed.wait_for() is not first
-        assert torch.equal(feed.state_dict()["frozen.weight"], trainer.past[0]["frozen.weight"])
+    with (
+        ps.subscribe(shared.address, job, parameters=["frozen.weight", "scale"]) as frozen,
+        ps.subscribe(shared.address, job, parameters=["frozen.weight", "first.bias"], changes=False) as both,
+    ):
+        frozen.wait_for()
+        both.wait_for()
+        for step in range(1, 4):
+            trainer.step()
+            both.wait_for(step)
+        contents, received = both.wait_for().arrays.contents, both._subscription.received
+        trained = sum(contents.size(bucket) for bucket in contents.buckets.values() if not bucket.frozen)
+        assert received.nbytes == contents.nbytes + (received.editions - 1) * trained
+        assert trained < contents.nbytes
+        assert frozen._subscription.received.editions == 1
+        for feed in (frozen, both):
+            assert torch.equal(feed.state_dict()["frozen.weight"], trainer.past[0]["frozen.weight"])
         with pytest.raises(Unreachable, match="it is at 0"):
-            feed.wait_for(1, timeout=0.1)
+            frozen.wait_for(1, timeout=0.1)
 
 
 def test_a_feed_that_is_closed_says_so_where_newer_weights_are_asked_for(
@@ -843,6 +985,9 @@ def test_a_script_ends_with_a_feed_that_it_left_open(shared: Cluster, job: str, 
     ("wrong", "message"),
     [
         ({"every": 0}, "every must be a number of updates from 1, got 0"),
+        ({"every": 2.5}, "every must be a number of updates from 1, got 2.5"),
+        ({"every": "8"}, "every must be a number of updates from 1, got '8'"),
+        ({"period": "8"}, "period must be 0 to 3600 seconds, got '8'"),
         ({"wire": "int8"}, "wire must be one of float32, bfloat16, float16, got 'int8'"),
         ({"period": -1.0}, "period must be 0 to 3600 seconds, got -1"),
         ({"server": None}, "a feed needs a server"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import asyncio
 import re
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +102,57 @@ def test_the_examples_of_feeds_follow_a_job(shared: Cluster, job: str, monkeypat
                 assert name == "ps_torch.MadeOf" or torch.equal(left["answer"], model(torch.ones(2, 4)))
                 if left["feed"] is not feed:
                     left["feed"].close()
+
+
+class _Samples:
+    """What rollouts make, of which a trainer takes five."""
+
+    def __init__(self) -> None:
+        self._made: deque[Any] = deque(maxlen=4)
+        self.put = self._made.append
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(5):
+            until(lambda: self._made, "a sample")
+            yield self._made.popleft()
+
+
+def test_the_code_of_the_page_on_feeds_runs_beside_each_other(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollouts, their trainer, an engine and a reader of one job. tests/feed/test_engines.py has the code for vLLM."""
+    first, rollout, trainer, names, vllm, following = (
+        text.replace("trainer:50051", shared.address).replace('"default"', repr(job))
+        for text in re.findall(r"^```python\n(.*?)^```", (DOCS / "feed.md").read_text(), re.DOTALL | re.MULTILINE)
+    )
+    assert "LLM(" in vllm
+    for name, value in {"SERVER": shared.address, "JOB": job, "MODE": "sync", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(f"PS_{name}", value)
+    model, cells, loaded = torch.nn.Linear(4, 4), torch.ones(2, 4), dict[str, torch.Tensor]()
+    engine = SimpleNamespace(load_weights=loaded.update, version=-1)
+    there = {"ps": ps_torch, "torch": torch, "engine": engine, "samples": _Samples(), "policy": model}
+    there |= {"Model": lambda: torch.nn.Linear(4, 4), "Policy": lambda: torch.nn.Linear(4, 4)}
+    there |= {"question": cells, "prompts": cells, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    there |= {"generate": lambda policy, asked: policy(asked).detach(), "loss": lambda policy, made: policy(made).sum()}
+
+    def run(text: str) -> dict[str, Any]:
+        exec(text, found := dict(there))
+        return found
+
+    with ThreadPoolExecutor() as others:
+        beside = [others.submit(run, text) for text in (rollout, following)]
+        trained = run(trainer)
+        read = run(first)
+        read["feed"].close()
+        clock = trained["session"].clock
+        trained["session"].close()
+        for each in beside:
+            each.result(60)
+    assert (read["version"], engine.version) == (clock, clock)
+    assert clock > 0
+    assert torch.equal(read["answer"], trained["policy"](cells))
+    assert torch.equal(loaded["weight"], trained["policy"].weight.bfloat16())
+    assert run(names)["names"].keys() == {"qkv.weight", "up.weight", "head.weight"}
 
 
 def test_the_page_of_settings_has_each_as_it_is_declared() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -13,6 +14,7 @@ from tests.tools.imports import ROOT, modules, statements, syntax
 
 MOST_FUNCTION_LINES = 50  # without the docstring
 MOST_FILE_LINES = 600
+MOST_ENGINE_LINES = 150  # of a file that connects an inference engine: who connects another one reads all of it
 
 
 def lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -50,6 +52,18 @@ def test_no_function_or_file_is_too_large() -> None:
 )
 def test_what_is_too_large_is_found(text: str, what: list[str]) -> None:
     assert [place for place, _ in too_large("x.py", text)] == what
+
+
+ENGINES = {"vLLM": ("vllm", "answers"), "SGLang": ("sglang", "folders"), "`transformers`": ("huggingface",)}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_of_another_project_takes_as_few_lines_as_the_docs_say(engine: str) -> None:
+    [told] = re.findall(rf"^\| {engine}.* \| (\d.*) \|$", (ROOT / "docs" / "feed.md").read_text(), re.MULTILINE)
+    most = [int(number) for number in re.findall(r"\d+", told)]
+    heights = [(ROOT / f"ps_worker/engines/{name}.py").read_text().count("\n") for name in ENGINES[engine]]
+    assert most[0] == MOST_ENGINE_LINES
+    assert [height for height, limit in zip(heights, most, strict=True) if height > limit] == []
 
 
 # -- classes -----------------------------------------------------------------------------------------------------------

@@ -198,11 +198,14 @@ def test_who_reads_the_weights_is_among_the_figures() -> None:
     assert not [name for _, name in page(read)["shown"][0]["figures"] if "reader" in name]
     for index, shard in enumerate(read.status.shards):
         feed = shard_pb2.FeedStatus(reader_count=3 - index, edition_version=40 + index, behind=index)
-        feed.size_bytes, feed.sent_bytes = 10**6, 10**7
+        feed.size_bytes, feed.sent_bytes, feed.element_bytes = 10**6, 10**7, 10**7
         shard.jobs[0].feed.CopyFrom(feed)
     stopped = cluster_pb2.WatchStatusResponse()
     stopped.CopyFrom(read)
     stopped.status.shards[1].jobs[0].feed.trouble = "no room"
+    for index, shard in enumerate(stopped.status.shards):
+        shard.jobs[0].feed.age_duration.FromSeconds(3 + index)
+        shard.jobs[0].feed.element_bytes = 3 * 10**8
     waiting = cluster_pb2.WatchStatusResponse()
     waiting.CopyFrom(read)
     for shard in waiting.status.shards:
@@ -210,7 +213,9 @@ def test_who_reads_the_weights_is_among_the_figures() -> None:
     told = [{name: value for value, name in shown["figures"]} for shown in page(read, stopped, waiting)["shown"]]
     assert told[0]["readers of the weights, edition 40 is 1 update behind"] == "3"
     assert told[0]["sent to readers; 2.0\u00a0MB of editions in memory"] == "20.0\u00a0MB"
-    assert told[1]["readers of the weights, edition 40 is 1 update behind; shard 1: no room"] == "3"
+    assert told[1]["readers of the weights, edition 40 is 1 update behind and 4 s old; shard 1: no room"] == "3"
+    whole = "600\u00a0MB in whole editions"
+    assert told[1][f"sent to readers in place of {whole}; 2.0\u00a0MB of editions in memory"] == "20.0\u00a0MB"
     assert told[2]["readers of the weights"] == "3"
 
 
