@@ -14,6 +14,7 @@ session.py      The session that `connect` returns: one worker's part in one job
 by_mode.py      The strategy of each mode
 given.py        The arguments of `prepare`: sorted by what they are, and checked
 group.py        A worker that is a group of processes: how its members agree
+neighbours.py   The other members of a group: whether they have come, and whether they go on
 prepared.py     Maps the arguments of `prepare` to its results
 row_feed.py     A live copy of a table in a process that does not train
 followed_model.py `subscribe`: a job's weights in a process that does not train

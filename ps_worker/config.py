@@ -84,7 +84,20 @@ SETTINGS = (
     Setting("world_size", "workers of the whole job, if others start elsewhere", count, metavar="W"),
     Setting("elastic", "no fixed world size: ranks are given out, workers come and go", bool),
     Setting("connect_timeout", "seconds to keep trying a server", seconds, 60.0, "S"),
-    Setting("start_timeout", "seconds to wait until all workers of the job have joined", seconds, 1800.0, "S"),
+    Setting(
+        "start_timeout",
+        "seconds to wait until all workers of the job have joined, and all members of a group have come",
+        seconds,
+        1800.0,
+        "S",
+    ),
+    Setting(
+        "group_timeout",
+        "seconds without a sign of a member after which the others of its group end, to be started again; 0: never",
+        seconds_or_none,
+        60.0,
+        "S",
+    ),
     Setting(
         "busy_seconds",
         "seconds for which a worker counts as live while C code keeps Python's GIL; 0: no longer than the lease",
@@ -155,8 +168,7 @@ def resolve(**arguments: object) -> WorkerConfig:
     Raises InvalidRequest that names an invalid value and its source.
     """
     settings = {setting.name: setting for setting in (*SETTINGS, *OWN_SETTINGS)}
-    unknown = sorted(arguments.keys() - settings.keys())
-    if unknown:
+    if unknown := sorted(arguments.keys() - settings.keys()):
         raise TypeError(f"there is no setting {unknown[0]!r}")
     values = {name: setting.find(arguments.get(name)) for name, setting in settings.items()}
     place = placement(values["rank"], values["world_size"], values["local_rank"])
@@ -175,6 +187,7 @@ def resolve(**arguments: object) -> WorkerConfig:
         local_rank=place.local_rank,
         connect_timeout=values["connect_timeout"],
         start_timeout=values["start_timeout"],
+        group_timeout=values["group_timeout"],
         busy_seconds=values["busy_seconds"],
         metrics_host=values["metrics_host"],
         metrics_port=values["metrics_port"],

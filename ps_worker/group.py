@@ -34,6 +34,7 @@ import torch.distributed as dist
 from ps_protocol.errors import BY_REASON, InvalidRequest, PSError
 from ps_protocol.messages.workers import JoinResult, member_states
 from ps_runtime.signals import HEARD_SECONDS, undisturbed
+from ps_worker.neighbours import Neighbours
 
 log = logging.getLogger("ps_worker")
 
@@ -42,18 +43,20 @@ Members = tuple[int, ...]  # some of a group, the lowest first
 Collectives = Generator[Any, None, T]  # an exchange: yields its collectives, one after the other, as each has begun
 
 NOTICE_SECONDS = 30.0  # after which a member says that it waits for the others
+START_TIMEOUT = 1800.0  # that of the settings
 
 # What a member says of its part in something that all do together. The highest counts.
 THROUGH, LOST, FAILED = range(3)
 
 _agreed: Counter[tuple[int, ...]] = Counter()  # how often this process was to be in as many groups as these ranks
+_formed: Counter[tuple[int, ...]] = Counter()  # how often this process was to be a member of a group of these ranks
 
 _NUMBERS = 4  # that members compare at once, at most
 _NAME_BYTES = 64  # of a call
 _SIZE_BYTES = 8  # of a length
 
-# How long a member waits for the others. The first one may be at the coordinator for long, behind another worker's
-# evaluation. The connection to one that is dead breaks at once.
+# How long a collective waits for the others. The first member may be at the coordinator for long, behind another
+# worker's evaluation. The connection to one that is dead breaks at once, and `Neighbours` notices one that hangs.
 WAIT = timedelta(days=365)
 
 
@@ -74,11 +77,19 @@ class Group:
     given:  as `prepare` got it, if it did: a DeviceMesh or a process group
     data:   the share of the group's data that this member has, as (index, how many shares)
     stages: by member, the pipeline stage that it holds: the number of the first member that holds the same one
+    neighbours: whether the other members go on
+
+    start_timeout: seconds to wait for the other members to come. timeout: as for Neighbours; 0: none
+    Raises LimitExceeded, with those that have not come.
     """
 
-    def __init__(self, ranks: Sequence[int], given: Any = None) -> None:
+    def __init__(
+        self, ranks: Sequence[int], given: Any = None, start_timeout: float = START_TIMEOUT, timeout: float = 0.0
+    ) -> None:
         self.ranks, self.size, self.given = tuple(ranks), len(ranks), given
-        self._gloo = _connected(self.ranks)
+        self._start_timeout = timedelta(seconds=start_timeout)
+        self.neighbours = _come(self.ranks, start_timeout, timeout)
+        self._gloo = _connected(self.ranks, self._start_timeout)
         self._parts: dict[Members, Any] = {}  # process groups of some of the members
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
         self.data = self.member, self.size
@@ -139,6 +150,8 @@ class Group:
             while not work.is_completed():
                 with suppress(RuntimeError):  # the time is over, or it has failed: then the last line says how
                     work.wait(timedelta(seconds=HEARD_SECONDS))
+                with undisturbed():  # it takes a lock, which a signal must not leave taken
+                    self.neighbours.check()  # in `prepare` no heartbeat's thread does
         except BaseException:
             # The others may never come, and a process group waits for its collectives when it is freed, also at the end
             # of the process: it is never freed.
@@ -242,7 +255,9 @@ class Group:
         some = sorted({*parts} - {tuple(range(self.size))})
         for members in some:
             if self.member in members and members not in self._parts:
-                self._parts[members] = _connected([dist.get_global_rank(self._gloo, each) for each in members])
+                self._parts[members] = _connected(
+                    [dist.get_global_rank(self._gloo, each) for each in members], self._start_timeout
+                )
         if some:  # so that what the script makes later of some of these ranks has one name on all of them, too
             _be_in_as_many(self.ranks)
 
@@ -272,6 +287,7 @@ class Group:
         told = [each.decode() for each in self.gather(own.encode())]
         member = next((index for index, each in enumerate(told) if each != told[0]), None)
         if member is not None:
+            self.neighbours.leave()
             raise InvalidRequest(
                 f"the members of a group are one worker: member 0 is {told[0]}, and member {member} is {told[member]}. "
                 "connect(rank=..., world_size=...) takes the number of the group, and how many groups there are"
@@ -339,10 +355,11 @@ def in_call(group: Group | None, call: str) -> AbstractContextManager[None]:
     return nullcontext() if group is None else group.during(call)
 
 
-def group_of(given: Any, launched: int = 0) -> Group:
+def group_of(given: Any, launched: int = 0, start_timeout: float = START_TIMEOUT, timeout: float = 0.0) -> Group:
     """Returns the group that `prepare(..., group=...)` names: a DeviceMesh or a process group.
 
     launched: how many processes the launcher has started as this worker; 0: it does not say
+    start_timeout, timeout: as for Group
 
     Raises InvalidRequest if `given` is neither, if torch.distributed is not initialised, if this process is not in the
     group, or if the group has another size than `launched`.
@@ -354,17 +371,36 @@ def group_of(given: Any, launched: int = 0) -> Group:
             f"the launcher has started {launched} processes as this worker (--group {launched}), and prepare got "
             f"{named}: give it prepare(..., group=mesh), the mesh of all of them"
         )
-    return Group(ranks, given)
+    return Group(ranks, given, start_timeout, timeout)
 
 
-def _connected(ranks: Sequence[int]) -> Any:
-    """Returns a process group of these ranks, whose collectives wait for as long as it takes. All of them call it."""
+def _come(ranks: tuple[int, ...], start_timeout: float, timeout: float) -> Neighbours:
+    """Waits until all members have come, and returns them. Raises LimitExceeded."""
+    place = f"ps_torch/group/{'-'.join(map(str, ranks))}/{_formed[ranks]}"
+    _formed[ranks] += 1
+    member = sorted(ranks).index(dist.get_rank())
+    store = dist.distributed_c10d._get_default_store()
+    neighbours = Neighbours(store, place, member, len(ranks), timeout)
+    neighbours.begin()
+    try:
+        neighbours.await_all(start_timeout)
+    except BaseException:
+        neighbours.leave()
+        raise
+    return neighbours
+
+
+def _connected(ranks: Sequence[int], start_timeout: timedelta) -> Any:
+    """Returns a process group of these ranks, whose collectives wait for as long as it takes. All of them call it.
+
+    start_timeout: the longest wait for the others to come
+    """
     some: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": len(ranks) < dist.get_world_size()}
     if some["use_local_synchronization"]:
         _be_in_as_many(tuple(ranks))
-    # The others may never come: here torch's own timeout holds. This group stays: torch numbers those of the same
-    # ranks by how many there are: without it the next session's would get a number that is taken.
-    dist.new_group(list(ranks), **some)
+    # The others may never come. This group stays: torch numbers those of the same ranks by how many there are: without
+    # it the next session's would get a number that is taken.
+    dist.new_group(list(ranks), timeout=start_timeout, **some)
     return dist.new_group(list(ranks), timeout=WAIT, **some)
 
 

@@ -6,9 +6,12 @@ import logging
 import os
 import sys
 import sysconfig
+import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import ps_protocol
 import ps_runtime
@@ -104,7 +107,7 @@ def report_errors_in_one_line() -> None:
             _say_last(error, "", logging.INFO)
             raise SystemExit(0)
         if isinstance(error, PSError):
-            _say_last(error, _source_line(trace))
+            _say_last(error, _source_line(traceback.extract_tb(trace)))
             if isinstance(error, FinishedWithout):
                 raise SystemExit(FINISHED_WITHOUT_CODE)
         elif not isinstance(error, KeyboardInterrupt):
@@ -112,6 +115,21 @@ def report_errors_in_one_line() -> None:
 
     report.is_ours = True  # type: ignore[attr-defined]
     sys.excepthook = report
+
+
+def end_at_once(text: str, code: int) -> NoReturn:
+    """Ends this process with one message, which shows where the script is. For another thread than the script's, which
+    may be in a call that never returns: nothing of the script is run.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    place = _source_line(traceback.extract_stack(frame)) if frame is not None else ""
+    if is_launched():
+        _say_last(PSError(text), place)
+    else:
+        log.critical("%s\n%s", text, place.rstrip())
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(code)
 
 
 def _say_last(error: PSError, place: str, level: int = logging.CRITICAL) -> None:
@@ -125,9 +143,9 @@ def _say_last(error: PSError, place: str, level: int = logging.CRITICAL) -> None
         sys.stderr.write(f"{place}worker {'?' if rank is None else rank}: {error}\n")
 
 
-def _source_line(trace: TracebackType | None) -> str:
+def _source_line(stack: traceback.StackSummary) -> str:
     """Returns the last frame of the user's own code as Python shows it, with a new line; empty if there is none."""
-    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(("<frozen", *_OURS))]
+    frames = [frame for frame in stack if not frame.filename.startswith(("<frozen", *_OURS))]
     own = [frame for frame in frames if not _is_library(frame.filename)]
     last = (own or frames)[-1:]
     return "".join(traceback.format_list(last))

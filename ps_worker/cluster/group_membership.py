@@ -44,6 +44,11 @@ class GroupMembership(OwnMembership):
             watching.stop()
         return taken
 
+    def close(self, *given: Any, **more: Any) -> None:
+        """Leaves the job and the group, as OwnMembership.close."""
+        super().close(*given, **more)
+        self._group.neighbours.leave()
+
     def _first_place(self, run: str) -> JoinResult:
         return self._take(run, None)
 
@@ -62,8 +67,17 @@ class GroupMembership(OwnMembership):
                 self._changed.notify_all()
         self._cut_off(lost)
 
+    def _pause(self, lease: float) -> float:
+        """Returns the seconds between two heartbeats. With each of them this member looks for signs of the others."""
+        pause = super()._pause(lease)
+        return min(pause, self._group.neighbours.pause or pause)
+
+    def _is_held(self) -> None:
+        self._group.neighbours.all_go_on()
+
     def _beat_once(self, timeout: float) -> None:
         self._group.say_if_waiting()
+        self._group.neighbours.check()
         super()._beat_once(timeout)
 
     def _is_for_good(self, error: BaseException) -> bool:

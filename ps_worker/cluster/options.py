@@ -20,7 +20,8 @@ class JobOptions:
     rank:             this worker's rank; None: the coordinator gives one
     world_size:       how many workers the job has; 0: elastic
     connect_timeout:  seconds without any progress after which a call gives up
-    start_timeout:    seconds to wait until all declared workers have joined
+    start_timeout:    seconds to wait until all declared workers have joined, and all members of a group have come
+    group_timeout:    seconds without a sign of a member of this worker's group, after which the others end; 0: never
     transport:        how buckets travel: "shm", "tcp", "grpc", or "auto": shared memory with each shard that can see
                       it, data connections to the others, gRPC without these
     shared_directory: the directory in which shards on this host get that memory
@@ -43,6 +44,7 @@ class JobOptions:
     access: Access = PLAINTEXT
     launch: LaunchId = UNKNOWN
     busy_seconds: float = 0.0
+    group_timeout: float = 0.0
     group_size: int = 0
 
     @property

@@ -278,7 +278,7 @@ class OwnMembership:
         return self._coordinator.join(self._options, run, self._metrics_address, before, clock)
 
     def _beat(self, lease: float) -> None:
-        pause, closing = lease / HEARTBEATS_PER_LEASE, self._coordinator.closing
+        pause, closing = self._pause(lease), self._coordinator.closing
         process = HeartbeatProcess(self._options, pause)
         try:
             while not closing.is_set() and self.error is None:
@@ -288,6 +288,10 @@ class OwnMembership:
                     guarded("heartbeat", lambda: self._beat_once(pause))
         finally:
             process.close()
+
+    def _pause(self, lease: float) -> float:
+        """Returns the seconds between two heartbeats."""
+        return lease / HEARTBEATS_PER_LEASE
 
     def _message(self) -> bytes:
         """Returns the present heartbeat, without measurements."""
@@ -303,6 +307,7 @@ class OwnMembership:
         try:
             try:
                 answer = self._coordinator.heartbeat(place.identity, self._reached(place), timeout)
+                self._is_held()
                 self._script.want(answer.script_request)
                 if self._doubt.disowned is place:
                     self._join_again(place)
@@ -320,6 +325,9 @@ class OwnMembership:
             self._lost_for_good(place, error)
         else:
             self._is_unknown = False
+
+    def _is_held(self) -> None:
+        """Is called once the coordinator has accepted a heartbeat."""
 
     def _lost_for_good(self, place: JoinResult, error: PSError) -> None:
         """Records the error that ends this worker's part in the job, unless the error belongs to an older place."""

@@ -233,9 +233,9 @@ if again:
     (here / f"back-{member}").touch()
     print("back at clock", session.clock, flush=True)
 while session.clock < 12:
-    if session.rank == 1 and member == 1 and session.clock == 4 and not again:
-        os.kill(os.getpid(), signal.SIGKILL)
-    while session.rank == 0 and session.clock == 8 and not all((here / f"back-{each}").exists() for each in (0, 1)):
+    if session.rank == 1 and member == ENDS and session.clock == 4 and not again:
+        os.kill(os.getpid(), SIGNAL)
+    while session.rank == 0 and session.clock == WAITS and not all((here / f"back-{each}").exists() for each in (0, 1)):
         (here / "stands").touch()
         time.sleep(0.01)
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * session.clock + 10 * session.rank + member))
@@ -249,13 +249,19 @@ dist.destroy_process_group()
 """
 
 
+def trains(directory: Path, member: int, by: str, stands: int) -> str:
+    """TRAINS, where a signal comes to a member of group 1, and group 0 waits for that group at a clock."""
+    path = directory / "train.py"
+    path.write_text(TRAINS.replace("ENDS", str(member)).replace("SIGNAL", by).replace("WAITS", str(stands)))
+    return str(path)
+
+
 @pytest.mark.long
 def test_a_group_that_lost_a_member_comes_back_as_a_whole_and_the_other_goes_on(tmp_path: Path) -> None:
     """The launcher reports its end: no lease is over before that of this test."""
-    path = tmp_path / "train.py"
-    path.write_text(TRAINS)
+    path = trains(tmp_path, 1, "signal.SIGKILL", stands=8)
     servers = ("--shards", "1", "--server-options", "--lease 600")
-    done = run(*servers, "--mode", "sync", "--workers", "2", "--group", "2", "--max-restarts", "1", str(path))
+    done = run(*servers, "--mode", "sync", "--workers", "2", "--group", "2", "--max-restarts", "1", path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"member 1 of group 1 was ended by SIGKILL.*; its group ends, and is started again", done.stderr)
     assert sorted(re.findall(r"^\[(\d\.\d)\] back at clock 8$", done.stdout, re.MULTILINE)) == ["1.0", "1.1"]
@@ -263,6 +269,40 @@ def test_a_group_that_lost_a_member_comes_back_as_a_whole_and_the_other_goes_on(
     assert ends.keys() == {"0.0", "0.1", "1.0", "1.1"}
     assert len(set(ends.values())) == 1
     assert "2 groups have joined, training begins" in done.stderr
+
+
+def of_one_process() -> list[float]:
+    """What one process trains on what all members of TRAINS have, with no fault."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for clock in range(12):
+        for group, member in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            own = torch.Generator().manual_seed(100 * clock + 10 * group + member)
+            (model(torch.randn(2, 4, generator=own)).square().mean() / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.double().sum().item() for parameter in model.parameters()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stopped", [0, 1], ids=["the member that keeps the store", "another member"])
+def test_a_member_that_is_stopped_for_good_ends_its_group_which_comes_back(tmp_path: Path, stopped: int) -> None:
+    """Its neighbour waits for it in a collective of the script. The other group waits for the step of this one."""
+    path = trains(tmp_path, stopped, "signal.SIGSTOP", stands=4)
+    servers = ("--shards", "1", "--server-options", "--lease 5", "--group-timeout", "2")
+    done = run(*servers, "--mode", "sync", "--workers", "2", "--group", "2", "--max-restarts", "1", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = (
+        rf"member {1 - stopped} of group 1 failed with code 80 \(member {stopped} \(\S+, pid \d+\) of this worker's "
+        r"group has given no sign for 2 s \(--group-timeout\): this process ends, .*\); its group ends, and is started"
+    )
+    assert re.search(said, done.stderr), done.stderr
+    assert sorted(re.findall(r"^\[(\d\.\d)\] back at clock 4$", done.stdout, re.MULTILINE)) == ["1.0", "1.1"]
+    ends = dict(re.findall(r"^\[(\d\.\d)\] ends with (.*)$", done.stdout, re.MULTILINE))
+    assert ends.keys() == {"0.0", "0.1", "1.0", "1.1"}
+    for told in ends.values():
+        assert [float(each) for each in told.split()] == pytest.approx(of_one_process(), rel=1e-5)
 
 
 def test_a_script_that_gives_prepare_no_group_is_told(

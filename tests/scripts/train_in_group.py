@@ -77,6 +77,7 @@ class Options:
     servers:    wherever it leaves its weights it leaves those of the servers, too, and the number of rounds
     passes:     over the data, where it trains with a loader
     short:      the steps of group 0, if it has fewer than the others; 0: it has not
+    absent:     member 1 does not come to prepare
     """
 
     groups: int = 2
@@ -115,6 +116,7 @@ class Options:
     servers: bool = False
     passes: int = 2
     short: int = 0
+    absent: bool = False
 
 
 def make_model(noisy: bool = False, frozen: bool = False) -> nn.Sequential:
@@ -304,6 +306,9 @@ class Member:
             self.session = session
             more: dict[str, Any] = {"group": self.mesh, "bucket_bytes": BUCKET_BYTES}
             more |= {"non_finite": self.options.non_finite, **self.options.prepared}
+            if self.options.absent:
+                self.without_others(session, more)
+                return
             if self.options.noisy:
                 self.with_loader(session, more)
             else:
@@ -330,6 +335,16 @@ class Member:
                 )
             )
             self.leave_weights("end", clock=session.clock)
+
+    def without_others(self, session: Session, more: dict[str, Any]) -> None:
+        refused = self.directory / f"refused-{self.group}-0"
+        if self.member:
+            until(refused.exists, "the first member's error")
+            return
+        try:
+            session.prepare(self.model, self.optimizer, **more)
+        except LimitExceeded as error:
+            refused.write_text(str(error))
 
     def with_loader(self, session: Session, more: dict[str, Any]) -> None:
         random.seed(10 * self.group + self.member)

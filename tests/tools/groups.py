@@ -28,6 +28,7 @@ class Groups:
     options: go to the script that declares them
     only:    this group; None: all
     told:    their environment says how many members a group has
+    variables: more of their environment
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Groups:
         options: Any,
         only: int | None = None,
         told: bool = False,
+        variables: dict[str, str] | None = None,
     ) -> None:
         self.directory = directory
         directory.mkdir(exist_ok=True)
@@ -55,6 +57,7 @@ class Groups:
                 **({"TORCHELASTIC_RUN_ID": f"{directory}-{group}"} if members else {}),
                 **({"RANK": str(member), "WORLD_SIZE": str(members)} if members else {}),
                 **({"PS_GROUP_SIZE": str(members)} if told else {}),
+                **(variables or {}),
             )
             for group, member in self.each
         }

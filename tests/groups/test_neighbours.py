@@ -1,0 +1,184 @@
+"""Signs that the members of a group give each other: whose are missing, and what counts as one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ps_protocol.errors import LimitExceeded
+from ps_worker.neighbours import SIGNS, Neighbours
+from tests.scripts.train_in_group import Options
+from tests.tools.cluster import Cluster, until
+from tests.tools.forkserver import Nursery
+from tests.tools.groups import LEASE, Groups, same
+
+SECONDS = 1.0  # the group timeout
+WAIT_SECONDS = 60.0
+
+
+class Members:
+    """Members of a group of three, in this process; and what would have ended each."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.store: Any = dist.HashStore()
+        self._stack = stack
+
+    def begin(self, member: int, ends: list[str]) -> Neighbours:
+        neighbours = Neighbours(self.store, "group", member, 3, SECONDS, ends.append)
+        neighbours.begin()
+        self._stack.callback(neighbours.leave)
+        return neighbours
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    with ExitStack() as stack:
+        yield Members(stack)
+
+
+def looked(neighbours: Neighbours, ends: list[str]) -> bool:
+    """Looks once. Whether the process would have ended."""
+    neighbours.check()
+    return bool(ends)
+
+
+def test_a_member_that_gives_no_sign_is_named_and_one_that_has_left_is_not(members: Members) -> None:
+    ends: list[str] = []
+    first, last = members.begin(0, ends), members.begin(2, [])
+    members.store.set("group/1", "0 n1, pid 7")  # it has come, and gives no other sign
+    first.await_all(WAIT_SECONDS)
+    last.leave()
+    until(lambda: first._told[2] == "left", "the end of the last member")
+    first.check()
+    first.all_go_on()  # both are silent from now on
+    until(lambda: looked(first, ends), "the end of the first member")
+    assert ends[0] == (
+        "member 1 (n1, pid 7) of this worker's group has given no sign for 1 s (--group-timeout): this process ends, "
+        "so that the group is started again"
+    )
+
+
+def test_members_that_give_signs_and_heartbeats_that_are_accepted_end_nothing(members: Members) -> None:
+    ends: list[str] = []
+    of_last: list[str] = []
+    first, last = members.begin(0, ends), members.begin(2, of_last)
+    members.store.set("group/1", "0 n1, pid 7")
+    last.await_all(WAIT_SECONDS)
+
+    def one_alone_hears_of_heartbeats() -> bool:
+        last.all_go_on()
+        last.check()
+        return looked(first, ends)
+
+    until(one_alone_hears_of_heartbeats, "the end of the first member")
+    assert "member 2" not in ends[0]
+    assert of_last == []
+
+
+def test_the_time_in_which_this_process_was_stopped_counts_for_nobodys_silence(members: Members) -> None:
+    ends: list[str] = []
+    first = members.begin(0, ends)
+    for other in (1, 2):
+        members.store.set(f"group/{other}", "0 n1, pid 7")
+    first.await_all(WAIT_SECONDS)
+    first.check()
+    first._checked -= 100 * SECONDS
+    first.check()
+    assert ends == []
+
+
+class Hanging:
+    """A store whose process is stopped at some time: no call returns then."""
+
+    def __init__(self, store: Any, is_stopped: threading.Event, goes_on: threading.Event) -> None:
+        self._store, self._is_stopped, self._goes_on = store, is_stopped, goes_on
+
+    def _await(self) -> None:
+        if self._is_stopped.is_set():
+            self._goes_on.wait(WAIT_SECONDS)
+
+    def set(self, key: str, value: str) -> None:
+        self._await()
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._await()
+        found: bytes = self._store.get(key)
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        self._await()
+        found: bool = self._store.check(keys)
+        return found
+
+
+def test_where_the_store_hangs_its_keeper_is_named(members: Members) -> None:
+    is_stopped, goes_on, ends = threading.Event(), threading.Event(), list[str]()
+    plain, members.store = members.store, Hanging(members.store, is_stopped, goes_on)
+    for other in (0, 2):
+        plain.set(f"group/{other}", f"0 n{other}, pid 7")
+    second = members.begin(1, ends)
+    second.await_all(WAIT_SECONDS)
+    is_stopped.set()
+    until(lambda: looked(second, ends), "the end of the second member")
+    goes_on.set()
+    assert ends[0].startswith("member 0 (n0, pid 7) and member 2 (n2, pid 7) of this worker's group have given no sign")
+
+
+def test_a_member_that_does_not_come_is_named(members: Members) -> None:
+    first, _ = members.begin(0, []), members.begin(2, [])
+    until(lambda: 2 in first._told, "the last member to come")
+    said = "gave up after --start-timeout 0.5 s: waiting for member 1 of this worker's group to come to prepare"
+    with pytest.raises(LimitExceeded, match=f"^{said}$"):
+        first.await_all(0.5)
+
+
+# -- with processes --------------------------------------------------------------------------------------------------
+
+
+def test_where_a_member_does_not_come_to_prepare_the_others_are_told(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    options = Options(groups=1, absent=True)
+    with Groups(nursery, shared.address, job, tmp_path, options, variables={"PS_START_TIMEOUT": "1"}) as groups:
+        codes = [process.wait(WAIT_SECONDS) for process in groups.processes.values()]
+        assert codes == [0, 0], groups.logs()
+    said = (tmp_path / "refused-0-0").read_text()
+    assert said == "gave up after --start-timeout 1 s: waiting for member 1 of this worker's group to come to prepare"
+
+
+def test_a_group_that_was_away_for_longer_than_the_group_timeout_goes_on_if_its_members_do(
+    nursery: Nursery, make_cluster: Any, job: str, tmp_path: Path
+) -> None:
+    cluster = make_cluster(lease=LEASE)
+    seconds = {"PS_GROUP_TIMEOUT": "3"}
+    with Groups(nursery, cluster.address, job, tmp_path, Options(steps=8, holds=[4]), variables=seconds) as groups:
+        until(lambda: groups.are_held(4), "all to stand at clock 4")
+        signs = Signs(tmp_path / "group-1", members=2)
+        cluster.end_lease(1, job)
+        begin = signs.given()
+        until(lambda: signs.given() >= begin + SIGNS + SIGNS // 2, "more signs than the group timeout has room for")
+        groups.let_go(4)
+        found = groups.ended()
+    assert same(found[0], found[1])
+    assert same(found[2], found[3])
+
+
+class Signs:
+    """The signs that the members of a group have given in their store, a file."""
+
+    def __init__(self, path: Path, members: int) -> None:
+        self._store = dist.PrefixStore("default_pg/0/", dist.FileStore(str(path), -1))
+        self._store.set_timeout(timedelta(seconds=WAIT_SECONDS))
+        self._keys = [f"ps_torch/group/0-1/0/{member}" for member in range(members)]
+
+    def given(self) -> int:
+        """How many the most silent member has given."""
+        return min(int(self._store.get(key).split()[0]) for key in self._keys)
