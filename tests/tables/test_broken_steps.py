@@ -142,6 +142,25 @@ def test_a_step_of_rows_in_several_messages_of_which_one_is_refused_is_left_out(
         assert rows[-1] == 0.0
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_refused_step_that_has_asked_for_rows_is_left_out(
+    make_cluster: Callable[..., Cluster], transport: str
+) -> None:
+    """The shard answers the pull once it knows what becomes of the step."""
+    cluster, ids = make_cluster(shards=1, limits=Limits(push_norm=1000.0)), torch.arange(10)
+    with cluster.connect("async", transport=transport) as session:
+        training = Training(session)
+        training.step(ids)
+        training.net.table.announce(ids)
+        training.optimizer.zero_grad()
+        (training.model(ids) * 1e9).backward()
+        with pytest.raises(LimitExceeded, match="max-push-norm"):
+            training.optimizer.step()
+        training.step(ids)
+        assert session.clock == 3
+        assert training.rows(11) == [-2.0] * 10 + [0.0]
+
+
 def make_refused_step(training: Training) -> None:
     training.model(torch.arange(2)).backward()
     training.net.layer.weight.grad.fill_(float("nan"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ps_worker
+from ps_frames.frames import Kind
+from ps_frames.server import FrameCall
 from ps_protocol.errors import InvalidRequest
+from ps_server.shard.pulls import Pulls as PullsOfShard
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.strategies.row_reads import RowReads
 from tests.chaos.worker import incarnation_of
@@ -273,6 +277,42 @@ def test_an_exchange_goes_by_grpc_where_a_data_connection_has_ended(shared: Clus
         assert worker.step(IDS, following=IDS) == [1] * 5
         assert worker.step(IDS, following=IDS) == [2] * 5
         assert pulls.rows == []
+
+
+def test_over_tcp_rows_are_asked_for_while_no_push_is_answered(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.arange(4000)  # whose requests are too large to be sent at once
+    end, ask, asked, in_time = FrameCall.end, PullsOfShard.ask, threading.Semaphore(0), []
+    waiting: list[threading.Thread] = []
+
+    def answered_later(call: FrameCall, *answer: bytes) -> None:
+        def answer_after_pull() -> None:
+            in_time.append(asked.acquire(timeout=30.0))
+            end(call, *answer)
+
+        if call._header.kind is not Kind.PUSH_ROWS:
+            end(call, *answer)
+            return
+        waiting.append(threading.Thread(target=answer_after_pull))
+        waiting[-1].start()
+
+    def noted(pulls: PullsOfShard, *arguments: Any) -> None:
+        ask(pulls, *arguments)
+        asked.release()
+
+    with shared.connect("sync", job=job, transport="tcp") as session:
+        worker = Worker(session)
+        worker.step(ids, following=ids)
+        with monkeypatch.context() as patch:
+            patch.setattr("ps_worker.cluster.calls.CALL_SECONDS", 90.0)  # until a push is given up
+            patch.setattr(FrameCall, "end", answered_later)
+            patch.setattr(PullsOfShard, "ask", noted)
+            assert set(worker.step(ids, following=ids)) == {1}
+        for thread in waiting:
+            thread.join()
+        assert in_time == [True, True]
+        assert worker.own.counted(ids[:3]) == [2.0] * 3
 
 
 def test_what_was_asked_for_is_as_of_its_step(shared: Cluster, job: str) -> None:
