@@ -31,10 +31,11 @@ from ps_protocol.errors import (
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.messages.rows import RowsPull, RowsPush
-from ps_protocol.row_ids import ID_BYTES
+from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES
 from ps_protocol.segment_layout import MAX_ROW_BYTES, PAGE_BYTES, RowMemory, SegmentMap, pushed_bytes, segment_plan
 from ps_protocol.tensors import Cast
 from ps_server.core.budget import JobRoom
+from ps_server.core.checking_rows import PushedRows
 from ps_server.core.commands import Close
 from ps_server.core.limits import check_feeds
 from ps_server.core.partition import JobPartition
@@ -47,6 +48,7 @@ from ps_server.shard.editions import Editions
 from ps_server.shard.snapshots import Refusal, Refusals, SavedParts, SnapshotTask, TableCopying, begin_copy
 from ps_server.shard.stage_room import StageRoom
 from ps_server.shard.waiting import READER, Pull, PushTimes, Waiter
+from ps_tables.row_sums import copy_numbers
 
 NARROWED_BUCKETS = 4  # that a job keeps
 _HISTORIES = itertools.count(secrets.randbits(62))  # a number that no other table of any process has had
@@ -290,13 +292,16 @@ class HostedJob:
 
     # Rows in a worker's segment are copied before they are checked: the worker may overwrite them at any time.
 
-    def with_payload(self, push: RowsPush) -> RowsPush:
-        """Returns the push with a payload in this process: one in the worker's segment is copied."""
+    def pushed(self, push: RowsPush) -> PushedRows | None:
+        """Returns the rows of a push that lie in the worker's segment; None: they are in the message."""
         if push.place is None:
-            return push
-        dim = self.state.row_checker.table(push.table).rows.dim
-        memory = self._row_memory(push.worker)
-        return replace(push, payload=memory.array(push.place, pushed_bytes(push.count, dim), np.uint8).copy().data)
+            return None
+        dim, count = self.state.row_checker.table(push.table).rows.dim, push.count
+        memory, head = self._row_memory(push.worker), (ID_BYTES + COUNT_BYTES) * count
+        there = memory.array(push.place, pushed_bytes(count, dim), np.uint8)
+        here = np.empty_like(there)
+        here[:head] = there[:head]
+        return PushedRows(here.data, copy_numbers(there[head:].view(np.float32), here[head:].view(np.float32)))
 
     def with_ids(self, pull: RowsPull) -> tuple[RowsPull, torch.Tensor | None]:
         """Returns the pull with its ids in this process: those in the worker's segment are copied.

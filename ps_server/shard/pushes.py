@@ -27,6 +27,7 @@ from ps_protocol.messages.rows import RowsPull, RowsPush, TablePush
 from ps_protocol.segment_layout import RowMemory, SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
 from ps_runtime.background import note_error
+from ps_server.core.checking_rows import PushedRows
 from ps_server.core.commands import Assign, Commit, Initialise, PushCommand, Staged, StageGradient, UnitCommand
 from ps_server.core.consistency import Add, Step
 from ps_server.core.validation import check_once
@@ -132,15 +133,16 @@ class Pushes:
         """
         try:
             command: UnitCommand
+            pushed: PushedRows | None = None
             is_shared = isinstance(push, RowsPush) and push.place is not None  # its memory is a live worker's
             if not (is_live or is_shared):
                 job.check_worker(push.worker)
             if isinstance(push, TablePush):
                 command = job.state.row_checker.beginning(push)
             else:
-                push = job.with_payload(push)
-                command = job.state.row_checker.push(push, principal)
-            return self._stage(job, command, len(push.payload), fresh)
+                pushed = job.pushed(push)
+                command = job.state.row_checker.push(push, principal, pushed)
+            return self._stage(job, command, len(push.payload if pushed is None else pushed.payload), fresh)
         except PSError as error:
             self._metrics.refused(job.name, error)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,8 @@ from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_protocol.v1 import rows_pb2
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.shard.shard import Shard
+from ps_tables.choosing import AUTO, OFF, choose
+from ps_tables.native import in_use
 from ps_worker.cluster.local_segment import LocalSegment
 from tests.tools.outbox import Answers
 from tests.tools.partitions import changed, job_spec, lone_shard
@@ -87,6 +90,44 @@ def test_a_push_is_what_the_segment_had_when_it_came() -> None:
     other = IDS.tobytes() + np.ones(3, np.uint32).tobytes() + np.full((3, DIM), 3.0, np.float32).tobytes()
     worker.shard.push_rows(changed(named(1, 0), rank=1, incarnation=2, place=None, payload=other))
     assert worker.pull(1, PAGE_BYTES + 512) == [[-1.0, -1.0]] * 3
+
+
+@pytest.fixture(params=[AUTO, OFF])
+def native(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the library, where this installation has it, and with numpy."""
+    if not choose(request.param).level and request.param == AUTO:
+        pytest.skip("this installation has no library: make native")
+    yield
+    in_use.use(None)
+
+
+@pytest.mark.usefixtures("native")
+def test_rows_of_any_number_come_as_they_are_and_are_refused_if_one_is_not_finite() -> None:
+    count, small = 200_000, 2.0**-140
+    worker = Sharing(2 * pushed_bytes(count, DIM))
+    ids = np.arange(-count // 2, count // 2)  # of which some, read as floats, are NaNs
+    gradients = worker.memory.rows(PAGE_BYTES + 12 * count, count, DIM)
+
+    def put() -> None:
+        worker.memory.array(PAGE_BYTES, count, np.int64)[:] = ids
+        worker.memory.array(PAGE_BYTES + 8 * count, count, np.uint32)[:] = 1
+        gradients[:] = torch.linspace(-1.0, 1.0, DIM * count).view(count, DIM) * 3e38
+        gradients[::3] = small
+
+    for row in (0, 1, count // 2, count - 1):
+        for odd in (float("nan"), float("inf"), -float("inf")):
+            put()
+            gradients[row, -1] = odd
+            with pytest.raises(NonFiniteGradient):
+                worker.shard.push_rows(named(1, PAGE_BYTES, count))
+    put()
+    worker.shard.push_rows(named(1, PAGE_BYTES, count))
+    place, outbox = PAGE_BYTES + pushed_bytes(count, DIM), Answers()
+    worker.memory.array(place, count, np.int64)[:] = ids
+    places = PullPlaces(place, count, place + 8 * count)
+    worker.shard.pull(RowsPull(Identity("sums", 0, 1), 0, 1, b"", places=places), outbox)
+    assert outbox.finished
+    assert torch.equal(worker.memory.rows(place + 8 * count, count, DIM), 1.0 - gradients)
 
 
 def test_a_larger_segment_takes_the_place_of_the_one_before() -> None:
