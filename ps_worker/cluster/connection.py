@@ -261,10 +261,10 @@ class Connection:
             if wanted:
                 self._under_way.append(self._network[index].pull_state(wanted, land))
 
-    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> list[Future[PullResult]]:
-        """Pulls rows at this clock into `out`. ids: [n]; out: [n, dim] float32, contiguous. `settle` follows at once."""
+    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor, ends: Ids) -> list[Future[PullResult]]:
+        """Pulls rows at this clock into `out`; see Servers.pull_rows. `settle` follows at once."""
         self._begin_wait()
-        return self._note(self._rows.pull(self.clock, table, ids, out))
+        return self._note(self._rows.pull(self.clock, table, ids, out, ends))
 
     def pull_table(self, table: int, count_only: bool) -> list[Future[TablePart]]:
         """Pulls a table at this clock, from each shard its part. count_only: only the number of rows"""

@@ -323,13 +323,15 @@ class RowTransport:
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
-    def pull(self, clock: int, table: int, ids: Ids, out: torch.Tensor) -> list[Future[PullResult]]:
-        """Pulls rows into `out`. ids: [n]; out: [n, dim] float32, contiguous"""
-        each = self._asked(table, ids, out)
+    def pull(self, clock: int, table: int, ids: Ids, out: torch.Tensor, ends: Ids) -> list[Future[PullResult]]:
+        """Pulls rows into `out`. ids: [n] by shard; out: [n, dim] float32, contiguous; ends: the end of each shard's
+        ids
+        """
+        each = self._asked(table, ids, out, ends)
         room = self._room((asked.shard, asked.size) for asked in each)
         return [self._pull(clock, asked, self._place_on(asked.shard, room)) for asked in each]
 
-    def _asked(self, table: int, ids: Ids, out: torch.Tensor, ends: Ids | None = None) -> list[_Asked]:
+    def _asked(self, table: int, ids: Ids, out: torch.Tensor, ends: Ids) -> list[_Asked]:
         places = by_shard(ids, len(self._calls), ends)
         each = [
             _Asked(table, shard, ids[which], out.shape[1], partial(_land, out, which))

@@ -47,9 +47,9 @@ class RowReads:
         """
         return self._is_past()
 
-    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
-        """Reads rows of a table at this worker's clock: [n] ids, into [n, dim] float32, contiguous."""
-        pulls = self._fetched(lambda connection: connection.pull_rows(table, ids, out))
+    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor, ends: Ids) -> None:
+        """Reads rows of a table at this worker's clock; see Servers.pull_rows."""
+        pulls = self._fetched(lambda connection: connection.pull_rows(table, ids, out, ends))
         self._metrics.fetched(added(pull.sizes for pull in pulls))
 
     def pull_table(self, table: int, count_only: bool) -> list[TablePart]:

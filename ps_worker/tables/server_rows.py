@@ -83,8 +83,11 @@ class FirstRows:
 class Servers(Protocol):
     """The interface for reading rows from the shards: a job's training."""
 
-    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
-        """Reads rows of a table at the worker's clock: [n] distinct ids, into [n, dim] float32, contiguous."""
+    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor, ends: Ids) -> None:
+        """Reads rows of a table at the worker's clock: [n] distinct ids by shard, into [n, dim] float32, contiguous.
+
+        ends: the end of each shard's ids
+        """
 
     def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
         """Returns all rows of a table at the worker's clock, of each shard; or only how many there are."""
@@ -115,29 +118,29 @@ class ServerRows:
         self._ahead: RowsAhead | None = None  # the rows that the last step has requested
         self.assigned = Assigned()
 
-    def pull(self, ids: Ids, out: torch.Tensor) -> None:
-        """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
-        self._pull(ids, out)
+    def pull(self, ids: Ids, out: torch.Tensor, ends: Ids) -> None:
+        """Reads rows, as `Servers.pull_rows`."""
+        self._pull(ids, out, ends)
         self.assigned.cover(ids, out)
 
-    def _pull(self, ids: Ids, out: torch.Tensor) -> None:
+    def _pull(self, ids: Ids, out: torch.Tensor, ends: Ids) -> None:
         ahead = self._rows_ahead()
         if ahead is None:
-            self._fetch(ids, out)
+            self._fetch(ids, out, ends)
             return
         places = ahead.batch.find(ids)
         here, missing = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
         rows = empty_rows(len(missing), out.shape[1])
-        self._fetch(ids[missing], rows)
+        self._fetch(ids[missing], rows, np.searchsorted(missing, ends))
         if self._ahead is not ahead:  # the worker's place was lost meanwhile, and its requested rows with it
-            self._fetch(ids, out)
+            self._fetch(ids, out, ends)
             return
         out[torch.from_numpy(here)] = ahead.out[torch.from_numpy(places[here])]
         out[torch.from_numpy(missing)] = rows
 
-    def _fetch(self, ids: Ids, out: torch.Tensor) -> None:
+    def _fetch(self, ids: Ids, out: torch.Tensor, ends: Ids) -> None:
         if len(ids):
-            self._servers.pull_rows(self._number, ids, out)
+            self._servers.pull_rows(self._number, ids, out, ends)
 
     def looked_ahead(self, flat: Ids) -> tuple[Batch, torch.Tensor] | None:
         """Returns the ids and rows of a lookup if exactly these ids were announced; None: pull them."""

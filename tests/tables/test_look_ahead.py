@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import ps_worker
 from ps_frames.frames import Kind
 from ps_frames.server import FrameCall
+from ps_protocol import row_ids
 from ps_protocol.errors import InvalidRequest
 from ps_server.shard.pulls import Pulls as PullsOfShard
 from ps_server.storage.checkpoints import CheckpointStore
@@ -59,9 +60,9 @@ class Pulls:
         self.rows: list[int] = []
         pull = RowReads.pull_rows
 
-        def counted(reads: RowReads, table: int, ids: Any, out: torch.Tensor) -> None:
+        def counted(reads: RowReads, table: int, ids: Any, out: torch.Tensor, ends: Any) -> None:
             self.rows.append(len(ids))
-            pull(reads, table, ids, out)
+            pull(reads, table, ids, out, ends)
 
         monkeypatch.setattr(RowReads, "pull_rows", counted)
 
@@ -263,6 +264,29 @@ def test_ids_that_were_not_announced_are_pulled_when_they_are_looked_up(
         assert pulls.rows == []
         assert worker.step(IDS[1:3]) == [2, 3], "none of which was announced"
         assert worker.own.counted(IDS) == [2, 3, 4, 3, 3]
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_what_is_looked_up_is_divided_among_the_shards_once(
+    shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the ids of a batch become distinct ones. Requests and pushes go by that."""
+    ids = torch.arange(1000) * 7
+
+    def fails(*_: object) -> None:
+        raise AssertionError("ids are divided anew")
+
+    with shared.connect("sync", job=job, transport=transport) as session:
+        own = Counting()
+        model, optimizer = session.prepare(own, torch.optim.SGD(own.parameters(), lr=RATE))
+        with monkeypatch.context() as patch:
+            patch.setattr(row_ids, "shards_of", fails)
+            for following in (ids[::3], None, ids[10:20]):
+                own.rows.announce(following)
+                optimizer.zero_grad()
+                model(ids).backward()
+                optimizer.step()
+            assert own.counted(ids) == [3.0] * 1000
 
 
 def test_an_exchange_goes_by_grpc_where_a_data_connection_has_ended(shared: Cluster, job: str, pulls: Pulls) -> None:
