@@ -172,12 +172,12 @@ class RowChecker:
                 )
         return part
 
-    def wanted(self, pull: RowsPull) -> Ids:
-        """Returns the ids that a pull asks for."""
-        table = self.table(pull.table)
-        if len(pull.payload) % ID_BYTES:
-            raise InvalidRequest(f"expected ids of {ID_BYTES} bytes each, got {len(pull.payload)} bytes")
-        ids = np.frombuffer(pull.payload, "<i8")
+    def wanted(self, pull: RowsPull, payload: Buffer | None = None) -> Ids:
+        """Returns the ids that a pull asks for. payload: those in the worker's segment; None: see the message"""
+        table, payload = self.table(pull.table), pull.payload if payload is None else payload
+        if len(payload) % ID_BYTES:
+            raise InvalidRequest(f"expected ids of {ID_BYTES} bytes each, got {len(payload)} bytes")
+        ids = np.frombuffer(payload, "<i8")
         self._check_place(table, ids)
         return ids
 

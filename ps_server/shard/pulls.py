@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.framing import Buffer
 from ps_protocol.messages.data import BucketTimes, Notice, PullCall, PulledBucket, PulledState
 from ps_protocol.messages.rows import PulledRows, PulledTable, RowsPull, TablePull
 from ps_protocol.row_ids import Ids
@@ -106,19 +107,24 @@ class Pulls:
         )
 
     def check_rows(
-        self, job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, principal: str
+        self, job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, principal: str, shares: bool = False
     ) -> tuple[Pull, int]:
         """Checks a call for rows or a table. Returns the pull to hand to `ask`, and the index of its table. Raises as
         `check`.
+
+        shares: the call also pushes rows that lie in the worker's segment
         """
         checker = job.state.row_checker
         checker.table(call.table)
-        rows = None
-        if isinstance(call, RowsPull):
-            call, rows = job.with_ids(call)
-        wanted = call if isinstance(call, TablePull) else checker.wanted(call)
+        places = call.places if isinstance(call, RowsPull) else None
+        memory = job.row_memory(call.worker) if shares or places is not None else None
+        ids: Buffer | None = None
+        rows: torch.Tensor | None = None
+        if isinstance(call, RowsPull) and places is not None and memory is not None:
+            ids, rows = job.pulled(call, places, memory)
+        wanted = call if isinstance(call, TablePull) else checker.wanted(call, ids)
         if call.worker.incarnation != READER or isinstance(call, TablePull):
-            if rows is None:  # its memory was found only because it is live
+            if memory is None:  # which is found only if it is live
                 job.check_worker(call.worker)
         elif call.clock:
             raise InvalidRequest(f"a caller that has not joined may only pull rows at clock 0, got clock {call.clock}")
@@ -130,6 +136,7 @@ class Pulls:
             self._clock(),
             principal=principal,
             wanted=wanted,
+            row_memory=memory,
             rows=rows,
         )
         index = checker.first + call.table

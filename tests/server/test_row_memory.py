@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotShared, PSError
+from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotShared, PSError, UnknownWorker
 from ps_protocol.framing import message_parts
 from ps_protocol.identity import Identity
 from ps_protocol.messages import rows as row_messages
@@ -19,6 +20,8 @@ from ps_protocol.segment_layout import MAX_ROW_BYTES, PAGE_BYTES, RowMemory, pul
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_protocol.v1 import rows_pb2
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
+from ps_server.core.checking_rows import RowChecker
+from ps_server.shard.pushes import Pushes
 from ps_server.shard.shard import Shard
 from ps_tables.choosing import AUTO, OFF, choose
 from ps_tables.native import in_use
@@ -191,6 +194,28 @@ def test_an_exchange_that_pulls_what_it_cannot_leaves_nothing_staged() -> None:
         worker.exchange(1, float("nan"))
     worker.exchange(1)
     assert worker.pulled() == [[0.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "is_staged"), [(RowChecker, "push", False), (Pushes, "_stage", True)], ids=["checked", "staged"]
+)
+def test_a_worker_that_is_removed_in_the_middle_of_an_exchange_gets_no_rows(
+    what: Any, name: str, is_staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, real = Exchanging(), getattr(what, name)
+
+    def removed(*arguments: Any, **more: Any) -> Any:
+        result = real(*arguments, **more)
+        worker.shard.remove_worker("sums", 0, 1)
+        return result
+
+    monkeypatch.setattr(what, name, removed)
+    before = worker.pulled()
+    with pytest.raises(UnknownWorker):
+        worker.exchange(1)
+    assert worker.pulled() == before
+    [table] = worker.shard.jobs()["sums"].tables.values()
+    assert table.rule.version == is_staged, "what was staged before counts"
 
 
 def test_an_exchange_has_all_rows_of_a_step_and_no_payload() -> None:
