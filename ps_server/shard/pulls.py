@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -54,7 +53,7 @@ class Pulls:
         self._clock, self._began = clock, clock()
         self._under_way = PulledBuckets(limit)
         self._metrics = metrics
-        self._with_pushes: deque[tuple[HostedJob, Pull]] = deque()  # by age
+        self._with_pushes: dict[int, tuple[HostedJob, Pull]] = {}  # by number, the oldest first
 
     def now(self) -> float:
         """Returns the seconds since the shard has started: the clock of the times that timelines get."""
@@ -69,8 +68,10 @@ class Pulls:
         """Tells workers that the pushes of their exchange are staged, if no answer has told them within
         STAGED_AFTER_SECONDS.
         """
-        while self._with_pushes and now - self._with_pushes[0][1].since >= STAGED_AFTER_SECONDS:
-            job, pull = self._with_pushes.popleft()
+        for number, (job, pull) in self._with_pushes.copy().items():  # other threads add and remove
+            if now - pull.since < STAGED_AFTER_SECONDS:
+                break
+            self._with_pushes.pop(number, None)
             with job.lock:
                 seconds = pull.staged_seconds(self._clock())
             if seconds is not None:
@@ -179,7 +180,7 @@ class Pulls:
             for index, admission in waiting:
                 units[index].waiters[pull.number] = Waiter(pull, admission, now, owed=owed.get(index, {}))
         if pull.with_pushes:
-            self._with_pushes.append((job, pull))
+            self._with_pushes[pull.number] = job, pull
             self._wake()
 
         def forget() -> None:
@@ -429,6 +430,7 @@ class Pulls:
 
     def _forget(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
         """Forgets a pull that is over. Looks only at its own buckets, most of which are sent."""
+        self._with_pushes.pop(pull.number, None)
         with job.lock:
             for index in indices:
                 job.units[index].waiters.pop(pull.number, None)

@@ -185,6 +185,16 @@ def test_an_exchange_that_waits_for_others_says_that_its_push_is_staged() -> Non
     assert len(outbox.told) == 2, "rows say that their push is staged"
 
 
+def test_a_shard_forgets_an_exchange_once_its_rows_are_sent() -> None:
+    worker = Exchanging(mode="sync", workers=2)
+    waits, other = worker.exchange(1), IDS.tobytes() + np.ones(3, np.uint32).tobytes() + bytes(12 * DIM)
+    assert worker.shard._pulls.needs_ticks, "it is told that its push is staged"
+    worker.shard.push_rows(changed(named(1, 0), rank=1, incarnation=2, place=None, payload=other))
+    assert waits.finished
+    waits.close()
+    assert not worker.shard._pulls.needs_ticks
+
+
 def test_an_exchange_that_pulls_what_it_cannot_leaves_nothing_staged() -> None:
     worker = Exchanging()
     with pytest.raises(InvalidRequest, match="segment for rows"):
