@@ -403,6 +403,11 @@ class Connection:
         self._note(rows)
         return True
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether `resume` and `settle` have nothing to do, except for what was asked for ahead."""
+        return not (self._under_way or self._last.has_failed)
+
     def settle(self) -> BaseException | None:
         """Waits for all calls under way. Returns the first error as soon as there is one; None if there was none."""
         # One wait for all: each wait looks at every future, and there may be thousands.

@@ -65,10 +65,21 @@ class RowReads:
         lost.
         """
         self._refuse_closed()
-        if self._in_place(lambda: self._settle(pulls)) is not None:
+        if not self._have_come(pulls) and self._in_place(lambda: self._settle(pulls)) is not None:
             return False
         self._metrics.fetched(added(pull.result().sizes for pull in pulls))
         return True
+
+    def _have_come(self, pulls: Sequence[Future[PullResult]]) -> bool:
+        """Whether rows that were pulled ahead are here, and there is nothing to wait for: the last step has ended, and
+        the place that asked for them is not lost, as far as this worker knows.
+
+        In a group it is False: its members compare what they know.
+        """
+        part = self._participation
+        if part.group is not None or part.members.error is not None or not part.has_place:
+            return False
+        return part.connection.is_at_rest and all(pull.done() and pull.exception() is None for pull in pulls)
 
     def _settle(self, pulls: Sequence[Future[PullResult]]) -> None:
         end_last_step(self._participation)

@@ -16,8 +16,9 @@ import ps_worker
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient
 from ps_runtime.signals import undisturbed
 from ps_server.core.limits import Limits
+from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.row_transport import RowTransport
-from tests.tools.cluster import Cluster
+from tests.tools.cluster import Cluster, until
 
 TRANSPORTS = ["shm", "tcp", "grpc"]
 
@@ -105,6 +106,40 @@ def test_an_interrupt_in_the_middle_of_a_step_waits_until_all_of_it_is_on_its_wa
         assert training.rows(5) == [-3.0] * 4 + [0.0]
         assert training.weight == -3.0
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_the_lookup_after_an_interrupted_step_says_that_this_was_refused_though_its_rows_are_here(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, ids = make_cluster(shards=1, limits=Limits(push_norm=1000.0)), torch.arange(4)
+    push_pull = Connection.push_pull
+
+    def interrupted(*arguments: Any, **more: Any) -> Any:
+        sent = push_pull(*arguments, **more)
+        os.kill(os.getpid(), signal.SIGINT)
+        return sent
+
+    with cluster.connect("async", transport="shm") as session:
+        small, large = (ps_worker.Embedding(1, initial="constant", scale=0.0) for _ in range(2))
+        model = nn.ModuleList([small, large])
+        _, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        (small(ids).sum() + large(ids).sum() * 1e9).backward()
+        small.announce(ids)
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "push_pull", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        ahead: Any = small.local
+        until(lambda: all(pull.done() for pull in ahead._ahead.pulls), "the rows")
+        with pytest.raises(LimitExceeded, match="max-push-norm"):
+            small(ids)
+        optimizer.zero_grad()
+        (small(ids).sum() + large(ids).sum()).backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert small.rows(ids)[:, 0].tolist() == [-2.0] * 4
+            assert large.rows(ids)[:, 0].tolist() == [-1.0] * 4
 
 
 def test_a_worker_that_lost_its_place_goes_on_though_its_next_rows_need_more_memory(

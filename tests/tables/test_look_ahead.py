@@ -18,7 +18,7 @@ import ps_worker
 from ps_frames.frames import Kind
 from ps_frames.server import FrameCall
 from ps_protocol import row_ids
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, PSError
 from ps_server.shard.pulls import Pulls as PullsOfShard
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.strategies.row_reads import RowReads
@@ -404,6 +404,19 @@ def test_rows_that_were_asked_for_from_a_lost_place_are_read_from_the_next(clust
         last = worker.step(IDS)[0]
         assert worker.own.counted(IDS) == [last + 1] * 5, "nothing is doubled, and no row is of another place"
         assert last + 1 <= session.clock
+
+
+def test_rows_that_have_come_are_no_longer_there_once_the_job_has_ended(cluster: Cluster) -> None:
+    with cluster.connect("sync") as session:
+        worker = Worker(session)
+        worker.step(IDS, following=IDS)
+        ahead = worker.own.rows.local._ahead  # type: ignore[union-attr]
+        until(lambda: all(pull.done() for pull in ahead.pulls), "the rows")
+        cluster.coordinator.job("default").end("a test has ended it")
+        members = session._strategy._training.participation.members  # type: ignore[attr-defined]
+        until(lambda: members.error is not None, "the end of this worker's part")
+        with pytest.raises(PSError):
+            worker.own.rows(IDS)
 
 
 def test_a_rollback_reads_rows_and_batches_anew(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
