@@ -175,6 +175,7 @@ class RowTransport:
                 pulled[key] = self._pull(clock, asked, self._place_on(asked.shard, room))
         for each in ahead:
             each.pulls = [pull for (table, _), pull in pulled.items() if table == each.table]
+            each.ends = ends and each.table == 0
         ended = [pull for (table, _), pull in pulled.items() if table == 0] if ends else []
         return RowStep(pushed, ended, [pulled[key] for key in of_ahead])
 

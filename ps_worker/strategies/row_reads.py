@@ -16,6 +16,7 @@ from ps_protocol.row_ids import Ids
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.participation import Participation, end_last_step
 from ps_worker.metrics import WorkerMetrics, added
+from ps_worker.tables.ahead import RowsAhead
 from ps_worker.tables.server_rows import TablePart
 from ps_worker.values import PullResult
 
@@ -60,14 +61,16 @@ class RowReads:
         self._metrics.fetched({"float32": sum(len(part.content) for part in parts)})
         return parts
 
-    def await_rows(self, pulls: Sequence[Future[PullResult]]) -> bool:
+    def await_rows(self, ahead: RowsAhead) -> bool:
         """Waits for rows that were pulled ahead. Returns False if they do not come, because the place that asked is
         lost.
         """
         self._refuse_closed()
+        pulls = ahead.pulls
         if not self._have_come(pulls) and self._in_place(lambda: self._settle(pulls)) is not None:
             return False
-        self._metrics.fetched(added(pull.result().sizes for pull in pulls))
+        if not ahead.ends:
+            self._metrics.fetched_ahead(added(pull.result().sizes for pull in pulls))
         return True
 
     def _have_come(self, pulls: Sequence[Future[PullResult]]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -96,7 +95,7 @@ class Servers(Protocol):
     def is_past(self) -> bool:
         """Whether the job was rolled back, and the script still works on a batch that its loader will yield again."""
 
-    def await_rows(self, pulls: Sequence[Future[Any]]) -> bool:
+    def await_rows(self, ahead: RowsAhead) -> bool:
         """Waits for rows that were requested with the last step; returns whether they have come."""
 
 
@@ -161,7 +160,7 @@ class ServerRows:
         ahead.used = True
         if not ahead.here:
             self._ahead = None  # unless it comes
-            if not self._servers.await_rows(ahead.pulls):
+            if not self._servers.await_rows(ahead):
                 return None
             ahead.here, self._ahead = True, ahead
         return ahead
