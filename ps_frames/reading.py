@@ -130,6 +130,7 @@ class ReadingThreads:
             if watched.reader not in (0, me) or not self._has(watched):
                 return False
             watched.reader = me
+            self._watch(watched, _END)  # or a thread would be woken, only to find this one here
             return True
 
     def give_back(self, watched: Watched, goes_on: bool, expected: Sized) -> None:

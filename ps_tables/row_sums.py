@@ -1,4 +1,6 @@
-"""Reads rows by index, and sums rows by index. Rows are added in order, so sums are equal to the bit everywhere."""
+"""Reads rows by index, copies them, and sums rows by index. Rows are added in order, so sums are equal to the bit
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from torch.nn import functional
 
 from ps_protocol.tensors import is_finite
 from ps_tables.native import in_use
-from ps_tables.native.loops import Longs, Loops
+from ps_tables.native.loops import Floats, Longs, Loops
+
+# That numpy copies at once. A piece stays in the cache until it is checked; servers let larger copies go past it.
+_PIECE = 2**16
 
 
 def rows_at(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -27,6 +32,21 @@ def are_finite(rows: torch.Tensor) -> bool:
     """Returns whether no element of some rows is an infinity or a NaN."""
     loops = _loops_for(rows)
     return is_finite(rows) if loops is None else loops.are_finite(rows.detach().numpy())
+
+
+def copy_numbers(numbers: Floats, out: Floats) -> bool:
+    """Copies numbers: [n] to [n]. Returns whether none of those in `out` is an infinity or a NaN. Others may write to
+    `numbers` meanwhile.
+    """
+    loops = in_use.loops()
+    if loops is not None:
+        return loops.copy(numbers, out)
+    are_all = True
+    for first in range(0, len(numbers), _PIECE):
+        piece = out[first : first + _PIECE]
+        piece[:] = numbers[first : first + _PIECE]
+        are_all = is_finite(torch.from_numpy(piece)) and are_all
+    return are_all
 
 
 def add_rows(sums: torch.Tensor, places: Longs, values: torch.Tensor) -> None:

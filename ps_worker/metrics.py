@@ -299,6 +299,7 @@ class WorkerMetrics:
         self._model = ModelNumbers()
         self.registry.register(_model_gauges(lambda: self._model))
         self._figures = WorkerFigures(phases=dict.fromkeys(PHASES, 0.0))  # replaced as a whole: another thread reads it
+        self._ahead: dict[str, int] = {}  # bytes of rows that came with the last step
         self._clock = Gauge("ps_worker_clock", "Steps finished since the job began.", registry=self.registry)
         text = "Steps that this worker makes in all, as its script says; 0: it does not say."
         self._total = Gauge("ps_worker_total_steps", text, registry=self.registry)
@@ -347,7 +348,12 @@ class WorkerMetrics:
 
     def fetched(self, received: Mapping[str, int]) -> None:
         """Counts the bytes of rows that were fetched from the servers, by wire format."""
-        self._count({}, received)
+        pulled, before = self._count("pull", received), self._figures
+        self._figures = replace(before, received=before.received + pulled)
+
+    def fetched_ahead(self, received: Mapping[str, int]) -> None:
+        """As `fetched`, for rows that came with the last step: they are counted with the next one."""
+        _add(self._ahead, received)
 
     def stepped(self, pushes: Sequence[PushResult], pulls: Sequence[PullResult], began: float, clock: int) -> None:
         """Counts a step on the servers.
@@ -357,7 +363,7 @@ class WorkerMetrics:
         """
         pushed, waited = began, 0.0
         sent: dict[str, int] = {}
-        received: dict[str, int] = {}
+        received, self._ahead = self._ahead, {}
         for push in pushes:
             pushed = max(pushed, push.staged)
             _add(sent, push.sizes)
@@ -369,19 +375,17 @@ class WorkerMetrics:
         seconds["wait"] = min(waited, rest)
         seconds["pull"] = rest - seconds["wait"]
         seconds["push"] = self.timer.since_mark(pushed)
-        self._count(sent, received)
-        self._observe(clock)
+        self._observe(clock, self._count("push", sent), self._count("pull", received))
 
-    def _count(self, sent: Mapping[str, int], received: Mapping[str, int]) -> None:
-        """Counts bytes by wire format."""
-        before, pushed, pulled = self._figures, sum(sent.values()), sum(received.values())
-        self._figures = replace(before, sent=before.sent + pushed, received=before.received + pulled)
-        self._counters["ps_worker_push_bytes_total"].inc(pushed)
-        self._counters["ps_worker_pull_bytes_total"].inc(pulled)
-        for direction, sizes in (("push", sent), ("pull", received)):
-            for wire, size in sizes.items():
-                if size:
-                    self._wire.labels(direction, wire).inc(size)
+    def _count(self, direction: str, sizes: Mapping[str, int]) -> int:
+        """Counts bytes that were pushed or pulled, by wire format. Returns how many they are."""
+        total = sum(sizes.values())
+        if total:
+            self._counters[f"ps_worker_{direction}_bytes_total"].inc(total)
+        for wire, size in sizes.items():
+            if size:
+                self._wire.labels(direction, wire).inc(size)
+        return total
 
     def figures(self) -> WorkerFigures:
         """Returns the measurements so far. May be called from any thread."""
@@ -431,14 +435,16 @@ class WorkerMetrics:
         self._figures = replace(self._figures, done=clock)
         self._clock.set(clock)
 
-    def _observe(self, clock: int) -> None:
+    def _observe(self, clock: int, sent: int = 0, received: int = 0) -> None:
         step, before = self.timer.stepped(), self._figures
         for phase, seconds in step.items():
             self._phase.labels(phase).observe(seconds)
         phases = {phase: before.phases[phase] + seconds for phase, seconds in step.items()}
-        self._figures = replace(before, steps=before.steps + 1, phases=phases)
+        sent, received = before.sent + sent, before.received + received
+        steps = before.steps + 1
+        self._figures = replace(before, steps=steps, phases=phases, sent=sent, received=received, done=clock)
         self._counters["ps_worker_steps_total"].inc()
-        self.at(clock)
+        self._clock.set(clock)
 
 
 # -- names for torch's profiler ----------------------------------------------------------------------------------------

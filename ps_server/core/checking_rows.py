@@ -6,6 +6,7 @@ This runs outside of a partition's lock, as checking.py does.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,16 @@ from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.row_sums import are_finite
 
 
+class PushedRows(NamedTuple):
+    """The rows of a push: ids, counts and gradients, in memory that no worker writes to.
+
+    are_finite: whether no gradient is an infinity or a NaN; None: unknown
+    """
+
+    payload: Buffer
+    are_finite: bool | None = None
+
+
 class RowChecker:
     """Checks pushes and pulls of one job's rows. Raises InvalidRequest with what was expected and what came.
 
@@ -43,8 +54,13 @@ class RowChecker:
         self._codec = row_codec(spec.gradient_wire)
         self._good = GoodValues()  # by table
 
-    def push(self, push: RowsPush, principal: str = "") -> StageRows | AssignRows:
-        """Returns the command for one message of a push. principal: the caller, to whom the bytes are accounted"""
+    def push(self, push: RowsPush, principal: str = "", pushed: PushedRows | None = None) -> StageRows | AssignRows:
+        """Returns the command for one message of a push.
+
+        principal: the caller, to whom the bytes are accounted
+        pushed:    the rows, if they came in the worker's segment; None: they are in the message
+        """
+        pushed = pushed or PushedRows(push.payload)
         table = self.table(push.table)
         if push.kind is RowPushKind.ASSIGN:
             return self._assign(table, push, principal)
@@ -52,14 +68,14 @@ class RowChecker:
             check_ranges(push.ranges)
         self._check_values(push.table, push.values)
         name = table.rows.name
-        if push.kind is not RowPushKind.GRADIENT and (push.total or push.payload):
+        if push.kind is not RowPushKind.GRADIENT and (push.total or pushed.payload):
             raise InvalidRequest(f"table {name!r}: only a push of gradients has rows, got one of {push.kind.value}")
         if push.first + push.count > push.total or (push.total and not push.count):
             raise InvalidRequest(
                 f"table {name!r}: rows {push.first} to {push.first + push.count} came of {push.total} in all"
             )
-        rows, in_mean = self._rows(table, push), push.kind is not RowPushKind.SKIP
-        if not self._is_finite(table, push, rows.gradients):
+        rows, in_mean = self._rows(table, push, pushed.payload), push.kind is not RowPushKind.SKIP
+        if not self._is_finite(table, push, rows.gradients, pushed.are_finite):
             rows, in_mean = RowGradients.none(table.rows.dim), False
         return StageRows(
             push.worker,
@@ -156,12 +172,12 @@ class RowChecker:
                 )
         return part
 
-    def wanted(self, pull: RowsPull) -> Ids:
-        """Returns the ids that a pull asks for."""
-        table = self.table(pull.table)
-        if len(pull.payload) % ID_BYTES:
-            raise InvalidRequest(f"expected ids of {ID_BYTES} bytes each, got {len(pull.payload)} bytes")
-        ids = np.frombuffer(pull.payload, "<i8")
+    def wanted(self, pull: RowsPull, payload: Buffer | None = None) -> Ids:
+        """Returns the ids that a pull asks for. payload: those in the worker's segment; None: see the message"""
+        table, payload = self.table(pull.table), pull.payload if payload is None else payload
+        if len(payload) % ID_BYTES:
+            raise InvalidRequest(f"expected ids of {ID_BYTES} bytes each, got {len(payload)} bytes")
+        ids = np.frombuffer(payload, "<i8")
         self._check_place(table, ids)
         return ids
 
@@ -173,7 +189,7 @@ class RowChecker:
             )
         return self._spec.tables[number]
 
-    def _rows(self, table: JobTable, push: RowsPush) -> RowGradients:
+    def _rows(self, table: JobTable, push: RowsPush, payload: Buffer) -> RowGradients:
         """Decodes a payload: ids, counts and gradients."""
         name, dim, codec = table.rows.name, table.rows.dim, self._codec
         if push.place is not None:
@@ -183,16 +199,15 @@ class RowChecker:
                 f"table {name!r}: expected elements as {codec.dtype}, got {push.wire_format or 'float32'}"
             )
         row = ID_BYTES + COUNT_BYTES + codec.size(dim)
-        if len(push.payload) != push.count * row:
+        if len(payload) != push.count * row:
             raise InvalidRequest(
-                f"table {name!r}: expected {push.count * row} bytes ({push.count} rows of {row}), "
-                f"got {len(push.payload)}"
+                f"table {name!r}: expected {push.count * row} bytes ({push.count} rows of {row}), got {len(payload)}"
             )
         if not push.count:
             return RowGradients.none(dim)
-        ids = np.frombuffer(push.payload, "<i8", push.count)
-        counts = np.frombuffer(push.payload, "<u4", push.count, ID_BYTES * push.count).astype(np.int64)
-        gradients = _elements(codec, push.payload, (ID_BYTES + COUNT_BYTES) * push.count, push.count * dim)
+        ids = np.frombuffer(payload, "<i8", push.count)
+        counts = np.frombuffer(payload, "<u4", push.count, ID_BYTES * push.count).astype(np.int64)
+        gradients = _elements(codec, payload, (ID_BYTES + COUNT_BYTES) * push.count, push.count * dim)
         self._check_place(table, ids)
         _check_distinct(table, ids)
         if not counts.all():
@@ -210,10 +225,13 @@ class RowChecker:
                 f"{shards_of(ids[other[:1]], place.shards)[0]}, and came to shard {place.shard} of {place.shards}"
             )
 
-    def _is_finite(self, table: JobTable, push: RowsPush, gradients: torch.Tensor) -> bool:
-        """Whether the gradients count; False if the step leaves them out. Raises NonFiniteGradient, LimitExceeded."""
+    def _is_finite(self, table: JobTable, push: RowsPush, gradients: torch.Tensor, known: bool | None) -> bool:
+        """Whether the gradients count; False if the step leaves them out. Raises NonFiniteGradient, LimitExceeded.
+
+        known: whether they are finite; None: unknown
+        """
         what = f"table {table.rows.name!r}"
-        if self._gradients.looks and not are_finite(gradients):
+        if self._gradients.looks and not (are_finite(gradients) if known is None else known):
             self._gradients.refuse_or_skip(push.worker.rank, what)
             return False
         if self._gradients.limits:

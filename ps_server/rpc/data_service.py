@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -21,6 +21,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.messages import data, repeated, rows
 from ps_protocol.messages.data import PullCall, PushCall
 from ps_protocol.messages.repeated import Groups, Repeated
+from ps_protocol.messages.rows import RowsPull
 from ps_protocol.v1 import data_pb2
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.pools import Pool
@@ -35,6 +36,7 @@ from ps_server.shard.shard import Shard
 
 RECEIVE_BYTES = 64 * 2**20  # of memory for payloads that is kept for the next ones
 _LAST_EXCHANGE = "last exchange"  # what is kept for a connection
+P = TypeVar("P", PullCall, RowsPull)
 
 
 class DataService:
@@ -109,11 +111,12 @@ class DataService:
     def _origin_of(self, worker: Identity) -> Origin:
         return self._origin.of(worker.run or self._shard.run_of(worker.job))
 
-    def _of_this_run(self, worker: Identity) -> Identity:
-        """Returns a caller with the run of its job. A reader need not name a run, and then gets the weights of one run
+    def _of_this_run(self, call: P) -> P:
+        """Returns a pull with the run of its job. A reader need not name a run, and then gets the weights of one run
         only.
         """
-        return worker if worker.run else replace(worker, run=self._shard.run_of(worker.job))
+        worker = call.worker
+        return call if worker.run else replace(call, worker=replace(worker, run=self._shard.run_of(worker.job)))
 
     def _outbox(self, call: ServerCall, send: Send, write: Callable[[Any], Parts]) -> Outbox:
         """Returns the outbox for the answers to a pull."""
@@ -166,7 +169,7 @@ class DataService:
     def _pull(self, request: Request, by: ServerCall, send: Send) -> None:
         call = data.read_pull(request)
         _check_caller(call.worker, by)
-        call = replace(call, worker=self._of_this_run(call.worker))
+        call = self._of_this_run(call)
         outbox = self._outbox(by, send, partial(data.write_pulled, self._origin_of(call.worker)))
         self._shard.pull(call, outbox, caller_name())
 
@@ -192,7 +195,7 @@ class DataService:
     def _pull_rows(self, request: Request, by: ServerCall, send: Send) -> None:
         call = rows.read_pull(request)
         _check_caller(call.worker, by)
-        call = replace(call, worker=self._of_this_run(call.worker))
+        call = self._of_this_run(call)
         outbox = self._outbox(by, send, partial(rows.write_pulled, self._origin_of(call.worker)))
         self._shard.pull(call, outbox, caller_name())
 

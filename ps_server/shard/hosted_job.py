@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -28,13 +28,15 @@ from ps_protocol.errors import (
     TryLater,
     UnknownWorker,
 )
+from ps_protocol.framing import Buffer
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
-from ps_protocol.messages.rows import RowsPull, RowsPush
-from ps_protocol.row_ids import ID_BYTES
+from ps_protocol.messages.rows import PullPlaces, RowsPull, RowsPush
+from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES
 from ps_protocol.segment_layout import MAX_ROW_BYTES, PAGE_BYTES, RowMemory, SegmentMap, pushed_bytes, segment_plan
 from ps_protocol.tensors import Cast
 from ps_server.core.budget import JobRoom
+from ps_server.core.checking_rows import PushedRows
 from ps_server.core.commands import Close
 from ps_server.core.limits import check_feeds
 from ps_server.core.partition import JobPartition
@@ -47,6 +49,7 @@ from ps_server.shard.editions import Editions
 from ps_server.shard.snapshots import Refusal, Refusals, SavedParts, SnapshotTask, TableCopying, begin_copy
 from ps_server.shard.stage_room import StageRoom
 from ps_server.shard.waiting import READER, Pull, PushTimes, Waiter
+from ps_tables.row_sums import copy_numbers
 
 NARROWED_BUCKETS = 4  # that a job keeps
 _HISTORIES = itertools.count(secrets.randbits(62))  # a number that no other table of any process has had
@@ -290,27 +293,27 @@ class HostedJob:
 
     # Rows in a worker's segment are copied before they are checked: the worker may overwrite them at any time.
 
-    def with_payload(self, push: RowsPush) -> RowsPush:
-        """Returns the push with a payload in this process: one in the worker's segment is copied."""
-        if push.place is None:
-            return push
-        dim = self.state.row_checker.table(push.table).rows.dim
-        memory = self._row_memory(push.worker)
-        return replace(push, payload=memory.array(push.place, pushed_bytes(push.count, dim), np.uint8).copy().data)
+    def pushed(self, push: RowsPush, place: int, memory: RowMemory | None) -> PushedRows:
+        """Returns a copy of the rows of a push, which lie at an offset of the worker's segment.
 
-    def with_ids(self, pull: RowsPull) -> tuple[RowsPull, torch.Tensor | None]:
-        """Returns the pull with its ids in this process: those in the worker's segment are copied.
-
-        The second result is the memory in the segment for the rows: [n, dim]; None: they go into messages.
+        memory: the segment; None: not looked up yet. Raises as `row_memory`
         """
-        if pull.places is None:
-            return pull, None
-        memory, (ids, count, rows) = self._row_memory(pull.worker), pull.places
-        dim = self.state.row_checker.table(pull.table).rows.dim
-        payload = memory.array(ids, ID_BYTES * count, np.uint8).copy().data
-        return replace(pull, payload=payload), memory.rows(rows, count, dim)
+        dim, count = self.state.row_checker.table(push.table).rows.dim, push.count
+        memory = memory or self.row_memory(push.worker)
+        there, head = memory.array(place, pushed_bytes(count, dim), np.uint8), (ID_BYTES + COUNT_BYTES) * count
+        here = np.empty_like(there)
+        here[:head] = there[:head]
+        return PushedRows(here.data, copy_numbers(there[head:].view(np.float32), here[head:].view(np.float32)))
 
-    def _row_memory(self, worker: Identity) -> RowMemory:
+    def pulled(self, pull: RowsPull, places: PullPlaces, memory: RowMemory) -> tuple[Buffer, torch.Tensor]:
+        """Returns a copy of the ids of a pull, and the memory for their rows: [n, dim]. Both lie in the worker's
+        segment.
+        """
+        dim = self.state.row_checker.table(pull.table).rows.dim
+        ids = memory.array(places.ids, ID_BYTES * places.id_count, np.uint8).copy()
+        return ids.data, memory.rows(places.rows, places.id_count, dim)
+
+    def row_memory(self, worker: Identity) -> RowMemory:
         """Returns a worker's segment for rows. Raises NotShared if there is none, UnknownWorker if it is not live."""
         with self.lock:
             self.state.check_worker(worker)

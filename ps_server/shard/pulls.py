@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.framing import Buffer
 from ps_protocol.messages.data import BucketTimes, Notice, PullCall, PulledBucket, PulledState
 from ps_protocol.messages.rows import PulledRows, PulledTable, RowsPull, TablePull
 from ps_protocol.row_ids import Ids
@@ -53,7 +53,7 @@ class Pulls:
         self._clock, self._began = clock, clock()
         self._under_way = PulledBuckets(limit)
         self._metrics = metrics
-        self._with_pushes: deque[tuple[HostedJob, Pull]] = deque()  # by age
+        self._with_pushes: dict[int, tuple[HostedJob, Pull]] = {}  # by number, the oldest first
 
     def now(self) -> float:
         """Returns the seconds since the shard has started: the clock of the times that timelines get."""
@@ -68,8 +68,10 @@ class Pulls:
         """Tells workers that the pushes of their exchange are staged, if no answer has told them within
         STAGED_AFTER_SECONDS.
         """
-        while self._with_pushes and now - self._with_pushes[0][1].since >= STAGED_AFTER_SECONDS:
-            job, pull = self._with_pushes.popleft()
+        for number, (job, pull) in self._with_pushes.copy().items():  # other threads add and remove
+            if now - pull.since < STAGED_AFTER_SECONDS:
+                break
+            self._with_pushes.pop(number, None)
             with job.lock:
                 seconds = pull.staged_seconds(self._clock())
             if seconds is not None:
@@ -106,19 +108,24 @@ class Pulls:
         )
 
     def check_rows(
-        self, job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, principal: str
+        self, job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, principal: str, shares: bool = False
     ) -> tuple[Pull, int]:
         """Checks a call for rows or a table. Returns the pull to hand to `ask`, and the index of its table. Raises as
         `check`.
+
+        shares: the call also pushes rows that lie in the worker's segment
         """
         checker = job.state.row_checker
         checker.table(call.table)
-        rows = None
-        if isinstance(call, RowsPull):
-            call, rows = job.with_ids(call)
-        wanted = call if isinstance(call, TablePull) else checker.wanted(call)
+        places = call.places if isinstance(call, RowsPull) else None
+        memory = job.row_memory(call.worker) if shares or places is not None else None
+        ids: Buffer | None = None
+        rows: torch.Tensor | None = None
+        if isinstance(call, RowsPull) and places is not None and memory is not None:
+            ids, rows = job.pulled(call, places, memory)
+        wanted = call if isinstance(call, TablePull) else checker.wanted(call, ids)
         if call.worker.incarnation != READER or isinstance(call, TablePull):
-            if rows is None:  # its memory was found only because it is live
+            if memory is None:  # which is found only if it is live
                 job.check_worker(call.worker)
         elif call.clock:
             raise InvalidRequest(f"a caller that has not joined may only pull rows at clock 0, got clock {call.clock}")
@@ -130,6 +137,7 @@ class Pulls:
             self._clock(),
             principal=principal,
             wanted=wanted,
+            row_memory=memory,
             rows=rows,
         )
         index = checker.first + call.table
@@ -172,7 +180,7 @@ class Pulls:
             for index, admission in waiting:
                 units[index].waiters[pull.number] = Waiter(pull, admission, now, owed=owed.get(index, {}))
         if pull.with_pushes:
-            self._with_pushes.append((job, pull))
+            self._with_pushes[pull.number] = job, pull
             self._wake()
 
         def forget() -> None:
@@ -422,6 +430,7 @@ class Pulls:
 
     def _forget(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
         """Forgets a pull that is over. Looks only at its own buckets, most of which are sent."""
+        self._with_pushes.pop(pull.number, None)
         with job.lock:
             for index in indices:
                 job.units[index].waiters.pop(pull.number, None)

@@ -27,6 +27,7 @@ from ps_protocol.messages.rows import RowsPull, RowsPush, TablePush
 from ps_protocol.segment_layout import RowMemory, SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
 from ps_runtime.background import note_error
+from ps_server.core.checking_rows import PushedRows
 from ps_server.core.commands import Assign, Commit, Initialise, PushCommand, Staged, StageGradient, UnitCommand
 from ps_server.core.consistency import Add, Step
 from ps_server.core.validation import check_once
@@ -113,34 +114,42 @@ class Pushes:
 
         The calling thread then applies the updates that can be made. The pull's answer goes to `outbox`.
         """
-        pull, table = self._pulls.check_rows(job, wanted, outbox, principal)
+        pull, table = self._pulls.check_rows(job, wanted, outbox, principal, shares=push.place is not None)
         pull.with_pushes = True
         fresh: list[int] = []
         try:
-            self._stage_rows(job, push, principal, fresh, is_live=True)
+            self._stage_rows(job, push, principal, fresh, is_live=True, memory=pull.row_memory)
             self._pulls.ask(job, pull, [table])
         finally:
             self._updates.lend(job, fresh)
 
     def _stage_rows(
-        self, job: HostedJob, push: RowsPush | TablePush, principal: str, fresh: list[int], is_live: bool = False
+        self,
+        job: HostedJob,
+        push: RowsPush | TablePush,
+        principal: str,
+        fresh: list[int],
+        is_live: bool = False,
+        memory: RowMemory | None = None,
     ) -> Staged:
         """Checks pushed rows, then stages them.
 
         fresh:   takes their table if something may be applied now
         is_live: see _stage_all
+        memory:  the worker's segment for rows; None: not looked up yet
         """
         try:
             command: UnitCommand
-            is_shared = isinstance(push, RowsPush) and push.place is not None  # its memory is a live worker's
-            if not (is_live or is_shared):
+            pushed: PushedRows | None = None
+            if isinstance(push, RowsPush) and push.place is not None:  # only a live worker has memory here
+                pushed = job.pushed(push, push.place, memory)
+            elif not is_live:
                 job.check_worker(push.worker)
             if isinstance(push, TablePush):
                 command = job.state.row_checker.beginning(push)
             else:
-                push = job.with_payload(push)
-                command = job.state.row_checker.push(push, principal)
-            return self._stage(job, command, len(push.payload), fresh)
+                command = job.state.row_checker.push(push, principal, pushed)
+            return self._stage(job, command, len(push.payload if pushed is None else pushed.payload), fresh)
         except PSError as error:
             self._metrics.refused(job.name, error)
             raise

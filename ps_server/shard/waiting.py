@@ -19,7 +19,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.messages.data import BucketTimes, PulledBucket
 from ps_protocol.messages.rows import PulledRows, PulledTable, TablePull
 from ps_protocol.row_ids import Ids
-from ps_protocol.segment_layout import SegmentMap
+from ps_protocol.segment_layout import RowMemory, SegmentMap
 from ps_server.core.budget import PrincipalBudget
 from ps_server.core.consistency import Admission
 from ps_server.shard.outbox import Answer, Outbox
@@ -94,6 +94,7 @@ class Pull:
     principal:    the caller, to whom the pull counts
     times_wanted, whole, all_staged: see PullCall
     wanted:       the ids or the table that it asks for; None: it asks for buckets
+    row_memory:   the worker's segment for rows; None: the call names no place in it
     rows:         where its rows are written; None: they go over the network
     id_bytes, copy_bytes: bytes of the ids, or of the whole table, that it asks for; they are kept until the pull is
                           sent
@@ -115,6 +116,7 @@ class Pull:
     whole: frozenset[int] = frozenset()
     all_staged: bool = False
     wanted: Ids | TablePull | None = None
+    row_memory: RowMemory | None = None
     rows: torch.Tensor | None = None
     id_bytes: int = 0
     copy_bytes: int = 0

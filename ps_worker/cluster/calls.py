@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -239,17 +238,16 @@ class ShardCalls:
         again: Callable[[Failure | None], T],
         pool: DaemonPool,
     ) -> Future[T]:
-        """Sends a call at once, in this thread, if a data connection is open.
+        """Makes a call. Over a data connection no thread waits for its answer: it is sent in this thread if that needs
+        no waiting, otherwise in one of the pool.
 
         again: makes the call with retries, over a data connection or gRPC, if the first attempt fails or there is none.
                It runs in the pool. Its argument is the error of the first attempt, or None
         """
-        data, call = self.data(), None
-        if data is not None:
-            with contextlib.suppress(CallFailed):  # it has just ended
-                call = data.call_now(KINDS[method], Parts(asked.request()), asked, seconds)
-        if call is None:
+        data = self.data()
+        if data is None:
             return pool.submit(lambda: again(None))
+        kind, request = KINDS[method], Parts(asked.request())
         landed: Future[T] = Future()
 
         def ended(done: Future[None]) -> None:
@@ -261,7 +259,21 @@ class ShardCalls:
             else:
                 landed.set_exception(error)
 
-        call.done.add_done_callback(ended)
+        def send() -> None:
+            data.call(kind, request, asked, seconds).done.add_done_callback(ended)
+
+        def sent(done: Future[None]) -> None:
+            if done.exception() is not None:
+                ended(done)
+
+        try:
+            call = data.call_now(kind, request, asked, seconds)
+        except CallFailed:  # it has just ended
+            return pool.submit(lambda: again(None))
+        if call is not None:
+            call.done.add_done_callback(ended)
+        else:
+            pool.submit(send).add_done_callback(sent)
         return landed
 
     def _land(self, method: str, landing: Landing, error: Failure | None = None) -> PullResult:

@@ -167,6 +167,11 @@ class Connection:
     def _attended_now(self) -> list[ClientConnection]:
         return [data for index in self._attended if (data := self._calls[index].data()) is not None]
 
+    def _begin_wait(self) -> None:
+        """Announces that `settle` follows at once: no other thread need be woken for answers."""
+        if self._attending is not None:
+            self._attending.begin(self._attended_now())
+
     def read_clocks(self) -> None:
         """Reads the shards' clocks for the timeline, if they are due. A shard that does not answer is left out."""
         clocks = self._timeline.clocks
@@ -256,9 +261,10 @@ class Connection:
             if wanted:
                 self._under_way.append(self._network[index].pull_state(wanted, land))
 
-    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> list[Future[PullResult]]:
-        """Pulls rows at this clock into `out`. ids: [n]; out: [n, dim] float32, contiguous"""
-        return self._note(self._rows.pull(self.clock, table, ids, out))
+    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor, ends: Ids) -> list[Future[PullResult]]:
+        """Pulls rows at this clock into `out`; see Servers.pull_rows. `settle` follows at once."""
+        self._begin_wait()
+        return self._note(self._rows.pull(self.clock, table, ids, out, ends))
 
     def pull_table(self, table: int, count_only: bool) -> list[Future[TablePart]]:
         """Pulls a table at this clock, from each shard its part. count_only: only the number of rows"""
@@ -307,8 +313,8 @@ class Connection:
         step = self._timeline.step  # another thread may end the timeline
         if step is not None:
             step.pushing()
-        if is_awaited and self._attending is not None:
-            self._attending.begin(self._attended_now())
+        if is_awaited:
+            self._begin_wait()
         drafted = self._settle_drafts(drafts_count)
         # Before any call: with a heartbeat of too low a clock, the coordinator would count a staged step as lost.
         clock = self.clock + 1
@@ -396,6 +402,11 @@ class Connection:
         self.push_apart([BucketPush(bucket, self.clock, empty=True, absent=(), groups={}) for bucket in trained])
         self._note(rows)
         return True
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether `resume` and `settle` have nothing to do, except for what was asked for ahead."""
+        return not (self._under_way or self._last.has_failed)
 
     def settle(self) -> BaseException | None:
         """Waits for all calls under way. Returns the first error as soon as there is one; None if there was none."""

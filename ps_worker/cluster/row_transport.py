@@ -88,7 +88,11 @@ class RowTransport:
         self._assignments = 0  # made so far
         # By clock, table and shard, the number of the last assignment sent
         self._assigned: dict[tuple[int, int, int], int] = {}
-        self._pool = DaemonPool(len(calls) if spec.tables else 0, "rows")
+        # Over gRPC a call holds a thread until it is answered, and so does a push in messages over a data connection: a
+        # shard that lags is to gather no more of them. Pulls have threads of their own: they wait for other workers,
+        # which may wait for this worker's pushes.
+        threads = len(calls) if spec.tables else 0
+        self._pushers, self._pullers = DaemonPool(threads, "push rows"), DaemonPool(threads, "pull rows")
         self._reader: DaemonPool | None = None  # of vectors that a script has given
 
     # -- before the first step ---------------------------------------------------------------------------------------
@@ -107,7 +111,7 @@ class RowTransport:
                 continue
             parts = parts_of(table, self._spec.tables[number], len(self._calls))
             futures += [
-                self._pool.submit(partial(begin_table, calls, self._worker, number, part, ask))
+                self._pushers.submit(partial(begin_table, calls, self._worker, number, part, ask))
                 for calls, part in zip(self._calls.values(), parts, strict=True)
             ]
         return futures
@@ -117,7 +121,7 @@ class RowTransport:
         if self._reader is None:
             self._reader = DaemonPool(1, "given rows")
         calls = list(self._calls.values())
-        return self._reader.submit(partial(begin_given, calls, self._worker, number, table, self._pool.submit))
+        return self._reader.submit(partial(begin_given, calls, self._worker, number, table, self._pushers.submit))
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -132,8 +136,8 @@ class RowTransport:
     ) -> RowStep:
         """Pushes a step of all tables, and pulls rows at its clock.
 
-        If a push and a pull of one table and shard need no payload, they are one call. Other pulls are sent after all
-        pushes, without waiting for their answers.
+        If a push and a pull of one table and shard need no payload, they are one call. Other pulls leave without
+        waiting for the answers to pushes.
 
         ranges: the leased data that the step used
         ahead:  the rows to pull for a later batch
@@ -171,6 +175,7 @@ class RowTransport:
                 pulled[key] = self._pull(clock, asked, self._place_on(asked.shard, room))
         for each in ahead:
             each.pulls = [pull for (table, _), pull in pulled.items() if table == each.table]
+            each.ends = ends and each.table == 0
         ended = [pull for (table, _), pull in pulled.items() if table == 0] if ends else []
         return RowStep(pushed, ended, [pulled[key] for key in of_ahead])
 
@@ -227,7 +232,7 @@ class RowTransport:
         landing = ExchangeLanding(
             *self._landing(asked, messages.write_exchange(push, places), shared), staged=is_staged
         )
-        pull = self._calls[asked.shard].pull_rows(landing, self._pool, "ExchangeRows")
+        pull = self._calls[asked.shard].pull_rows(landing, self._pullers, "ExchangeRows")
         self._use(room, pull)
 
         def ended(done: Future[PullResult]) -> None:
@@ -291,8 +296,8 @@ class RowTransport:
         """Sends one message. size: bytes of the rows in it or in shared memory; wire: the wire format of their
         elements
         """
-        message = messages.write_push(push)
-        return self._calls[shard].push_rows(message, lambda: PushResult({wire: size}, time.perf_counter()), self._pool)
+        message, calls = messages.write_push(push), self._calls[shard]
+        return calls.push_rows(message, lambda: PushResult({wire: size}, time.perf_counter()), self._pushers)
 
     @staticmethod
     def _put(push: RowsPush, rows: RowGradients, room: SegmentRange) -> tuple[RowsPush, int]:
@@ -319,13 +324,15 @@ class RowTransport:
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
-    def pull(self, clock: int, table: int, ids: Ids, out: torch.Tensor) -> list[Future[PullResult]]:
-        """Pulls rows into `out`. ids: [n]; out: [n, dim] float32, contiguous"""
-        each = self._asked(table, ids, out)
+    def pull(self, clock: int, table: int, ids: Ids, out: torch.Tensor, ends: Ids) -> list[Future[PullResult]]:
+        """Pulls rows into `out`. ids: [n] by shard; out: [n, dim] float32, contiguous; ends: the end of each shard's
+        ids
+        """
+        each = self._asked(table, ids, out, ends)
         room = self._room((asked.shard, asked.size) for asked in each)
         return [self._pull(clock, asked, self._place_on(asked.shard, room)) for asked in each]
 
-    def _asked(self, table: int, ids: Ids, out: torch.Tensor, ends: Ids | None = None) -> list[_Asked]:
+    def _asked(self, table: int, ids: Ids, out: torch.Tensor, ends: Ids) -> list[_Asked]:
         places = by_shard(ids, len(self._calls), ends)
         each = [
             _Asked(table, shard, ids[which], out.shape[1], partial(_land, out, which))
@@ -337,7 +344,7 @@ class RowTransport:
         places, shared = self._put_ids(asked, room)
         message = messages.write_pull(RowsPull(self._worker, asked.table, clock, asked.ids.data, places))
         landing = RowLanding(*self._landing(asked, message, shared))
-        pulled = self._calls[asked.shard].pull_rows(landing, self._pool)
+        pulled = self._calls[asked.shard].pull_rows(landing, self._pullers)
         self._use(room, pulled)
         return pulled
 
@@ -370,7 +377,7 @@ class RowTransport:
     def pull_table(self, clock: int, table: int, count_only: bool) -> list[Future[TablePart]]:
         """Pulls a table, from each shard its part. count_only: only the number of rows"""
         request = messages.write_table_pull(TablePull(self._worker, table, clock, count_only))
-        return [self._pool.submit(partial(self._fetch_table, calls, request)) for calls in self._calls.values()]
+        return [self._pullers.submit(partial(self._fetch_table, calls, request)) for calls in self._calls.values()]
 
     def _fetch_table(self, calls: ShardCalls, request: bytes) -> TablePart:
         pieces: list[bytes] = []
@@ -396,13 +403,15 @@ class RowTransport:
     @property
     def threads(self) -> list[threading.Thread]:
         """Its threads, which end soon after `close`."""
-        return [*self._pool.threads, *(self._reader.threads if self._reader is not None else ())]
+        return [thread for pool in self._pools() for thread in pool.threads]
 
     def close(self) -> None:
         """Ends the threads. The connections stay open: their owner closes them."""
-        self._pool.close()
-        if self._reader is not None:
-            self._reader.close()
+        for pool in self._pools():
+            pool.close()
+
+    def _pools(self) -> list[DaemonPool]:
+        return [self._pushers, self._pullers, *([] if self._reader is None else [self._reader])]
 
 
 def _pushed_sizes(parts: Iterable[tuple[TableStep, int, RowGradients | None]]) -> Iterator[tuple[int, int]]:

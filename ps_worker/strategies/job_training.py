@@ -276,6 +276,7 @@ class JobTraining:
         if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
             if self.sent is not None:
                 self.participation.connection.fail()
+                self._steps.tables.forget_ahead()  # their calls may have failed with the step
             self.sent = None
             self.participation.begin_step()
         elif self.sent is not None and self.unfinished is not None and self.unfinished.begun is not None:

@@ -16,6 +16,7 @@ from ps_protocol.row_ids import Ids
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.participation import Participation, end_last_step
 from ps_worker.metrics import WorkerMetrics, added
+from ps_worker.tables.ahead import RowsAhead
 from ps_worker.tables.server_rows import TablePart
 from ps_worker.values import PullResult
 
@@ -47,9 +48,9 @@ class RowReads:
         """
         return self._is_past()
 
-    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
-        """Reads rows of a table at this worker's clock: [n] ids, into [n, dim] float32, contiguous."""
-        pulls = self._fetched(lambda connection: connection.pull_rows(table, ids, out))
+    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor, ends: Ids) -> None:
+        """Reads rows of a table at this worker's clock; see Servers.pull_rows."""
+        pulls = self._fetched(lambda connection: connection.pull_rows(table, ids, out, ends))
         self._metrics.fetched(added(pull.sizes for pull in pulls))
 
     def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
@@ -60,15 +61,28 @@ class RowReads:
         self._metrics.fetched({"float32": sum(len(part.content) for part in parts)})
         return parts
 
-    def await_rows(self, pulls: Sequence[Future[PullResult]]) -> bool:
+    def await_rows(self, ahead: RowsAhead) -> bool:
         """Waits for rows that were pulled ahead. Returns False if they do not come, because the place that asked is
         lost.
         """
         self._refuse_closed()
-        if self._in_place(lambda: self._settle(pulls)) is not None:
+        pulls = ahead.pulls
+        if not self._have_come(pulls) and self._in_place(lambda: self._settle(pulls)) is not None:
             return False
-        self._metrics.fetched(added(pull.result().sizes for pull in pulls))
+        if not ahead.ends:
+            self._metrics.fetched_ahead(added(pull.result().sizes for pull in pulls))
         return True
+
+    def _have_come(self, pulls: Sequence[Future[PullResult]]) -> bool:
+        """Whether rows that were pulled ahead are here, and there is nothing to wait for: the last step has ended, and
+        the place that asked for them is not lost, as far as this worker knows.
+
+        In a group it is False: its members compare what they know.
+        """
+        part = self._participation
+        if part.group is not None or part.members.error is not None or not part.has_place:
+            return False
+        return part.connection.is_at_rest and all(pull.done() and pull.exception() is None for pull in pulls)
 
     def _settle(self, pulls: Sequence[Future[PullResult]]) -> None:
         end_last_step(self._participation)

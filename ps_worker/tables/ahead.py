@@ -76,6 +76,7 @@ class RowsAhead:
     pulls: the pulls of these rows
     here:  all rows have come
     used:  a lookup has used them
+    ends:  the pulls end the step, which counts them with its own
     """
 
     table: int
@@ -84,6 +85,7 @@ class RowsAhead:
     pulls: list[Future[Any]] = field(default_factory=list)
     here: bool = False
     used: bool = False
+    ends: bool = False
 
 
 class IdsOf:

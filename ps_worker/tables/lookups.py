@@ -31,8 +31,8 @@ class Source(Protocol):
 
     shards: int
 
-    def pull(self, ids: Ids, out: torch.Tensor) -> object:
-        """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
+    def pull(self, ids: Ids, out: torch.Tensor, ends: Ids) -> object:
+        """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous. ends: as in Batch"""
 
     def looked_ahead(self, flat: Ids) -> tuple[Batch, torch.Tensor] | None:
         """Returns the ids and rows of a lookup if exactly these ids were announced; None: pull them."""
@@ -101,7 +101,7 @@ class Lookups:
         if found is None:
             batch = Batch.of(flat, source.shards)
             rows = empty_rows(len(batch.ids), handle.shape[1])
-            source.pull(batch.ids, rows)
+            source.pull(batch.ids, rows, batch.ends)
         else:
             batch, rows = found
         places = batch.places

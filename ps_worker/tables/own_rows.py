@@ -72,8 +72,8 @@ class Rows(Protocol):
     def __len__(self) -> int:
         """Returns the number of rows."""
 
-    def pull(self, ids: Ids, out: torch.Tensor) -> None:
-        """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
+    def pull(self, ids: Ids, out: torch.Tensor, ends: Ids) -> None:
+        """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous. ends: as in Batch"""
 
     def looked_ahead(self, flat: Ids) -> tuple[Batch, torch.Tensor] | None:
         """Returns the ids and rows of a lookup if exactly these ids were announced; None: pull them."""
@@ -144,8 +144,8 @@ class LocalRows:
         """Whether the table has a row or was given one. Reads no row."""
         return bool(self._given) or bool(self._table)
 
-    def pull(self, ids: Ids, out: torch.Tensor) -> None:
-        """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
+    def pull(self, ids: Ids, out: torch.Tensor, ends: Ids) -> None:
+        """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous. ends: not used"""
         table = self._read_table()
         if table is None:
             out.copy_(initial_rows(self._spec().initializer, ids, self.dim))

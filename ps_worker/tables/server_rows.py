@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -83,8 +82,11 @@ class FirstRows:
 class Servers(Protocol):
     """The interface for reading rows from the shards: a job's training."""
 
-    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
-        """Reads rows of a table at the worker's clock: [n] distinct ids, into [n, dim] float32, contiguous."""
+    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor, ends: Ids) -> None:
+        """Reads rows of a table at the worker's clock: [n] distinct ids by shard, into [n, dim] float32, contiguous.
+
+        ends: the end of each shard's ids
+        """
 
     def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
         """Returns all rows of a table at the worker's clock, of each shard; or only how many there are."""
@@ -93,7 +95,7 @@ class Servers(Protocol):
     def is_past(self) -> bool:
         """Whether the job was rolled back, and the script still works on a batch that its loader will yield again."""
 
-    def await_rows(self, pulls: Sequence[Future[Any]]) -> bool:
+    def await_rows(self, ahead: RowsAhead) -> bool:
         """Waits for rows that were requested with the last step; returns whether they have come."""
 
 
@@ -115,29 +117,29 @@ class ServerRows:
         self._ahead: RowsAhead | None = None  # the rows that the last step has requested
         self.assigned = Assigned()
 
-    def pull(self, ids: Ids, out: torch.Tensor) -> None:
-        """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
-        self._pull(ids, out)
+    def pull(self, ids: Ids, out: torch.Tensor, ends: Ids) -> None:
+        """Reads rows, as `Servers.pull_rows`."""
+        self._pull(ids, out, ends)
         self.assigned.cover(ids, out)
 
-    def _pull(self, ids: Ids, out: torch.Tensor) -> None:
+    def _pull(self, ids: Ids, out: torch.Tensor, ends: Ids) -> None:
         ahead = self._rows_ahead()
         if ahead is None:
-            self._fetch(ids, out)
+            self._fetch(ids, out, ends)
             return
         places = ahead.batch.find(ids)
         here, missing = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
         rows = empty_rows(len(missing), out.shape[1])
-        self._fetch(ids[missing], rows)
+        self._fetch(ids[missing], rows, np.searchsorted(missing, ends))
         if self._ahead is not ahead:  # the worker's place was lost meanwhile, and its requested rows with it
-            self._fetch(ids, out)
+            self._fetch(ids, out, ends)
             return
         out[torch.from_numpy(here)] = ahead.out[torch.from_numpy(places[here])]
         out[torch.from_numpy(missing)] = rows
 
-    def _fetch(self, ids: Ids, out: torch.Tensor) -> None:
+    def _fetch(self, ids: Ids, out: torch.Tensor, ends: Ids) -> None:
         if len(ids):
-            self._servers.pull_rows(self._number, ids, out)
+            self._servers.pull_rows(self._number, ids, out, ends)
 
     def looked_ahead(self, flat: Ids) -> tuple[Batch, torch.Tensor] | None:
         """Returns the ids and rows of a lookup if exactly these ids were announced; None: pull them."""
@@ -158,7 +160,7 @@ class ServerRows:
         ahead.used = True
         if not ahead.here:
             self._ahead = None  # unless it comes
-            if not self._servers.await_rows(ahead.pulls):
+            if not self._servers.await_rows(ahead):
                 return None
             ahead.here, self._ahead = True, ahead
         return ahead

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotShared, PSError
+from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotShared, PSError, UnknownWorker
 from ps_protocol.framing import message_parts
 from ps_protocol.identity import Identity
 from ps_protocol.messages import rows as row_messages
@@ -18,7 +20,11 @@ from ps_protocol.segment_layout import MAX_ROW_BYTES, PAGE_BYTES, RowMemory, pul
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_protocol.v1 import rows_pb2
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
+from ps_server.core.checking_rows import RowChecker
+from ps_server.shard.pushes import Pushes
 from ps_server.shard.shard import Shard
+from ps_tables.choosing import AUTO, OFF, choose
+from ps_tables.native import in_use
 from ps_worker.cluster.local_segment import LocalSegment
 from tests.tools.outbox import Answers
 from tests.tools.partitions import changed, job_spec, lone_shard
@@ -89,6 +95,44 @@ def test_a_push_is_what_the_segment_had_when_it_came() -> None:
     assert worker.pull(1, PAGE_BYTES + 512) == [[-1.0, -1.0]] * 3
 
 
+@pytest.fixture(params=[AUTO, OFF])
+def native(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the library, where this installation has it, and with numpy."""
+    if not choose(request.param).level and request.param == AUTO:
+        pytest.skip("this installation has no library: make native")
+    yield
+    in_use.use(None)
+
+
+@pytest.mark.usefixtures("native")
+def test_rows_of_any_number_come_as_they_are_and_are_refused_if_one_is_not_finite() -> None:
+    count, small = 200_000, 2.0**-140
+    worker = Sharing(2 * pushed_bytes(count, DIM))
+    ids = np.arange(-count // 2, count // 2)  # of which some, read as floats, are NaNs
+    gradients = worker.memory.rows(PAGE_BYTES + 12 * count, count, DIM)
+
+    def put() -> None:
+        worker.memory.array(PAGE_BYTES, count, np.int64)[:] = ids
+        worker.memory.array(PAGE_BYTES + 8 * count, count, np.uint32)[:] = 1
+        gradients[:] = torch.linspace(-1.0, 1.0, DIM * count).view(count, DIM) * 3e38
+        gradients[::3] = small
+
+    for row in (0, 1, count // 2, count - 1):
+        for odd in (float("nan"), float("inf"), -float("inf")):
+            put()
+            gradients[row, -1] = odd
+            with pytest.raises(NonFiniteGradient):
+                worker.shard.push_rows(named(1, PAGE_BYTES, count))
+    put()
+    worker.shard.push_rows(named(1, PAGE_BYTES, count))
+    place, outbox = PAGE_BYTES + pushed_bytes(count, DIM), Answers()
+    worker.memory.array(place, count, np.int64)[:] = ids
+    places = PullPlaces(place, count, place + 8 * count)
+    worker.shard.pull(RowsPull(Identity("sums", 0, 1), 0, 1, b"", places=places), outbox)
+    assert outbox.finished
+    assert torch.equal(worker.memory.rows(place + 8 * count, count, DIM), 1.0 - gradients)
+
+
 def test_a_larger_segment_takes_the_place_of_the_one_before() -> None:
     worker = Sharing()
     worker.push(1)
@@ -141,6 +185,16 @@ def test_an_exchange_that_waits_for_others_says_that_its_push_is_staged() -> Non
     assert len(outbox.told) == 2, "rows say that their push is staged"
 
 
+def test_a_shard_forgets_an_exchange_once_its_rows_are_sent() -> None:
+    worker = Exchanging(mode="sync", workers=2)
+    waits, other = worker.exchange(1), IDS.tobytes() + np.ones(3, np.uint32).tobytes() + bytes(12 * DIM)
+    assert worker.shard._pulls.needs_ticks, "it is told that its push is staged"
+    worker.shard.push_rows(changed(named(1, 0), rank=1, incarnation=2, place=None, payload=other))
+    assert waits.finished
+    waits.close()
+    assert not worker.shard._pulls.needs_ticks
+
+
 def test_an_exchange_that_pulls_what_it_cannot_leaves_nothing_staged() -> None:
     worker = Exchanging()
     with pytest.raises(InvalidRequest, match="segment for rows"):
@@ -150,6 +204,28 @@ def test_an_exchange_that_pulls_what_it_cannot_leaves_nothing_staged() -> None:
         worker.exchange(1, float("nan"))
     worker.exchange(1)
     assert worker.pulled() == [[0.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "is_staged"), [(RowChecker, "push", False), (Pushes, "_stage", True)], ids=["checked", "staged"]
+)
+def test_a_worker_that_is_removed_in_the_middle_of_an_exchange_gets_no_rows(
+    what: Any, name: str, is_staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, real = Exchanging(), getattr(what, name)
+
+    def removed(*arguments: Any, **more: Any) -> Any:
+        result = real(*arguments, **more)
+        worker.shard.remove_worker("sums", 0, 1)
+        return result
+
+    monkeypatch.setattr(what, name, removed)
+    before = worker.pulled()
+    with pytest.raises(UnknownWorker):
+        worker.exchange(1)
+    assert worker.pulled() == before
+    [table] = worker.shard.jobs()["sums"].tables.values()
+    assert table.rule.version == is_staged, "what was staged before counts"
 
 
 def test_an_exchange_has_all_rows_of_a_step_and_no_payload() -> None:

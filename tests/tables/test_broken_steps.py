@@ -16,8 +16,9 @@ import ps_worker
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient
 from ps_runtime.signals import undisturbed
 from ps_server.core.limits import Limits
+from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.row_transport import RowTransport
-from tests.tools.cluster import Cluster
+from tests.tools.cluster import Cluster, until
 
 TRANSPORTS = ["shm", "tcp", "grpc"]
 
@@ -107,6 +108,40 @@ def test_an_interrupt_in_the_middle_of_a_step_waits_until_all_of_it_is_on_its_wa
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("ctrl_c")
+def test_the_lookup_after_an_interrupted_step_says_that_this_was_refused_though_its_rows_are_here(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, ids = make_cluster(shards=1, limits=Limits(push_norm=1000.0)), torch.arange(4)
+    push_pull = Connection.push_pull
+
+    def interrupted(*arguments: Any, **more: Any) -> Any:
+        sent = push_pull(*arguments, **more)
+        os.kill(os.getpid(), signal.SIGINT)
+        return sent
+
+    with cluster.connect("async", transport="shm") as session:
+        small, large = (ps_worker.Embedding(1, initial="constant", scale=0.0) for _ in range(2))
+        model = nn.ModuleList([small, large])
+        _, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        (small(ids).sum() + large(ids).sum() * 1e9).backward()
+        small.announce(ids)
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "push_pull", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        ahead: Any = small.local
+        until(lambda: all(pull.done() for pull in ahead._ahead.pulls), "the rows")
+        with pytest.raises(LimitExceeded, match="max-push-norm"):
+            small(ids)
+        optimizer.zero_grad()
+        (small(ids).sum() + large(ids).sum()).backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert small.rows(ids)[:, 0].tolist() == [-2.0] * 4
+            assert large.rows(ids)[:, 0].tolist() == [-1.0] * 4
+
+
 def test_a_worker_that_lost_its_place_goes_on_though_its_next_rows_need_more_memory(
     make_cluster: Callable[..., Cluster],
 ) -> None:
@@ -140,6 +175,25 @@ def test_a_step_of_rows_in_several_messages_of_which_one_is_refused_is_left_out(
         assert set(rows[:10]) == {-2.0, -3.0}, "one shard has taken its part"
         assert set(rows[10:]) == {0.0, -1.0}
         assert rows[-1] == 0.0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_refused_step_that_has_asked_for_rows_is_left_out(
+    make_cluster: Callable[..., Cluster], transport: str
+) -> None:
+    """The shard answers the pull once it knows what becomes of the step."""
+    cluster, ids = make_cluster(shards=1, limits=Limits(push_norm=1000.0)), torch.arange(10)
+    with cluster.connect("async", transport=transport) as session:
+        training = Training(session)
+        training.step(ids)
+        training.net.table.announce(ids)
+        training.optimizer.zero_grad()
+        (training.model(ids) * 1e9).backward()
+        with pytest.raises(LimitExceeded, match="max-push-norm"):
+            training.optimizer.step()
+        training.step(ids)
+        assert session.clock == 3
+        assert training.rows(11) == [-2.0] * 10 + [0.0]
 
 
 def make_refused_step(training: Training) -> None:

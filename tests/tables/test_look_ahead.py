@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ps_worker
-from ps_protocol.errors import InvalidRequest
+from ps_frames.frames import Kind
+from ps_frames.server import FrameCall
+from ps_protocol import row_ids
+from ps_protocol.errors import InvalidRequest, PSError
+from ps_server.shard.pulls import Pulls as PullsOfShard
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.strategies.row_reads import RowReads
 from tests.chaos.worker import incarnation_of
@@ -55,9 +60,9 @@ class Pulls:
         self.rows: list[int] = []
         pull = RowReads.pull_rows
 
-        def counted(reads: RowReads, table: int, ids: Any, out: torch.Tensor) -> None:
+        def counted(reads: RowReads, table: int, ids: Any, out: torch.Tensor, ends: Any) -> None:
             self.rows.append(len(ids))
-            pull(reads, table, ids, out)
+            pull(reads, table, ids, out, ends)
 
         monkeypatch.setattr(RowReads, "pull_rows", counted)
 
@@ -261,6 +266,29 @@ def test_ids_that_were_not_announced_are_pulled_when_they_are_looked_up(
         assert worker.own.counted(IDS) == [2, 3, 4, 3, 3]
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_what_is_looked_up_is_divided_among_the_shards_once(
+    shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the ids of a batch become distinct ones. Requests and pushes go by that."""
+    ids = torch.arange(1000) * 7
+
+    def fails(*_: object) -> None:
+        raise AssertionError("ids are divided anew")
+
+    with shared.connect("sync", job=job, transport=transport) as session:
+        own = Counting()
+        model, optimizer = session.prepare(own, torch.optim.SGD(own.parameters(), lr=RATE))
+        with monkeypatch.context() as patch:
+            patch.setattr(row_ids, "shards_of", fails)
+            for following in (ids[::3], None, ids[10:20]):
+                own.rows.announce(following)
+                optimizer.zero_grad()
+                model(ids).backward()
+                optimizer.step()
+            assert own.counted(ids) == [3.0] * 1000
+
+
 def test_an_exchange_goes_by_grpc_where_a_data_connection_has_ended(shared: Cluster, job: str, pulls: Pulls) -> None:
     with shared.connect("sync", job=job, transport="auto") as session:
         worker = Worker(session)
@@ -273,6 +301,42 @@ def test_an_exchange_goes_by_grpc_where_a_data_connection_has_ended(shared: Clus
         assert worker.step(IDS, following=IDS) == [1] * 5
         assert worker.step(IDS, following=IDS) == [2] * 5
         assert pulls.rows == []
+
+
+def test_over_tcp_rows_are_asked_for_while_no_push_is_answered(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.arange(4000)  # whose requests are too large to be sent at once
+    end, ask, asked, in_time = FrameCall.end, PullsOfShard.ask, threading.Semaphore(0), []
+    waiting: list[threading.Thread] = []
+
+    def answered_later(call: FrameCall, *answer: bytes) -> None:
+        def answer_after_pull() -> None:
+            in_time.append(asked.acquire(timeout=30.0))
+            end(call, *answer)
+
+        if call._header.kind is not Kind.PUSH_ROWS:
+            end(call, *answer)
+            return
+        waiting.append(threading.Thread(target=answer_after_pull))
+        waiting[-1].start()
+
+    def noted(pulls: PullsOfShard, *arguments: Any) -> None:
+        ask(pulls, *arguments)
+        asked.release()
+
+    with shared.connect("sync", job=job, transport="tcp") as session:
+        worker = Worker(session)
+        worker.step(ids, following=ids)
+        with monkeypatch.context() as patch:
+            patch.setattr("ps_worker.cluster.calls.CALL_SECONDS", 90.0)  # until a push is given up
+            patch.setattr(FrameCall, "end", answered_later)
+            patch.setattr(PullsOfShard, "ask", noted)
+            assert set(worker.step(ids, following=ids)) == {1}
+        for thread in waiting:
+            thread.join()
+        assert in_time == [True, True]
+        assert worker.own.counted(ids[:3]) == [2.0] * 3
 
 
 def test_what_was_asked_for_is_as_of_its_step(shared: Cluster, job: str) -> None:
@@ -340,6 +404,19 @@ def test_rows_that_were_asked_for_from_a_lost_place_are_read_from_the_next(clust
         last = worker.step(IDS)[0]
         assert worker.own.counted(IDS) == [last + 1] * 5, "nothing is doubled, and no row is of another place"
         assert last + 1 <= session.clock
+
+
+def test_rows_that_have_come_are_no_longer_there_once_the_job_has_ended(cluster: Cluster) -> None:
+    with cluster.connect("sync") as session:
+        worker = Worker(session)
+        worker.step(IDS, following=IDS)
+        ahead = worker.own.rows.local._ahead  # type: ignore[union-attr]
+        until(lambda: all(pull.done() for pull in ahead.pulls), "the rows")
+        cluster.coordinator.job("default").end("a test has ended it")
+        members = session._strategy._training.participation.members  # type: ignore[attr-defined]
+        until(lambda: members.error is not None, "the end of this worker's part")
+        with pytest.raises(PSError):
+            worker.own.rows(IDS)
 
 
 def test_a_rollback_reads_rows_and_batches_anew(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:

@@ -47,12 +47,13 @@ class Training(LookUps):
         self.own = Tables()
         self.model, self.optimizer = session.prepare(self.own, torch.optim.SGD(self.own.parameters(), lr=0.1))
 
-    def known(self) -> None:
+    def known(self, are_announced: bool = False) -> None:
         """Twenty ids in two steps, ten of them distinct in each; then one id until the others have expired."""
-        self.step(torch.cat([FEW, FEW[:5]]))
-        self.step(LATE)
-        for _ in range(6):
-            self.step(SEVEN)
+        batches = [torch.cat([FEW, FEW[:5]]), LATE, *[SEVEN] * 6]
+        for ids, following in zip(batches, [*batches[1:], None], strict=True):
+            for table in (self.own.plain, self.own.choosy, self.own.small):
+                table.announce(following if are_announced else None)
+            self.step(ids)
 
 
 STEPS = 8
@@ -165,10 +166,11 @@ def test_the_memory_of_tables_is_part_of_what_is_told_of_a_job(shared: Cluster, 
     assert in_column == [size_text(nbytes) for nbytes in held]
 
 
-def test_the_bytes_of_rows_are_in_those_of_pushes_and_pulls(shared: Cluster, job: str) -> None:
+@pytest.mark.parametrize("are_announced", [False, True])
+def test_the_bytes_of_rows_are_in_those_of_pushes_and_pulls(shared: Cluster, job: str, are_announced: bool) -> None:
     with shared.connect("sync", job=job) as session:
         training = Training(session)
-        training.known()
+        training.known(are_announced)
         pushed, pulled = 3 * ASKED * PUSHED, 3 * ASKED * PULLED
         pushes, pulls = (f'ps_{kind}_bytes_total{{job="{job}"}}' for kind in ("push", "pull"))
         # What is sent is counted a moment after it has arrived.

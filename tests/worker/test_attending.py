@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+import ps_worker
 from ps_frames import attending as attending_module
 from ps_frames import client
 from ps_frames.attending import Attending
@@ -163,6 +164,17 @@ def test_a_thread_that_waits_receives_its_answers_and_wakes_no_other(make: Calla
         assert (answer.message, answer.by) == (b"answer", ME)
         assert not shard.is_read()
     assert shard.is_quiet(), "no thread is woken for a connection of which nothing is expected"
+
+
+def test_no_other_thread_is_woken_for_what_one_has_taken_over_without_a_word(make: Callable[[], Shard]) -> None:
+    shard, attending = make(), Attending()
+    call = shard.ask()
+    assert shard.is_looked_at()
+    attending._take_over(shard.connection)
+    assert not shard.connection._watched.events & select.EPOLLIN
+    shard.answer()
+    wait([call], shard, attending=attending)
+    assert shard.is_quiet()
 
 
 def test_what_is_not_its_own_is_handed_out(make: Callable[[], Shard]) -> None:
@@ -640,3 +652,37 @@ def test_the_training_thread_receives_what_its_steps_wait_for(
     assert received.count(ME) >= 5
     if transport == "shm":
         assert set(received) == {ME}, "no other thread is woken"
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_training_thread_receives_the_rows_that_it_looks_up(
+    shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_LOOK_SECONDS", 60.0)
+    received: list[str] = []
+    woken: list[str] = []  # the threads that have asked for another one to be woken when bytes come
+    take, watch = ClientConnection._take, ReadingThreads._watch
+
+    def noted(connection: ClientConnection, header: Any) -> None:
+        received.append(threading.current_thread().name)
+        take(connection, header)
+
+    def watched(reading: ReadingThreads, connection: Any, events: int) -> None:
+        if reading._name == "receive" and events & select.EPOLLIN:
+            woken.append(threading.current_thread().name)
+        watch(reading, connection, events)
+
+    with shared.connect("sync", job=job, transport=transport) as session:
+        table = ps_worker.Embedding(4)
+        model, optimizer = session.prepare(table, torch.optim.SGD(table.parameters(), lr=0.1))
+        with monkeypatch.context() as patch:
+            for step in range(6):
+                if step == 2:
+                    patch.setattr(ClientConnection, "_take", noted)
+                    patch.setattr(ReadingThreads, "_watch", watched)
+                optimizer.zero_grad()
+                model(torch.arange(step, step + 40)).sum().backward()
+                optimizer.step()
+    assert len(received) >= 16, "of each step two for what is looked up, and two for its end"
+    assert set(received) == {ME}
+    assert not woken
