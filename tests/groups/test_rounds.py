@@ -120,7 +120,7 @@ def test_groups_agree_to_the_bit_after_each_round(
     for clock, expected in zip(ends, rounds_by_hand(options, ends), strict=True):
         found = [load_file(tmp_path / f"{clock}-{group}-{member}.safetensors") for group, member in members]
         assert all(same(weights, found[0]) for weights in found)
-        assert relative_distance(found[0], expected) <= 1e-6
+        assert relative_distance(found[0], expected, least=0.1) <= 1e-6
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
