@@ -8,8 +8,9 @@ with the same batches. --parts takes some of four parts:
 * `link`: a step where each group has a host of its own, with a link of --link-mbit between them. Ours is `local:8` in
   int4, of which whole rounds are counted, with a shard on either host. It needs root, for network namespaces.
 * `lost`: the longest step of one group while a member of the other one is stopped (SIGSTOP), for twice the lease, or
-  killed. The ratio is to the lease; allowed are the lease and two seconds. `back` is the time from the end of the stop
-  to the next step of the group that was stopped.
+  killed. The ratio is to the lease. Allowed are the lease and two seconds; a longer step ends the benchmark with an
+  error, once all results are written. `back` is the time from the end of the stop to the next step of the group that
+  was stopped.
 * `equal`: the largest difference of a weight after --equal-steps steps, as a part of the largest element of its tensor:
   to one process with the batches of all, and to HSDP.
 """
@@ -59,7 +60,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link-steps", type=int, default=3, help="of HSDP, in each of two turns there (%(default)s)")
     parser.add_argument("--link-batch", type=int, default=1, help="blocks in a process' batch there (%(default)s)")
     parser.add_argument("--lease", type=float, default=4.0, help="of a group, in seconds (%(default)s)")
-    parser.add_argument("--modes", default="sync,ssp:4,local:8,local:8/2", help="of groups that are lost (%(default)s)")
+    modes = "sync,ssp:4,async,local:8,local:8/2"
+    parser.add_argument("--modes", default=modes, help="of groups that are lost (%(default)s)")
     parser.add_argument("--equal-steps", type=int, default=20, help="until weights are compared (%(default)s)")
 
 
@@ -233,22 +235,32 @@ def lost(arguments: argparse.Namespace) -> list[Result]:
         for mode in arguments.modes.split(","):
             for name, number in (("stopped", signal.SIGSTOP), ("killed", signal.SIGKILL)):
                 order = replace(small, server=cluster.address, mode=mode, job=job_name(f"{mode}-{name}"))
-                gap, back, usual = _disturbed(order, number, arguments.lease)
-                more = {} if back is None else {"back_ms": round(1e3 * back)}
-                found.append(
-                    _line(
-                        arguments,
-                        f"a member is {name}",
-                        order,
-                        round(1e3 * gap, 1),
-                        ratios={"lease": gap / arguments.lease},
-                        alone_ms=round(1e3 * usual, 2),
-                        allowed_ms=1e3 * (arguments.lease + GRACE_SECONDS),
-                        **more,
-                    )
-                )
-                found[-1]["bytes"] = weight_bytes(Task("gpt", "single", layers=order.layers, width=order.width))
+                found.append(lost_line(arguments, order, name, *_disturbed(order, number, arguments.lease)))
     return found
+
+
+def lost_line(
+    arguments: argparse.Namespace, order: Order, name: str, gap: float, back: float | None, usual: float
+) -> Result:
+    """The result of a mode. A step that takes longer than is allowed is a violation: the benchmark fails.
+
+    name:             what has happened to the member
+    gap, back, usual: as `_disturbed` returns them
+    """
+    allowed = arguments.lease + GRACE_SECONDS
+    line = _line(
+        arguments,
+        f"a member is {name}",
+        order,
+        round(1e3 * gap, 1),
+        ratios={"lease": gap / arguments.lease},
+        alone_ms=round(1e3 * usual, 2),
+        allowed_ms=1e3 * allowed,
+        **({} if back is None else {"back_ms": round(1e3 * back)}),
+        **({"violations": 1} if gap > allowed else {}),
+    )
+    line["bytes"] = weight_bytes(Task("gpt", "single", layers=order.layers, width=order.width))
+    return line
 
 
 def _disturbed(order: Order, number: int, lease: float) -> tuple[float, float | None, float]:

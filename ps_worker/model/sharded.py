@@ -50,6 +50,37 @@ def like(tensor: Any, values: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def is_cut_alike(tensor: Any, other: Any) -> bool:
+    """Whether two DTensors have one shape, and are cut in the same way."""
+    return tensor.shape == other.shape and tuple(tensor.placements) == tuple(other.placements)
+
+
+def cuts_of(tensor: Any, mesh: Any) -> list[int | None]:
+    """Returns for each dimension of a mesh the dimension of a DTensor that is cut over it; None: none is. Raises
+    Unsupported for a DTensor of another mesh, for partial sums and for strided shards.
+    """
+    kinds = {type(each).__name__ for each in tensor.placements}
+    if tensor.device_mesh != mesh or not kinds <= {"Shard", "Replicate"}:
+        placed = f"{tuple(tensor.placements)} over the mesh {tensor.device_mesh.mesh.tolist()}"
+        raise Unsupported(f"a DTensor is placed {placed}: only shards and replicas over its parameter's mesh are kept")
+    return [each.dim if _is_cut(each) else None for each in tensor.placements]
+
+
+def cut_again(other: Any, here: torch.Tensor, cuts: Sequence[int | None], shape: Sequence[int]) -> torch.Tensor:
+    """Returns the DTensor over another one's mesh that has this local shard, shape and `cuts_of`."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    made: torch.Tensor = type(other.detach()).from_local(
+        here,
+        other.device_mesh,
+        [Replicate() if dimension is None else Shard(dimension) for dimension in cuts],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(tuple(shape), device="meta").stride(),
+    )
+    return made
+
+
 def as_placed(tensor: Any) -> None:
     """Redistributes the gradient of a DTensor to the DTensor's placements: on a replicated one it may be a partial sum.
     A collective of its mesh, in all processes at the same point of backward.

@@ -17,7 +17,7 @@ import torch
 from ps_protocol.errors import Unsupported
 from ps_protocol.tensors import is_finite
 from ps_runtime.troubles import Troubles
-from ps_worker.model.sharded import like, local
+from ps_worker.model.sharded import cut_again, cuts_of, is_cut_alike, is_sharded, like, local
 from ps_worker.state.documents import copied
 
 log = logging.getLogger("ps_worker")
@@ -27,6 +27,8 @@ COPIES = 2  # one for the last requested checkpoint, which may fail, and one for
 
 # Of each optimizer, by the position of a parameter, its state.
 InnerState = list[dict[int, dict[str, Any]]]
+
+CUTS = "cuts"  # in place of a DTensor that is not cut as its parameter: where it is cut, its shape and its local shard
 
 
 class Inner(Protocol):
@@ -150,7 +152,7 @@ class InnerStates:
     def _copied(self) -> InnerState:
         return [
             {
-                position: copied(_here(dict(optimizer.state[parameter])), "the optimizer's state")
+                position: copied(_here(dict(optimizer.state[parameter]), parameter), "the optimizer's state")
                 for position, (parameter, _) in enumerate(parameters)
                 if parameter in optimizer.state
             }
@@ -182,13 +184,17 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _here(value: Any) -> Any:
-    """Returns a value in which DTensors are replaced by their local shards."""
+def _here(value: Any, parameter: Any) -> Any:
+    """Returns a value in which DTensors are replaced by their local shards; one that is not cut as its parameter, by
+    its local shard with its shape and cuts. An optimizer of the script's own may keep means of rows so.
+    """
     if isinstance(value, torch.Tensor):
-        return local(value)
+        if not is_sharded(value) or not is_sharded(parameter) or is_cut_alike(value, parameter):
+            return local(value)
+        return {CUTS: cuts_of(value, parameter.device_mesh), "shape": list(value.shape), "here": local(value)}
     if isinstance(value, Mapping):
-        return {name: _here(item) for name, item in value.items()}
-    return type(value)(map(_here, value)) if type(value) in (list, tuple) else value
+        return {name: _here(item, parameter) for name, item in value.items()}
+    return type(value)(_here(item, parameter) for item in value) if type(value) in (list, tuple) else value
 
 
 def _placed(key: str, value: Any, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
@@ -198,6 +204,9 @@ def _placed(key: str, value: Any, parameter: torch.Tensor, group: Mapping[str, A
         placed = value.to("cpu" if on_host else parameter.device, copy=True)
         return placed if key == "step" else like(parameter, placed)
     if isinstance(value, Mapping):
+        if CUTS in value:
+            here = value["here"].to(parameter.device, copy=True)
+            return cut_again(parameter, here, value[CUTS], value["shape"])
         return {name: _placed(name, item, parameter, group) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_placed(key, item, parameter, group) for item in value)

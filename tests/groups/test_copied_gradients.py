@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from ps_worker import NonFiniteGradient, Session
+from tests.scripts.train_in_group import count_drafts
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster
 from tests.tools.small_models import filled
@@ -21,13 +21,6 @@ from tests.tools.small_models import filled
 STEPS = 8
 CHANGE = 4  # by then buckets leave early, where they may
 Script = Callable[[Any, Any, torch.Tensor, int], None]
-
-
-@pytest.fixture
-def mesh(tmp_path: Path) -> DeviceMesh:
-    """Of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    return init_device_mesh("cpu", (1,))
 
 
 def cut_model(mesh: DeviceMesh) -> Any:
@@ -84,6 +77,23 @@ def test_backward_copies_gradients_only_for_buckets_that_may_leave_before_the_st
             optimizer.step()
             assert are_copied(session) == [True] * 4
             optimizer.zero_grad()
+
+
+def test_gradients_that_leave_during_backward_end_to_the_bit_as_those_that_leave_with_the_step(
+    shared: Cluster, job: str, mesh: DeviceMesh
+) -> None:
+    """Two groups of two do: test_features_of_torch.py."""
+    ends = []
+    for overlap in (False, True):
+        with shared.connect("sync", job=f"{overlap}-{job[-100:]}", transport="tcp") as session:
+            model, optimizer = prepared(session, mesh, overlap=overlap)
+            counts: Counter[str] = Counter()
+            count_drafts(session, counts)
+            for number in range(STEPS):
+                step(model, optimizer, number)
+            assert (counts["drafts"] > STEPS) == overlap
+            ends.append([parameter.to_local().clone() for parameter in model.parameters()])
+    assert all(torch.equal(*each) for each in zip(*ends, strict=True))
 
 
 # -- whatever a script does --------------------------------------------------------------------------------------------

@@ -24,11 +24,11 @@ from tests.tools.groups import (
     Groups,
     Tensors,
     begun,
-    distance,
     last,
     let_go_once_begun,
     log_of,
     one_process,
+    relative_distance,
     same,
 )
 
@@ -43,7 +43,7 @@ def test_two_groups_of_two_end_as_one_process_and_alike_to_the_bit(
 ) -> None:
     with Groups(nursery, shared.address, job, tmp_path, options, told=told) as groups:
         found = groups.ended()
-    assert distance(found[0], one_process(options)) <= 1e-6
+    assert relative_distance(found[0], one_process(options)) <= 1e-6
     assert all(same(each, found[0]) for each in found)
     assert int(found[0]["clock"]) == options.steps
     met = [json.loads((tmp_path / f"met-{group}-{member}").read_text()) for group, member in groups.each]
@@ -72,7 +72,7 @@ def test_a_step_in_which_one_member_loses_the_place_counts_once_as_a_whole(
     logs = [(tmp_path / f"log-1-{member}").read_text() for member in (0, 1)]
     assert all(f"and goes on at clock 4 as incarnation 3; {said}" in log for log in logs), logs
     if when == "after":
-        assert distance(found[0], one_process(options)) <= 1e-6
+        assert relative_distance(found[0], one_process(options)) <= 1e-6
 
 
 def test_one_group_ends_as_fully_shard_alone(nursery: Nursery, shared: Cluster, job: str, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_one_group_ends_as_fully_shard_alone(nursery: Nursery, shared: Cluster, 
         found = groups.ended()[0]
     with Groups(nursery, "", "", tmp_path / "alone", Options(groups=1, alone=True)) as alone:
         expected = alone.ended()[0]
-    assert distance(found, expected) <= 1e-6
+    assert relative_distance(found, expected) <= 1e-6
 
 
 @pytest.mark.parametrize("non_finite", ["refuse", "skip"])
@@ -91,7 +91,7 @@ def test_a_step_that_one_member_refuses_counts_on_none(
     options = Options(groups=1, poison=3, non_finite=non_finite, steps=6)
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         found = groups.ended()[0]
-    assert distance(found, one_process(options)) <= 1e-6
+    assert relative_distance(found, one_process(options)) <= 1e-6
     refused = {path.name: path.read_text() for path in tmp_path.glob("refused-*")}
     if non_finite == "skip":
         assert refused == {}
@@ -109,7 +109,7 @@ def test_a_step_that_one_member_leaves_out_is_left_out_where_another_loses_the_p
         found = groups.ended()
     assert "lost its place" in groups.logs()
     assert all(same(each, found[0]) for each in found)
-    assert distance(found[0], one_process(options)) <= 1e-6
+    assert relative_distance(found[0], one_process(options)) <= 1e-6
 
 
 def test_what_servers_refuse_of_one_members_assignments_stops_all_before_they_push(
@@ -122,7 +122,7 @@ def test_what_servers_refuse_of_one_members_assignments_stops_all_before_they_pu
     assert "there is no room" in (tmp_path / "refused-0-0").read_text()
     assert [int(each["clock"]) for each in found] == [options.steps - 1] * 2
     assert all(same(each, found[0]) for each in found)
-    assert distance(found[0], one_process(options)) <= 1e-6
+    assert relative_distance(found[0], one_process(options)) <= 1e-6
 
 
 @pytest.mark.parametrize("refused", ["poison", "unassigned"])
@@ -135,7 +135,7 @@ def test_what_the_script_sets_before_a_step_that_one_member_refuses_goes_with_th
         found = groups.ended()
     assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
     assert all(same(each, found[0]) for each in found)
-    assert distance(found[0], one_process(options)) <= 1e-6
+    assert relative_distance(found[0], one_process(options)) <= 1e-6
 
 
 def test_a_member_that_holds_nothing_has_its_state_in_checkpoints(

@@ -17,7 +17,7 @@ from tests.scripts.train_in_group import Options, batch, given_gradient, loss, m
 from tests.tools.cases import cases, crossed
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
-from tests.tools.groups import LEASE, WAIT_SECONDS, Groups, Tensors, distance, mean_loss, one_process, same
+from tests.tools.groups import LEASE, WAIT_SECONDS, Groups, Tensors, mean_loss, one_process, relative_distance, same
 
 
 @pytest.mark.parametrize("mode", cases(["ssp:1"], ["async"]))
@@ -27,7 +27,7 @@ def test_one_group_ends_as_one_process_in_each_mode(
     options = Options(groups=1, mode=mode)
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         found = groups.ended()
-    assert distance(found[0], one_process(options)) <= 1e-6
+    assert relative_distance(found[0], one_process(options)) <= 1e-6
     assert [int(each["clock"]) for each in found] == [options.steps] * 2
 
 
@@ -82,7 +82,7 @@ def test_a_step_in_which_the_place_is_lost_counts_once(
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         found = groups.ended()
     assert groups.logs().count("lost its place") == 2
-    assert distance(found[0], one_process(options)) <= 1e-6
+    assert relative_distance(found[0], one_process(options)) <= 1e-6
 
 
 @pytest.mark.parametrize("mode", cases(["async", "local:2", "local:4/2"], ["ssp:2"]))
@@ -171,7 +171,7 @@ def test_the_way_to_shards_changes_nothing(
         groups.let_go(5)
         found = groups.ended()
     assert groups.logs().count("lost its place") == 2
-    assert distance(found[0], one_process(options)) <= 1e-6
+    assert relative_distance(found[0], one_process(options)) <= 1e-6
     assert all(same(each, found[0]) for each in found)
 
 
@@ -186,7 +186,7 @@ def test_whose_assignments_count_all_members_decide_alike(
     assert {path.name.removeprefix("assigned-") for path in tmp_path.glob("assigned-*")} == sent
     if mode == "sync":
         assert all(same(each, found[0]) for each in found)
-        assert distance(found[0], one_process(options)) <= 1e-6
+        assert relative_distance(found[0], one_process(options)) <= 1e-6
 
 
 def test_members_that_make_unlike_calls_are_told_of_both_and_may_go_on(
@@ -278,7 +278,7 @@ def test_members_go_on_from_one_clock_where_the_push_of_one_fails(
     options = Options(groups=1, mode=mode, unpushed=3, optimizer="plain SGD")
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         found = groups.ended()
-    assert distance(found[0], where_member_1_leaves_a_step_out(options)) <= 1e-6
+    assert relative_distance(found[0], where_member_1_leaves_a_step_out(options)) <= 1e-6
     assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
     assert "no thread can be started" in (tmp_path / "refused-0-0").read_text()
     assert [int(each["clock"]) for each in found] == [options.steps] * 2
@@ -311,7 +311,7 @@ def test_what_the_wire_rounds_off_counts_once_where_the_push_of_one_member_fails
             for step in range(options.steps):
                 if (member, step) != (1, options.unpushed):
                     piece -= group["lr"] * given_gradient(options, step, member, index, piece.shape)
-    assert distance(found, dict(model.state_dict())) <= 1e-6
+    assert relative_distance(found, dict(model.state_dict())) <= 1e-6
 
 
 def test_what_the_wire_rounds_off_of_a_round_counts_once_where_the_push_of_one_member_fails(
@@ -330,7 +330,7 @@ def test_what_the_wire_rounds_off_of_a_round_counts_once_where_the_push_of_one_m
                 if step != 4 and (member, step) not in ((1, 2), (1, 3)):
                     change = group["lr"] * given_gradient(options, step, member, index, piece.shape)
                     piece -= outer["lr"] * change
-    assert distance(found, dict(model.state_dict())) <= 1e-6
+    assert relative_distance(found, dict(model.state_dict())) <= 1e-6
 
 
 def test_members_go_on_from_one_clock_where_servers_refuse_the_push_of_one(

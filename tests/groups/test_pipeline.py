@@ -252,10 +252,11 @@ def test_a_pipeline_that_lost_a_stage_leaves_and_comes_back(
     ("before", "after"),
     [
         (ONE, replace(ONE, members=0)),
-        (replace(ONE, members=0), replace(ONE, members=3, micro=4)),
+        pytest.param(replace(ONE, members=0), replace(ONE, members=3, micro=4), marks=pytest.mark.repeat),
         (replace(ONE, schedule="Interleaved1F1B", each=2), replace(ONE, shards=True)),
+        (replace(ONE, shards=True), replace(ONE, members=3, micro=4)),
     ],
-    ids=["to one process", "from one process", "to fully_shard"],
+    ids=["to one process", "from one process", "to fully_shard", "from fully_shard"],
 )
 def test_a_checkpoint_goes_on_with_another_cut_to_the_bit(
     nursery: Nursery,

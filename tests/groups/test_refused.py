@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -29,13 +27,6 @@ from ps_worker.model.sharded import is_offloaded, piece_of
 from tests.tools.cluster import Cluster
 from tests.tools.partitions import job_spec
 from tests.tools.said import said_by_workers
-
-
-@pytest.fixture
-def mesh(tmp_path: Path) -> Any:
-    """The mesh of a process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    return init_device_mesh("cpu", (1,))
 
 
 def sharded(mesh: Any) -> nn.Module:
@@ -105,6 +96,15 @@ def test_models_that_no_group_trains(
     with shared.connect("sync", job=job) as session, pytest.raises(Unsupported, match=said):
         session.prepare(model, sgd(model), group=mesh)
     assert shared.coordinator.jobs().get(job) is None
+
+
+def test_mode_ddp_has_no_groups(mesh: Any) -> None:
+    model = sharded(mesh)
+    with (
+        ps_torch.connect(mode="ddp", rank=0, world_size=1) as session,
+        pytest.raises(Unsupported, match="mode ddp has workers of one process: train a model in pieces in mode sync"),
+    ):
+        session.prepare(model, sgd(model), group=mesh)
 
 
 def test_a_parameter_that_is_not_sharded(shared: Cluster, job: str, mesh: Any) -> None:
@@ -215,6 +215,13 @@ def test_a_parameter_that_is_placed_otherwise(placements: list[Placement], shape
     mesh = Mesh(*shape)
     with pytest.raises(Unsupported, match=rf"w is placed .*{said}"):
         piece_of("w", dtensor(mesh, placements, (8, 8), (4, 8)), range(mesh.mesh.numel()))
+
+
+def test_a_piece_of_a_type_that_servers_do_not_have() -> None:
+    cut = dtensor(Mesh(2), [Shard(0)], (8, 8), (4, 8))
+    cut.dtype = torch.float8_e4m3fn
+    with pytest.raises(Unsupported, match=r"w is a DTensor of torch\.float8_e4m3fn, and pieces have one of float32, "):
+        piece_of("w", cut, range(2))
 
 
 def test_a_shard_that_is_not_where_its_placement_says() -> None:

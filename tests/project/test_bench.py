@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from bench import feed, feed_peer
-from bench.__main__ import NAMES, command_line, modules
+from bench.__main__ import NAMES, command_line, modules, parser
 from bench.feed_beside import why_no_ray
 from bench.flood import ATTACKS, allowed_ms
+from bench.group_member import Order
+from bench.groups import lost_line
 from bench.link import why_no_link
 from bench.peer_part import Part, owned
 from bench.peer_work import Batches, Rounds, Work, check_weights, save_expected
@@ -272,6 +274,21 @@ def test_no_flood_delays_a_worker_more_than_the_docs_promise() -> None:
     assert {line["system"] for line in lines} > {f"{name}:{end}" for name in ATTACKS for end in ("half", "cancelled")}
     assert [line for line in lines if line["ms"] > allowed_ms(line["alone_ms"])] == []
     assert allowed_ms(10.0) == 40.0
+
+
+def test_a_group_that_waits_longer_for_a_lost_one_than_is_allowed_breaks_a_promise() -> None:
+    """None did when it was measured last."""
+    arguments = parser(short=False).parse_args(["groups", "--lease=4"])
+    order = Order("ours", server="-", job="lost")
+    lines = [lost_line(arguments, order, "killed", gap, None, 0.01) for gap in (5.9, 6.1)]
+    published = [json.loads(line) for line in (ROOT / "docs/benchmarks/groups.jsonl").read_text().splitlines()]
+    found = [line for line in published if "allowed_ms" in line]
+    assert {line["scenario"] for line in found} == {"a member is stopped", "a member is killed"}
+    assert [line for line in found if line["ms"] > line["allowed_ms"]] == []
+    assert [(line["ms"], line["allowed_ms"], line.get("violations")) for line in lines] == [
+        (5900.0, 6000.0, None),
+        (6100.0, 6000.0, 1),
+    ]
 
 
 # -- several runs --------------------------------------------------------------------------------------------------

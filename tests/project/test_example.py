@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import signal
+import statistics
 import subprocess
 import sys
 from functools import partial
@@ -166,15 +167,23 @@ def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_islands_train_as_hsdp_does(tmp_path: Path) -> None:
-    """Two groups of two FSDP2 processes on servers, and torch's own collectives between two pairs."""
-    done = launching.python(str(EXAMPLES / "islands.py"), *TINY, f"--out={tmp_path}")
+@pytest.mark.parametrize("flags", [[], ["--mode=local:2", "--wire=int4", "--steps=80"]], ids=["sync", "local"])
+def test_islands_train_as_hsdp_does(tmp_path: Path, flags: list[str]) -> None:
+    """Two groups of two FSDP2 processes on servers, and torch's own collectives between two pairs. In local:2 and int4
+    they begin with the same loss, and learn."""
+    done = launching.python(str(EXAMPLES / "islands.py"), *TINY, *flags, f"--out={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
     hsdp, islands = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("hsdp", "islands"))
-    assert (hsdp["name"], islands["name"]) == ("HSDP", "sync")
-    assert islands["losses"] == pytest.approx(hsdp["losses"], abs=1e-5)
+    mode = "local:2" if flags else "sync"
+    assert (hsdp["name"], islands["name"]) == ("HSDP", mode)
+    if flags:
+        assert islands["losses"][0] == pytest.approx(hsdp["losses"][0], abs=1e-5)
+        assert islands["losses"] != pytest.approx(hsdp["losses"], abs=1e-5)
+        assert statistics.fmean(islands["losses"][-10:]) < statistics.fmean(islands["losses"][:10]) - 0.1
+    else:
+        assert islands["losses"] == pytest.approx(hsdp["losses"], abs=1e-5)
     assert hsdp["losses"][-1] < hsdp["losses"][0]
-    for name, result in (("HSDP", hsdp), ("islands, sync", islands)):
+    for name, result in (("HSDP", hsdp), (f"islands, {mode}", islands)):
         first, last = result["losses"][0], result["losses"][-1]
         row = rf"^{name} +{first:.4f} +{last:.4f} +{1000 * result['step_seconds']:.0f} ms$"
         assert re.search(row, done.stdout, re.MULTILINE), done.stdout

@@ -14,6 +14,7 @@ from ps_protocol.job import JobSpec, difference, validate
 from ps_protocol.layout import ParameterSpec, PiecePlace, bucket_layout
 from ps_protocol.modes import parse_mode
 from ps_protocol.pieces import Stretches, stretches_of, whole_parameters
+from ps_protocol.tables import JobTable, TableSpec
 
 PLAIN = JobSpec("job", (), "SGD", ({"lr": 0.1},), parse_mode("sync"), 64, world_size=2)
 
@@ -127,6 +128,13 @@ def test_pieces_may_be_a_grid() -> None:
     numbers = [lies.first + i * lies.step + j for lies in found for i in range(lies.count) for j in range(lies.length)]
     assert sorted(numbers) == list(range(20))
     assert found[4] == Stretches(first=14, length=1, step=4, count=2)
+
+
+def test_a_job_of_groups_has_no_tables() -> None:
+    table = JobTable(TableSpec("rows", 4), "SGD", {"lr": 0.1})
+    validate(replace(PLAIN, tables=(table,)))
+    with pytest.raises(InvalidRequest, match="a job whose workers are groups has no tables of rows, got 1"):
+        validate(replace(GROUP, tables=(table,)))
 
 
 def test_a_group_has_a_greatest_size() -> None:

@@ -12,10 +12,12 @@ import math
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import ps_torch
@@ -78,6 +81,11 @@ class Options:
     passes:     over the data, where it trains with a loader
     short:      the steps of group 0, if it has fewer than the others; 0: it has not
     absent:     member 1 does not come to prepare
+    norm:       the norm that DTensors of gradients are clipped to, where it is not 0
+    reduced:    the type in which `fully_shard` reduces gradients of layers that compute in bfloat16; empty: none does
+    recomputes: layers compute their activations once more, in backward
+    compiled:   layers are compiled
+    drafts:     counts the buckets that leave during backward
     """
 
     groups: int = 2
@@ -117,6 +125,11 @@ class Options:
     passes: int = 2
     short: int = 0
     absent: bool = False
+    norm: float = 0.0
+    reduced: str = ""
+    recomputes: bool = False
+    compiled: bool = False
+    drafts: bool = False
 
 
 def make_model(noisy: bool = False, frozen: bool = False) -> nn.Sequential:
@@ -140,6 +153,11 @@ def make_optimizer(name: str, model: nn.Module, frozen: bool = False) -> torch.o
         return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
     if name == "plain SGD":
         return torch.optim.SGD(trained, lr=0.05)
+    if name != "AdamW":
+        made: torch.optim.Optimizer = getattr(torch.optim, name.removeprefix("fused "))(
+            trained, **({"fused": True} if name.startswith("fused ") else {})
+        )
+        return made
     return torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
 
 
@@ -162,6 +180,54 @@ def given_gradient(options: Options, step: int, member: int, index: int, shape: 
     if step >= options.steps - options.given:
         return torch.zeros(shape)
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + 100 * member + index))
+
+
+def cut(model: nn.Module, mesh: DeviceMesh, options: Options) -> Counter[str]:
+    """Cuts a model by `fully_shard`, and each layer by itself. Returns counts of what the layers do from then on."""
+    counts: Counter[str] = Counter()
+    policy = MixedPrecisionPolicy()
+    if options.reduced:
+        policy = MixedPrecisionPolicy(torch.bfloat16, getattr(torch, options.reduced), output_dtype=torch.float32)
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            if options.recomputes:
+                recompute(layer, counts)
+            if options.compiled:
+                compile_layer(layer, counts)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return counts
+
+
+def recompute(layer: Any, counts: Counter[str]) -> None:
+    """Has a layer compute its activations once more in backward."""
+    forward = layer.forward
+
+    def counted(rows: torch.Tensor) -> Any:
+        counts["forwards"] += 1
+        return forward(rows)
+
+    layer.forward = lambda rows: checkpoint(counted, rows, use_reentrant=False)
+
+
+def linear(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(rows, layer.weight, layer.bias)
+
+
+def compile_layer(layer: Any, counts: Counter[str]) -> None:
+    """Compiles a layer by a backend that runs its graphs as they are, and needs no compiler of C++. Its forward method
+    is of this script, as torch compiles no frame of its own layers between the hooks of `fully_shard`.
+    """
+
+    def backend(graph: Any, _: Any) -> Any:
+        def counted(*given: Any) -> Any:
+            counts["graphs"] += 1
+            return graph.forward(*given)
+
+        return counted
+
+    layer.forward = partial(linear, layer)
+    layer.compile(backend=backend)
 
 
 def clip_by_data(model: nn.Module, most: float) -> None:
@@ -213,6 +279,19 @@ def lose_place(session: Session, when: str, all_have_pushed: Callable[[], None])
 
     if when:
         connection.push_pull = losing
+
+
+def count_drafts(session: Session, counts: Counter[str]) -> None:
+    """Counts the buckets that leave during backward."""
+    steps = session._strategy._training._steps  # type: ignore[attr-defined]
+    draft = steps._draft
+
+    def counted(bucket: Any) -> int:
+        size: int = draft(bucket)
+        counts["drafts"] += size > 0
+        return size
+
+    steps._draft = counted
 
 
 def fail_before_push(session: Session) -> None:
@@ -289,10 +368,7 @@ class Member:
             nn.init.zeros_(self.model[0].weight)  # it is given group 0's
         if options.frozen:
             self.model.register_buffer("steps", torch.tensor(100.0 * group))
-        for layer in self.model:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=self.mesh)
-        fully_shard(self.model, mesh=self.mesh)
+        self.counts = cut(self.model, self.mesh, options)
         self.optimizer: Any = make_optimizer(options.optimizer, self.model, options.frozen)
 
     def train(self) -> None:
@@ -314,6 +390,8 @@ class Member:
             else:
                 self.model, self.optimizer = session.prepare(self.model, self.optimizer, **more)
                 (self.directory / f"begun-{self.group}-{self.member}").touch()
+                if self.options.drafts:
+                    count_drafts(session, self.counts)
                 self.steps(session)
                 if self.options.part_ways:
                     self.part_ways(session)
@@ -334,6 +412,7 @@ class Member:
                     ]
                 )
             )
+            (self.directory / f"counted-{self.group}-{self.member}").write_text(json.dumps(self.counts))
             self.leave_weights("end", clock=session.clock)
 
     def without_others(self, session: Session, more: dict[str, Any]) -> None:
@@ -386,6 +465,8 @@ class Member:
                     (loss(self.model, rows[first:][:size], wanted[first:][:size]) / options.micro).backward()
             if options.clip:
                 clip_by_data(self.model, options.clip)
+            if options.norm:
+                nn.utils.clip_grad_norm_(self.model.parameters(), options.norm)
             if options.given:
                 self.give_gradients(step)
             loser = options.groups - 1, 0 if options.loses == "end" else 1
