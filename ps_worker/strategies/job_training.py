@@ -273,8 +273,11 @@ class JobTraining:
         """Ends an exchange after an error other than the loss of the place."""
         self.participation.connection.drop_drafts()
         self._steps.tables.give_back()
-        if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
-            if self.sent is not None:
+        is_moving, is_sent = self._left is not None, self.sent is not None
+        # A signal that ends the script leaves what is sent under way. On the way to a place the step that was lost with
+        # the one before is kept: the next call finds out there whether it counts.
+        if isinstance(error, Exception) and not is_moving:
+            if is_sent:
                 self.participation.connection.fail()
                 self._steps.tables.forget_ahead()  # their calls may have failed with the step
             self.sent = None

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ps_worker
+from ps_protocol.errors import Unreachable
 from ps_protocol.messages.data import PushKind
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.pushes import Pushes
@@ -398,3 +399,113 @@ def test_a_complex_weight_that_a_script_has_set_counts_once_where_the_data_of_it
                 cluster.lose_place(0, "complex")
             optimizer.step()
         assert torch.equal(net.weight.detach(), torch.full((5, 3), 96, dtype=torch.complex64))
+
+
+# -- a move to another place that an error or an interrupt ends ---------------------------------------------------------
+
+
+def trained_with_momentum(session: ps_worker.Session, value: float) -> tuple[Any, Any, Callable[[], None]]:
+    """Returns a model whose steps CUT - 1 are made and whose weights and momentum are set for the next one, its
+    optimizer, and what makes a step. Each gradient is 1."""
+    net: Any = Net(with_table=False)
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.5)
+    model, optimizer = session.prepare(net, sgd, bucket_bytes=64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+
+    for _ in range(CUT - 1):
+        step()
+    state = optimizer.state_dict()
+    for each in state["state"].values():
+        each["momentum_buffer"].fill_(value)
+    optimizer.load_state_dict(state)
+    with torch.no_grad():
+        for layer in net.layers:
+            layer.fill_(100.0)
+    return net, optimizer, step
+
+
+def momentum_of(optimizer: Any) -> list[float]:
+    """That of each layer: all elements have the same."""
+    return [each["momentum_buffer"].unique().item() for each in optimizer.state_dict()["state"].values()]
+
+
+def fail_once(
+    patch: pytest.MonkeyPatch, owner: type, name: str, error: BaseException, when: Callable[[], bool]
+) -> None:
+    """Has a method raise an error instead, the first time that it is called when it is to."""
+    method, left = getattr(owner, name), [error]
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        if left and when():
+            raise left.pop()
+        return method(*arguments, **named)
+
+    patch.setattr(owner, name, failing)
+
+
+class LostBehind:
+    """Has the worker lose its place once all shards have had step CUT, before that is over."""
+
+    def __init__(self, cluster: Cluster, patch: pytest.MonkeyPatch) -> None:
+        self.is_lost = False
+        settle = Participation.settle
+
+        def settled(participation: Participation) -> None:
+            settle(participation)
+            connection = participation.connection
+            if connection.clock == CUT and not self.is_lost:
+                self.is_lost = True
+                cluster.lose_place(0)
+                connection.pull()  # a call that the shards refuse
+                settle(participation)
+
+        patch.setattr(Participation, "settle", settled)
+
+
+@pytest.mark.parametrize(("mode", "transport"), cases([("sync", "tcp"), ("async", "shm")], [("ssp:1", "grpc")]))
+def test_a_step_that_counts_is_known_where_the_worker_gets_a_place_only_at_its_second_attempt(
+    make_cluster: MakeCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
+    transport: str,
+) -> None:
+    """What the script has set for it is not sent again."""
+    cluster = make_cluster(shards=2)
+    with cluster.connect(mode, transport=transport) as session:
+        _, optimizer, step = trained_with_momentum(session, 10.0)
+        lost = LostBehind(cluster, monkeypatch)
+        fail_once(monkeypatch, Participation, "rejoin", Unreachable("no route"), lambda: lost.is_lost)
+        with pytest.raises(Unreachable, match="no route"):
+            step()
+        step()
+        assert "its last gradient counts" in caplog.text
+        assert momentum_of(optimizer) == [0.5 * (0.5 * 10 + 1) + 1] * 2
+        figures = scrape(session.metrics_address)
+        assert (figures["ps_worker_rejoins_total"], figures["ps_worker_lost_steps_total"]) == (1, 0)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_part_of_a_step_is_counted_as_lost_where_the_worker_gets_a_place_only_at_its_second_attempt(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    """What the script has set for it goes with the next step."""
+    cluster = make_cluster(shards=2)
+    with cluster.connect(mode, transport="tcp") as session:
+        net, optimizer, step = trained_with_momentum(session, 10.0)
+        cut = CutInHalf(cluster, monkeypatch)
+        fail_once(monkeypatch, Participation, "rejoin", Unreachable("no route"), lambda: cut.left == 0)
+        with pytest.raises(Unreachable, match="no route"):
+            step()
+        # What it would leave behind if it ended here: the state of before the step.
+        assert session._strategy._training._last_state().clock == CUT - 1  # type: ignore[attr-defined]
+        step()
+        assert "its last gradient is lost, or a part of it" in caplog.text
+        assert momentum_of(optimizer) == [0.5 * 10 + 1] * 2
+        assert net.values() == [100.0 - (0.5 * 10 + 1)] * 32
+        figures = scrape(session.metrics_address)
+        assert (figures["ps_worker_rejoins_total"], figures["ps_worker_lost_steps_total"]) == (1, 1)
