@@ -322,14 +322,12 @@ class CoordinatedJob:
         A worker that was removed as silent may still be alive, in the middle of its script. It must find the weights
         when it comes back. So the job waits for such workers: see Timing.absence.
 
-        wait:    False: the job ends without waiting for them
-        is_held: False: nor does any other job hold it
+        wait: False: the job ends without waiting for them; is_held: False: also where another job holds it
         """
-        if is_held and self._registry.holds(self.spec.name):
-            return False
         with self.life.deciding():
             has_left = self.members.attendance.has_left and self.members.empty()
-            if not has_left or not self.life.is_running or self._cluster.shards.charge.lost:
+            held = is_held and self._registry.holds(self.spec.name)
+            if not has_left or held or not self.life.is_running or self._cluster.shards.charge.lost:
                 return False
             absent = self.members.absent()
             begins_to_wait = bool(absent) and wait and self.members.attendance.wait()
