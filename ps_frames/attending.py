@@ -94,8 +94,8 @@ class Attending:
 
     def wait(self, futures: Collection[Future[Any]], connections: Sequence[ClientConnection]) -> None:
         """Waits until all futures are done or one has failed, whoever completes them; receives meanwhile, and calls
-        `end`. Signals are handled meanwhile, but in the middle of an answer only if its rest does not come: then the
-        connection ends."""
+        `end`. Signals are handled meanwhile, but in the middle of an answer only if its rest does not come, or takes
+        long: then the connection ends."""
         with undisturbed():
             try:
                 if self._taken:

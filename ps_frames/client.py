@@ -58,6 +58,7 @@ AGAIN_AT_MOST_SECONDS = 80.0
 MOST_READERS = 4
 
 _LOOK_SECONDS = 1.0
+_HELD_SECONDS = 5.0  # the longest time for which an answer that is coming in delays a signal
 _AT_ONCE = 16  # answers of one connection, before others that wait for the same thread have their turn
 _SMALL_BYTES = 4096  # that surely fit where there is room
 _OF_SHARDS = (Kind.ANSWER, Kind.LAST, Kind.END, Kind.ERROR)
@@ -322,8 +323,7 @@ class ClientConnection:
 
     def _silent(self) -> None:
         """Is called in the middle of a frame after each second without bytes."""
-        if is_held_back():
-            raise InterruptedError("a signal came while its reader waited for the rest of an answer")
+        _end_if_held()
         self._lingers()
         self._look()
 
@@ -381,17 +381,22 @@ class ClientConnection:
         with self._lock:
             self._calls.pop(number, None)
 
-    def _filled(self, target: memoryview, call: ClientCall | None = None) -> memoryview:
+    def _filled(self, target: memoryview, call: ClientCall | None = None, since: float | None = None) -> memoryview:
         """Receives a part of a frame. Answers to other calls queue behind it, so their time is extended by as long.
 
-        call: the call to which this frame belongs
+        call:  the call to which this frame belongs
+        since: when the frame began to come in, if parts of it have come before
         """
         began = time.monotonic()
+        first = began if since is None else since
 
         def moved() -> None:
             if call is not None:
                 call.progressed()
-            if time.monotonic() > began + _LOOK_SECONDS:
+            lasted = time.monotonic() - first
+            if lasted > _HELD_SECONDS:
+                _end_if_held()
+            if lasted > _LOOK_SECONDS:
                 self._lingers()
 
         self._frames.receive_into(target, moved)
@@ -408,8 +413,15 @@ class ClientConnection:
         return memoryview(self._scratch)[:size]
 
     def _skip(self, size: int) -> None:
+        began = time.monotonic()
         while size:
-            size -= len(self._filled(self._scratch_of(min(size, 2**16))))
+            size -= len(self._filled(self._scratch_of(min(size, 2**16)), since=began))
+
+
+def _end_if_held() -> None:
+    """Ends the connection if a signal waits for the end of the answer that comes in: half of one cannot be left."""
+    if is_held_back():
+        raise InterruptedError("a signal came while its reader waited for the rest of an answer")
 
 
 def _late() -> CallFailed:

@@ -169,6 +169,7 @@ class _Workers:
         self._causes: dict[int, Cause] = {}
         self._hidden: dict[int, WorkerOutput] = {}  # the stderr of each that the console does not show
         self._awaits_joins = plan.mode not in ("single", "ddp")
+        self._have_joined = False  # all workers have; the file that says so may be removed later
         self._is_of_fixed_size = self._awaits_joins and not plan.elastic
         # Requests under way: by the child's number, the words of its command
         self._errands: dict[int, tuple[str, ...]] = {}
@@ -211,7 +212,7 @@ class _Workers:
     def _look_for_joins(self) -> None:
         """Reports once that all workers have joined: until then the user sees only their imports."""
         if self._awaits_joins and self._started.exists():
-            self._awaits_joins = False
+            self._awaits_joins, self._have_joined = False, True
             plan = self._plan
             joined = "the first worker has" if plan.elastic else f"{counted(plan.world_size, plan.noun)} have"
             self._console.say(f"{joined if plan.world_size > 1 else f'the {plan.noun} has'} joined, training begins")
@@ -224,6 +225,8 @@ class _Workers:
         """
         if not gone or len(gone) == self._plan.workers:
             return False
+        if self._have_joined and not self._started.exists():
+            return False  # something has cleaned the folder: a worker cannot tell a run that has begun from a new one
         plan = self._plan
         missing = sorted(awaited_ranks(self._started) & {plan.first_rank + worker for worker in gone})
         if not missing:
@@ -369,7 +372,7 @@ class _Workers:
             return "in ddp the others cannot go on, so they are stopped"
         if plan.stop_on_failure:
             return "the others are stopped, as --stop-on-failure says"
-        if not plan.elastic and not self._started.exists():
+        if not plan.elastic and not (self._have_joined or self._started.exists()):
             return "not all workers of the job had joined, so the others are stopped"
         return ""
 

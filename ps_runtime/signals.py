@@ -91,6 +91,7 @@ class Ending:
 
     def __init__(self) -> None:
         self._signal: int | None = None
+        self._is_due = False  # `_signal` has not acted yet
         self._held = False
         self._interrupt: tuple[int, FrameType | None] | None = None  # that came while `_held`
         # The handler of SIGINT, which `_note` replaces while `_held`.
@@ -104,13 +105,19 @@ class Ending:
     @property
     def is_held_back(self) -> bool:
         """Whether a signal has come that acts only at the end of a `hold` of this thread."""
-        has_come = self._signal is not None or self._interrupt is not None
+        has_come = self._is_due or self._interrupt is not None
         return has_come and self._held and threading.current_thread() is threading.main_thread()
 
     def tell(self, number: int) -> None:
         """Ends this process with SystemExit, at once or at the end of `hold`. Called by signal handlers."""
-        self._signal = number
+        self._signal, self._is_due = number, True
         if not self._held:
+            self._exit()
+
+    def act_again(self) -> None:
+        """Ends a process again that a signal has ended and that goes on, as where a callback has swallowed SystemExit.
+        For the main thread; does nothing in others."""
+        if self._signal is not None and threading.current_thread() is threading.main_thread():
             self._exit()
 
     @contextmanager
@@ -157,7 +164,7 @@ class Ending:
             if came is not None and self._handler is not None:
                 self._handler(*came)
         finally:
-            if self._signal is not None:
+            if self._is_due:
                 self._exit()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -171,6 +178,7 @@ class Ending:
 
     def _exit(self) -> None:
         assert self._signal is not None
+        self._is_due = False  # a script that saves something on its way out waits for servers, too
         sys.exit(128 + self._signal)
 
 
@@ -185,6 +193,11 @@ def end_by_signal(number: int) -> None:
 # A block of `undisturbed` must be short, and must not wait for other processes, unless the wait is `interruptible`. By
 # such a wait it must have done what is of use without the rest of it.
 undisturbed, interruptible = _ending.hold, _ending.let_through
+
+
+def end_if_told() -> None:
+    """Raises SystemExit again if a signal has ended this process: call it before a step, which no script makes then."""
+    _ending.act_again()
 
 
 def is_held_back() -> bool:

@@ -422,6 +422,10 @@ class WorkerMetrics:
         self._counters["ps_worker_lost_steps_total"].inc(lost)
         self.at(clock)
 
+    def lost_step(self) -> None:
+        """Counts a step whose gradient, or a part of it, is lost without another rejoin."""
+        self._counters["ps_worker_lost_steps_total"].inc()
+
     def fresh_inner_state(self) -> None:
         """Counts that the script's own optimizers begin without a state in a job that is under way."""
         self._counters["ps_worker_fresh_inner_state_total"].inc()

@@ -79,8 +79,13 @@ class Registry(Protocol):
         for it.
         """
 
+    def holds(self, name: str) -> bool:
+        """Whether a job goes on without workers: its parameters were added to another job that has not ended. A worker
+        of that one may add them later, and needs their weights.
+        """
+
     def forget(self, name: str, why: str, finished: FinishedJob | None) -> None:
-        """Drops a job that has ended, and frees its name.
+        """Drops a job that has ended, and frees its name. Before, it finishes the jobs that this one held.
 
         why:      the reason, as text; empty if all its workers have left
         finished: the record of the job that is kept if its workers were done; None if they were not

@@ -266,6 +266,7 @@ class CoordinatedJob:
         of:    the member of the worker's group that leaves. The group stays until each member has left with `done`, or
                one leaves without
         """
+        has_begun = done or state is not None
         state = _if_small(self.spec.name, rank, state, self._cluster.limits.state_bytes)
         with self.life.deciding():  # no worker leaves between the decision and the bookkeeping of a rollback
             if self.spec.group_size > 1:
@@ -286,7 +287,7 @@ class CoordinatedJob:
         self._remove([member])
         self._registry.save()
         self.members.removals.tell()
-        return self.finish()
+        return self.finish(is_held=has_begun)
 
     def _member_leaves(
         self, worker: tuple[int, int, bytes], of: int, state: tuple[int, bytes] | None, done: bool
@@ -314,19 +315,19 @@ class CoordinatedJob:
         """Whether the job only waited for silent workers to come back, and the last one's time is over."""
         return self.members.attendance.waits and not self.members.absent()
 
-    def finish(self, wait: bool = True) -> bool:
+    def finish(self, wait: bool = True, is_held: bool = True) -> bool:
         """Ends the job if its last worker has left; returns whether it has ended. Does nothing during a rollback, which
-        calls this when it is over.
+        calls this when it is over, nor where another job holds it: see Registry.holds.
 
         A worker that was removed as silent may still be alive, in the middle of its script. It must find the weights
         when it comes back. So the job waits for such workers: see Timing.absence.
 
-        wait: False: the job ends without waiting for them
+        wait: False: the job ends without waiting for them; is_held: False: also where another job holds it
         """
         with self.life.deciding():
-            if not (self.members.attendance.has_left and self.members.empty()) or not self.life.is_running:
-                return False
-            if self._cluster.shards.charge.lost:
+            has_left = self.members.attendance.has_left and self.members.empty()
+            held = is_held and self._registry.holds(self.spec.name)
+            if not has_left or held or not self.life.is_running or self._cluster.shards.charge.lost:
                 return False
             absent = self.members.absent()
             begins_to_wait = bool(absent) and wait and self.members.attendance.wait()
@@ -401,9 +402,8 @@ class CoordinatedJob:
         """Ends a job that all workers left without ending it, after a last checkpoint, unless a worker has come."""
         seconds = self.life.deserted_for(self.members.empty(without_awaited=True))
         with self.life.deciding():
-            if not self.members.empty(without_awaited=True) or not self.life.is_running:
-                return
-            if self._cluster.shards.charge.lost:
+            is_empty = self.members.empty(without_awaited=True) and not self._registry.holds(self.spec.name)
+            if not is_empty or not self.life.is_running or self._cluster.shards.charge.lost:
                 return
             self.life.begin(Phase.ENDING)
         try:

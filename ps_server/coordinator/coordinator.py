@@ -21,7 +21,7 @@ from functools import partial
 
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import JobMismatch, NotFound, PSError, RunEnded, TryLater
-from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
+from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference, is_added_to
 from ps_protocol.messages.workers import JoinRequest, ShardMap
 from ps_protocol.optimizers import with_defaults
 from ps_runtime.background import Background, guarded
@@ -361,8 +361,17 @@ class Coordinator:
         """
         return self._background.later("rosters", seconds, work)
 
+    def holds(self, name: str) -> bool:
+        """Whether a job has parameters that were added to another job, which has not ended."""
+        first = name.rpartition(".added")[0]
+        job = self._jobs.get(first) if is_added_to(first, name) else None
+        return job is not None and not job.life.has_ended
+
     def forget(self, name: str, why: str, finished: FinishedJob | None = None) -> None:
-        """Drops a job that has ended, and frees its name."""
+        """Drops a job that has ended, and frees its name. The jobs that it held finish before."""
+        for other, held in self.jobs().items():
+            if is_added_to(name, other):
+                guarded("finished", partial(held.finish, wait=False))
         with self._lock:  # so that the job is always either listed or among the ended ones
             if self._recovery is not None:
                 self._recovery.forget(name)  # before another job can have the name

@@ -113,6 +113,14 @@ class Assignments:
         weights, states = (self._weights_of_step(), self._states_of_step) if of_step else ({}, {})
         return SetByScript(weights, states, self.copies() if since else {})
 
+    def with_later(self, kept: SetByScript) -> SetByScript:
+        """Returns `kept` with the weights that the script has set since an interrupt on the way to another place.
+
+        kept: what it had set before, whose memory the weights of that place may have overwritten since
+        """
+        self._weights = set()
+        return replace(kept, since={**kept.since, **self.at_hand(of_step=False, since=True).since})
+
     def keep(self, kept: SetByScript, counts: bool) -> None:
         """Includes what the script has set in the next step, because the script does not set it again.
 

@@ -28,7 +28,7 @@ import torch
 from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.errors import UnknownWorker, Unsupported
 from ps_protocol.messages.workers import JoinResult, SavedState
-from ps_runtime.signals import is_cut_short, undisturbed
+from ps_runtime.signals import end_if_told, is_cut_short, undisturbed
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step, teller
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
@@ -44,7 +44,7 @@ from ps_worker.strategies.late_script import LateScript
 from ps_worker.strategies.sent_step import SentStep, last_state
 from ps_worker.strategies.step_kind import StepKind
 from ps_worker.strategies.together import StepsTogether
-from ps_worker.strategies.unfinished import Fate, Unfinished
+from ps_worker.strategies.unfinished import Fate, Unfinished, has_all_before
 from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
@@ -175,6 +175,7 @@ class JobTraining:
     def step(self, index: int | None) -> None:
         """Makes one step of one optimizer, given by its number; takes another place first if it is lost. None: of a
         group that leaves its round out"""
+        end_if_told()
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
         if self.is_past:
@@ -273,18 +274,28 @@ class JobTraining:
         """Ends an exchange after an error other than the loss of the place."""
         self.participation.connection.drop_drafts()
         self._steps.tables.give_back()
-        if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
-            if self.sent is not None:
+        is_moving, is_sent = self._left is not None, self.sent is not None
+        if isinstance(error, Exception) and not is_moving:  # a signal leaves what is sent under way, and so does a move
+            if is_sent:
                 self.participation.connection.fail()
                 self._steps.tables.forget_ahead()  # their calls may have failed with the step
             self.sent = None
             self.participation.begin_step()
         elif self.sent is not None and self.unfinished is not None and self.unfinished.begun is not None:
             self.sent = self.sent.interrupted(self._steps.tables)
-        if self.unfinished is not None and self.unfinished.begun is None:
+        begun = None if self.unfinished is None else self.unfinished.begun
+        is_part = begun is not None and not is_sent and self._together is None  # sent from an earlier place
+        if is_part:
+            self._metrics.lost_step()
+            log.warning("step %d was broken off before the rest of it was pushed: it is lost, or a part of it", begun)
+        if is_part or (self.unfinished is not None and begun is None):
             self.assignments.take_back()
         self._drop_unfinished()
         self.data.failed()
+        if is_moving and self.model.spec.local is None:  # what has landed until now is none of the script's
+            self.participation.connection.end()
+            self.model.end_pull()
+            self.model.weights.mark()
 
     def _drop_unfinished(self) -> None:
         self.participation.connection.end_step()
@@ -426,13 +437,16 @@ class JobTraining:
         is_sent = unfinished is not None or self.sent is not None
         if self._left is None:
             self._left = self.clock, self.assignments.at_hand(of_step=is_sent, since=unfinished is None)
-        done, set_by_script = self._left  # which an interrupt on the way to a place leaves as they are
+        elif unfinished is None:  # an interrupt came on the way: the script may have set more
+            self._left = self._left[0], self.assignments.with_later(self._left[1])
+        (done, set_by_script), rule = self._left, self.model.spec.consistency
         checkpoint_wanted = self.participation.rejoin(self.model)
         place = self.participation.connection.place
         self._allow_drafts()
         rolled_back = place.restore_count > self._restore_count
         with undisturbed():
-            if rolled_back and not self._has_all_before(place, done):
+            has_all = has_all_before(place, done, unfinished, self.sent, self._counted, rule)
+            if rolled_back and (self.data.accounts or not has_all):
                 with self.participation.script.moving():
                     self._roll_back(place.state)
             else:
@@ -472,19 +486,6 @@ class JobTraining:
         if not rolled_back:
             tables.keep_assigned({} if sent is None or counts else sent.assigned)
             self.assignments.keep(set_by_script, counts)
-
-    def _has_all_before(self, place: JoinResult, done: int) -> bool:
-        """Whether a job that was rolled back has all steps of this worker up to the one at hand: its own state stays as
-        it is. done: the clock of the last of them"""
-        unfinished = self.unfinished
-        was_interrupted = unfinished is None and self.sent is not None  # it may be the last one
-        if self.data.accounts or was_interrupted or (unfinished is not None and unfinished.is_early):
-            return False
-        if unfinished is not None:
-            done = unfinished.done
-        if self.model.spec.consistency.one_clock:
-            return place.clock == done + (unfinished is not None and unfinished.counts(place))
-        return self._counted is not None and place.pushed is not None and place.pushed >= self._counted
 
     def _fate(self, place: JoinResult, rolled_back: bool, is_leased: bool) -> Fate:
         """Returns the fate of the current step in a new place. rolled_back: whether this worker was rolled back"""

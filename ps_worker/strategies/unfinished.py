@@ -11,7 +11,9 @@ import enum
 from dataclasses import dataclass
 
 from ps_protocol.messages.workers import JoinResult
+from ps_protocol.modes import Consistency
 from ps_worker.model.step import EndedStep
+from ps_worker.strategies.sent_step import SentStep
 
 
 class Fate(enum.Enum):
@@ -81,3 +83,29 @@ class Unfinished:
         if rolled_back and one_clock and now.clock < self.done:
             return Fate.OF_LATER_WEIGHTS
         return Fate.AGAIN
+
+
+def has_all_before(
+    now: JoinResult,
+    done: int,
+    at_hand: Unfinished | None,
+    sent: SentStep | None,
+    counted: int | None,
+    rule: Consistency,
+) -> bool:
+    """Whether a job that was rolled back has all steps of a worker up to the one at hand: its own state stays as it is.
+
+    now:     the place that follows the lost one
+    done:    the clock of the last of them, if none is at hand
+    sent:    the step under way; without one at hand it was interrupted, and may be the last one
+    counted: the clock of the last step of this process that counts; None: there is none
+    """
+    if at_hand is None and sent is not None:
+        return False
+    if at_hand is not None:
+        if at_hand.is_early:
+            return False
+        done = at_hand.done
+    if rule.one_clock:
+        return now.clock == done + (at_hand is not None and at_hand.counts(now))
+    return counted is not None and now.pushed is not None and now.pushed >= counted

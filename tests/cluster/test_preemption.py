@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ps_protocol.errors import UnknownWorker
 from ps_protocol.messages.data import PushCall
@@ -117,6 +118,35 @@ def test_a_worker_that_is_told_to_stop_amid_a_step_counts_it_once(
     running = nursery.run(script, [*words[:-1], 0], log, PS_SERVER=second.address, **alone)
     assert running.wait(WAIT_SECONDS) == 0, log.read_text()
     assert set(json.loads((tmp_path / "cells-0").read_text())) == {1.0}
+
+
+SAVING_SCRIPT = """
+import pathlib, sys, torch, ps_worker
+
+with ps_worker.connect() as session:
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    try:
+        while True:
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    finally:
+        torch.save(optimizer.state_dict(), pathlib.Path(sys.argv[1]) / "last.pt")
+"""
+
+
+@pytest.mark.parametrize("transport", cases(["tcp", "shm"], ["grpc"]))
+def test_a_script_that_is_told_to_stop_reads_from_the_servers_on_its_way_out(
+    shared: Cluster, job: str, nursery: Nursery, tmp_path: Path, transport: str
+) -> None:
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(TOLD + SAVING_SCRIPT)
+    variables = {"PS_MODE": "async", "PS_RANK": "0", "PS_WORLD_SIZE": "1", "PS_JOB": job, "PS_TRANSPORT": transport}
+    running = nursery.run(script, [tmp_path, 0, *PLACES["sent"]], log, PS_SERVER=shared.address, **variables)
+    assert running.wait(WAIT_SECONDS) == 128 + signal.SIGTERM
+    state = torch.load(tmp_path / "last.pt", weights_only=True)["state"]
+    assert state.keys() == {0, 1}, log.read_text()
 
 
 @pytest.mark.parametrize("transport", cases(["tcp"], ["shm", "grpc"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ps_worker
+from ps_protocol.errors import LimitExceeded, Unreachable
 from ps_protocol.messages.data import PushKind
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.pushes import Pushes
+from ps_worker.cluster.own_membership import OwnMembership
 from ps_worker.cluster.participation import Participation, PlaceLost
-from tests.tools.cases import cases
+from ps_worker.strategies.assignments import Assignments
+from tests.tools.cases import cases, crossed
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 
 MakeCluster = Callable[..., Cluster]
@@ -26,11 +30,11 @@ STEPS, CUT = 5, 3
 
 
 class Net(nn.Module):
-    """A bucket on each shard, and rows on both; all go down by 1 with each step."""
+    """Buckets on each shard, by default one, and rows on both; all go down by 1 with each step."""
 
-    def __init__(self, with_table: bool) -> None:
+    def __init__(self, with_table: bool, layers: int = 2) -> None:
         super().__init__()
-        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(16)) for _ in range(2))
+        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(16)) for _ in range(layers))
         self.table = ps_worker.Embedding(1, initial="constant", scale=0.0) if with_table else None
 
     def forward(self) -> torch.Tensor:
@@ -398,3 +402,190 @@ def test_a_complex_weight_that_a_script_has_set_counts_once_where_the_data_of_it
                 cluster.lose_place(0, "complex")
             optimizer.step()
         assert torch.equal(net.weight.detach(), torch.full((5, 3), 96, dtype=torch.complex64))
+
+
+# -- a move to another place that an error or an interrupt ends --------------------------------------------------------
+
+
+def trained_with_momentum(session: ps_worker.Session, value: float) -> tuple[Any, Any, Callable[[], None]]:
+    """Returns a model whose steps CUT - 1 are made and whose weights and momentum are set for the next one, its
+    optimizer, and what makes a step. Each gradient is 1."""
+    net: Any = Net(with_table=False)
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.5)
+    # Without drafts: CutInHalf would hold one of them, and what is set behind it.
+    model, optimizer = session.prepare(net, sgd, bucket_bytes=64, overlap=False)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+
+    for _ in range(CUT - 1):
+        step()
+    state = optimizer.state_dict()
+    for each in state["state"].values():
+        each["momentum_buffer"].fill_(value)
+    optimizer.load_state_dict(state)
+    with torch.no_grad():
+        for layer in net.layers:
+            layer.fill_(100.0)
+    return net, optimizer, step
+
+
+def momentum_of(optimizer: Any) -> list[float]:
+    """That of each layer: all elements have the same."""
+    return [each["momentum_buffer"].unique().item() for each in optimizer.state_dict()["state"].values()]
+
+
+def fail_once(
+    patch: pytest.MonkeyPatch, owner: type, name: str, error: BaseException, when: Callable[[], bool]
+) -> None:
+    """Has a method raise an error instead, the first time that it is called when it is to."""
+    method, left = getattr(owner, name), [error]
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        if left and when():
+            raise left.pop()
+        return method(*arguments, **named)
+
+    patch.setattr(owner, name, failing)
+
+
+class LostBehind:
+    """Has the worker lose its place once all shards have had step CUT, before that is over."""
+
+    def __init__(self, cluster: Cluster, patch: pytest.MonkeyPatch) -> None:
+        self.is_lost = False
+        settle = Participation.settle
+
+        def settled(participation: Participation) -> None:
+            settle(participation)
+            connection = participation.connection
+            if connection.clock == CUT and not self.is_lost:
+                self.is_lost = True
+                cluster.lose_place(0)
+                connection.pull()  # a call that the shards refuse
+                settle(participation)
+
+        patch.setattr(Participation, "settle", settled)
+
+
+@pytest.mark.parametrize(("mode", "transport"), cases([("sync", "tcp"), ("async", "shm")], [("ssp:1", "grpc")]))
+def test_a_step_that_counts_is_known_where_the_worker_gets_a_place_only_at_its_second_attempt(
+    make_cluster: MakeCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
+    transport: str,
+) -> None:
+    """What the script has set for it is not sent again."""
+    cluster = make_cluster(shards=2)
+    with cluster.connect(mode, transport=transport) as session:
+        _, optimizer, step = trained_with_momentum(session, 10.0)
+        lost = LostBehind(cluster, monkeypatch)
+        fail_once(monkeypatch, Participation, "rejoin", Unreachable("no route"), lambda: lost.is_lost)
+        with pytest.raises(Unreachable, match="no route"):
+            step()
+        step()
+        assert "its last gradient counts" in caplog.text
+        assert momentum_of(optimizer) == [0.5 * (0.5 * 10 + 1) + 1] * 2
+        figures = scrape(session.metrics_address)
+        assert (figures["ps_worker_rejoins_total"], figures["ps_worker_lost_steps_total"]) == (1, 0)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_part_of_a_step_is_counted_as_lost_where_the_worker_gets_a_place_only_at_its_second_attempt(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    """What the script has set for it goes with the next step."""
+    cluster = make_cluster(shards=2)
+    with cluster.connect(mode, transport="tcp") as session:
+        net, optimizer, step = trained_with_momentum(session, 10.0)
+        cut = CutInHalf(cluster, monkeypatch)
+        fail_once(monkeypatch, Participation, "rejoin", Unreachable("no route"), lambda: cut.left == 0)
+        with pytest.raises(Unreachable, match="no route"):
+            step()
+        # What it would leave behind if it ended here: the state of before the step.
+        assert session._strategy._training._last_state().clock == CUT - 1  # type: ignore[attr-defined]
+        step()
+        assert "its last gradient is lost, or a part of it" in caplog.text
+        assert momentum_of(optimizer) == [0.5 * 10 + 1] * 2
+        assert net.values() == [100.0 - (0.5 * 10 + 1)] * 32
+        figures = scrape(session.metrics_address)
+        assert (figures["ps_worker_rejoins_total"], figures["ps_worker_lost_steps_total"]) == (1, 1)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), LimitExceeded("refused")])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_a_script_has_set_goes_with_the_next_step_where_this_one_is_not_pushed_again(
+    make_cluster: MakeCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
+    error: BaseException,
+) -> None:
+    """One shard has had it, and it ends in the next place before the other one gets it. It is counted as lost."""
+    cluster = make_cluster(shards=2)
+    with cluster.connect(mode, transport="tcp") as session:
+        net, optimizer, step = trained_with_momentum(session, 10.0)
+        cut = CutInHalf(cluster, monkeypatch)
+        fail_once(monkeypatch, Assignments, "send", error, lambda: cut.left == 0)
+        with pytest.raises(type(error)):
+            step()
+        assert f"step {CUT} was broken off" in caplog.text
+        step()
+        assert momentum_of(optimizer) == [0.5 * 10 + 1] * 2
+        assert net.values() == [100.0 - (0.5 * 10 + 1)] * 32
+        figures = scrape(session.metrics_address)
+        assert (figures["ps_worker_rejoins_total"], figures["ps_worker_lost_steps_total"]) == (1, 1)
+
+
+# Where the interrupt comes: before the worker has a place, before it has the weights there, and after.
+WHERE = [(OwnMembership, "renewed"), (Participation, "settle"), (OwnMembership, "await_started")]
+
+
+@pytest.mark.parametrize(("where", "transport"), crossed(WHERE, ["tcp", "shm", "grpc"]))
+@pytest.mark.parametrize("is_in_step", [True, False])
+def test_weights_that_a_script_sets_after_it_has_interrupted_a_move_go_with_the_next_step(
+    make_cluster: MakeCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    where: tuple[type, str],
+    transport: str,
+    is_in_step: bool,
+) -> None:
+    """So do those that it had set before. What it only looks at takes the weights that another worker has made."""
+    cluster = make_cluster(shards=2)
+    connect: Any = partial(ps_worker.connect, cluster.address, "async", job="moved", elastic=True, transport=transport)
+    with connect() as session, connect() as other:
+        nets: list[Any] = [Net(False, layers=4), Net(False, layers=4)]
+        (step, look), (step_of_other, _) = [
+            stepping(each, net) for each, net in zip([session, other], nets, strict=True)
+        ]
+        step()
+        step_of_other()
+        first, second, third, fourth = nets[0].layers
+        held = second.data
+        with torch.no_grad():
+            first.fill_(50.0)
+        cluster.lose_place(session.rank, "moved")
+        part = session._strategy._training.participation  # type: ignore[attr-defined]
+        fail_once(monkeypatch, *where, KeyboardInterrupt(), lambda: not part.has_arrived)
+        with pytest.raises(KeyboardInterrupt):
+            (step if is_in_step else look)()
+        step_of_other()
+        third.data.fill_(70.0)
+        assert held.shape == fourth.data.shape
+        step()
+        assert nets[0].values() == [49.0] * 16 + [-4.0] * 16 + [69.0] * 16 + [-4.0] * 16
+
+
+def stepping(session: ps_worker.Session, net: Any) -> tuple[Callable[[], None], Callable[[], object]]:
+    """Returns what makes a step of a model, with a gradient of 1; and what looks at the state of its optimizer."""
+    model, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0), bucket_bytes=64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+
+    return step, optimizer.state_dict

@@ -130,6 +130,19 @@ def test_what_is_held_back_is_known_until_it_acts() -> None:
     assert seen == [False, True, False, True, False]
 
 
+def test_a_signal_that_has_acted_acts_again_only_where_that_is_asked_for() -> None:
+    ending = Ending()
+    with pytest.raises(SystemExit):
+        ending.tell(signal.SIGTERM)
+    with ending.hold(), ending.let_through():
+        assert not ending.is_held_back
+    assert ending.is_told
+    with pytest.raises(SystemExit):
+        ending.act_again()
+    with pytest.raises(SystemExit):
+        ending.tell(signal.SIGTERM)
+
+
 def test_a_second_ctrl_c_acts_at_once() -> None:
     ending, seen = Ending(), []
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import ps_worker
+from ps_protocol.job import added_name
 from ps_worker import InvalidRequest, Session, Unsupported
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
@@ -111,3 +113,30 @@ def test_what_cannot_be_added_is_refused_and_changes_nothing(shared: Cluster, jo
         refused(InvalidRequest, "lr", model[2].bias, lr=-1.0)
         assert len(optimizer.param_groups) == 2
         train(model, optimizer, 0, 2)
+
+
+def test_a_worker_that_adds_a_layer_late_gets_it_as_others_have_trained_it(shared: Cluster, job: str) -> None:
+    """Also where these have left by then: the job of the layer lasts as long as that of the head."""
+
+    def connect() -> Session:
+        return ps_worker.connect(shared.address, "async", job=job, elastic=True)
+
+    with connect() as last:
+        model, optimizer = prepared(last)
+        with connect() as first:
+            trained = train(*prepared(first), last=UNFREEZE + 2)
+        assert added_name(job, 1) in shared.coordinator.jobs()
+        model[2].requires_grad_(True)
+        optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.1})
+        assert same(weights_of(model[2]), trained[2:4])
+    assert not any(name.startswith(job) for name in shared.coordinator.jobs())
+
+
+def test_a_job_of_added_layers_ends_with_the_first_job_however_that_ends(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job) as session:
+        train(*prepared(session), last=UNFREEZE + 1)
+        added = shared.coordinator.job(added_name(job, 1))
+        session._strategy._training._added.groups[0].job.close()  # type: ignore[attr-defined]
+        assert not added.life.has_ended
+        shared.coordinator.job(job).end("of a test")
+        assert added.life.has_ended

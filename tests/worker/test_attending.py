@@ -134,6 +134,12 @@ def make_looking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Shard
     yield from made(0.05, monkeypatch)
 
 
+@pytest.fixture
+def make_as_is(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Shard]]:
+    """As `make`, but threads come by as often as in use: no busy machine is silent for so long."""
+    yield from made(client._LOOK_SECONDS, monkeypatch)
+
+
 def wait(calls: list[client.ClientCall], *shards: Shard, attending: Attending | None = None) -> None:
     (attending or Attending()).wait([call.done for call in calls], [shard.connection for shard in shards])
 
@@ -495,6 +501,38 @@ def test_ctrl_c_in_the_middle_of_an_answer_whose_rest_does_not_come_is_heard(
     other = in_thread(send)
     with pytest.raises(KeyboardInterrupt):
         wait([call], shard)
+    other.join(SECONDS)
+    with pytest.raises(CallFailed, match="a signal came"):
+        call.done.result(0)
+    assert not shard.connection.is_open
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_ctrl_c_in_the_middle_of_an_answer_that_comes_in_slowly_is_heard(
+    make_as_is: Callable[[], Shard], monkeypatch: pytest.MonkeyPatch, is_skipped: bool
+) -> None:
+    """Although bytes come all the time. is_skipped: the answer is to a call that needs it no more"""
+    monkeypatch.setattr(client, "_HELD_SECONDS", 0.2)
+    shard, ended = make_as_is(), threading.Event()
+    call = shard.ask()
+    number = shard.asked()
+
+    def send() -> None:
+        until(shard.is_read, "the thread that waits")
+        shard.end.sendall(write_header(number + is_skipped, Kind.LAST, 4, 2**20) + b"head")
+        until(lambda: shard.connection._is_reading, "the middle of the answer")
+        interrupt()
+        with suppress(OSError):
+            while not ended.wait(0.001):
+                shard.end.sendall(bytes(100))
+
+    other = in_thread(send)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait([call], shard)
+    finally:
+        ended.set()
     other.join(SECONDS)
     with pytest.raises(CallFailed, match="a signal came"):
         call.done.result(0)
