@@ -28,7 +28,7 @@ import torch
 from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.errors import UnknownWorker, Unsupported
 from ps_protocol.messages.workers import JoinResult, SavedState
-from ps_runtime.signals import is_cut_short, undisturbed
+from ps_runtime.signals import exit_if_told, is_cut_short, undisturbed
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step, teller
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
@@ -177,6 +177,7 @@ class JobTraining:
         group that leaves its round out"""
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
+        exit_if_told()
         if self.is_past:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
         if index is not None and self._steps.stage.number:  # no optimizer is replaced before

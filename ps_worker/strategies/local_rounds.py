@@ -27,7 +27,7 @@ from ps_protocol.batches import MAX_PUSH_RANGES
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient, Unsupported
 from ps_protocol.local import Local
 from ps_protocol.messages.workers import SavedState
-from ps_runtime.signals import interruptible, is_cut_short
+from ps_runtime.signals import exit_if_told, interruptible, is_cut_short
 from ps_worker.group import in_call
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.job_spec import check_known
@@ -230,6 +230,7 @@ class LocalRounds:
 
     def _stepping(self) -> None:
         """Begins a step of one of the script's optimizers."""
+        exit_if_told()
         for optimizer, count in zip(self._own, self._groups, strict=True):
             if len(optimizer.param_groups) != count:
                 raise Unsupported(

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -128,6 +129,38 @@ def test_what_is_held_back_is_known_until_it_acts() -> None:
         told()
     seen.append(ending.is_held_back)
     assert seen == [False, True, False, True, False]
+
+
+def test_a_signal_acts_once_and_leaves_later_waits_alone() -> None:
+    """Such as those of a script that saves what it has in a `finally`."""
+    ending, seen = Ending(), []
+    with pytest.raises(SystemExit):
+        ending.tell(signal.SIGTERM)
+    with ending.hold(), ending.let_through():
+        seen.append(ending.is_held_back)
+    assert (seen, ending.is_told) == ([False], True)
+    with pytest.raises(SystemExit) as ended:
+        ending.exit_if_told()  # a step, as the first SystemExit was lost
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_a_signal_at_any_line_acts_once() -> None:
+    wanted, ends = 1, 0
+    while True:
+        ending = Ending()
+        end = partial(ending.tell, signal.SIGTERM)
+        try:
+            with before_line(signals, wanted, end) as has_come, ending.hold(), ending.let_through():
+                pass
+        except SystemExit:
+            ends += 1
+        if not has_come():
+            break
+        assert ends == wanted, "each acts"
+        with ending.hold(), ending.let_through():
+            pass
+        wanted += 1
+    assert wanted > 20
 
 
 def test_a_second_ctrl_c_acts_at_once() -> None:
