@@ -222,8 +222,9 @@ class AddedGroups:
 
     def close(self) -> None:
         """Leaves all jobs."""
-        for added in self.groups:
-            added.job.close()
+        with ExitStack() as stack:
+            for added in self.groups:
+                stack.callback(added.job.close)
 
 
 def _has_any(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:

@@ -375,11 +375,11 @@ class LocalRounds:
                 log.exception("the round at hand could not be left out")  # the worker leaves all the same
             if self._fragments.flight is not None:  # the round of a fragment is not over
                 self._loop.sent = None
+        for hook in [hook for hooks in self._hooks.values() for hook in hooks]:
+            hook.remove()
         self._say_if_never_warm()
         if self._began is not None and not self._round.made:
             self._began = self._loop.told()  # whoever goes on begins the round after the last one
-        for hook in [hook for hooks in self._hooks.values() for hook in hooks]:
-            hook.remove()
 
     def _say_if_never_warm(self) -> None:
         """Warns at the end of a script that was shorter than the warm-up: it has trained as in sync, at sync's cost."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from torch import nn
 
 from ps_protocol.identity import Identity
 from ps_protocol.messages.workers import SavedState
@@ -40,6 +42,31 @@ def test_a_worker_leaves_its_state_behind(shared: Cluster, job: str) -> None:
         assert [member.rank for member in shared.coordinator.job(job).members.all()] == [1]
         other.leave()
     client.close()
+
+
+class Broken:
+    """Its state cannot be told once `is_broken`."""
+
+    is_broken = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.is_broken:
+            raise ValueError("it has no state")
+        return {"state": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_a_worker_leaves_whose_script_cannot_tell_what_it_has_set(shared: Cluster, job: str) -> None:
+    session, model, thing = shared.connect("local:2", job=job), nn.Linear(4, 4), Broken()
+    model, optimizer, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), thing)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    thing.is_broken = True
+    session.close()
+    assert job not in shared.coordinator.jobs()
 
 
 def brings_bytes(message: Descriptor, within: tuple[Descriptor, ...] = ()) -> bool:
