@@ -7,13 +7,14 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from ps_runtime import signals
 from ps_runtime.signals import Ending, SignalEvent, await_all
-from tests.tools.launching import END_SECONDS, Commands
+from tests.tools.launching import END_SECONDS, Commands, script
 from tests.tools.lines import before_line
 
 
@@ -71,6 +72,30 @@ def test_futures_are_awaited_until_all_are_done_or_one_has_failed() -> None:
     futures[2].set_result(3)
     assert await_all(futures) == set(futures)
     assert await_all([]) == set()
+
+
+# A launcher whose workers have half a second to end, and a worker that takes longer.
+STUBBORN = """
+import sys
+import ps_launch.worker_launch, ps_worker.cli
+ps_launch.worker_launch.STOP_SECONDS = 0.5
+sys.argv[:] = ["ps-worker", "run", "--mode=single", *sys.argv[1:]]
+ps_worker.cli.main()
+"""
+IGNORES = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+say("ignores SIGTERM")
+while True:
+    signal.pause()
+"""
+
+
+def test_the_launcher_says_which_worker_it_has_killed(commands: Commands, tmp_path: Path) -> None:
+    launcher = commands.start("-c", STUBBORN, script(tmp_path, IGNORES))
+    launcher.says("ignores SIGTERM")
+    assert launcher.end(signal.SIGTERM) == 128 + signal.SIGTERM
+    assert "worker 0 did not end within 0.5 s and was killed" in launcher.err
 
 
 # -- blocks that no signal disturbs ------------------------------------------------------------------------------------
