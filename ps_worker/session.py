@@ -65,7 +65,12 @@ class Session:
         _serve_metrics(self._metrics, config)
         self.metrics_address = self._metrics.address
         self._timeline = Timeline()
-        self._strategy = STRATEGIES[config.mode.partition(":")[0]](config, self._metrics, self.device, self._timeline)
+        make = STRATEGIES[config.mode.partition(":")[0]]
+        try:
+            self._strategy = make(config, self._metrics, self.device, self._timeline)
+        except BaseException:
+            self._metrics.close()  # so that another session has the port
+            raise
         if config.timeline is not None:
             self._record(RecordingRequest(config.timeline, config.timeline_first, config.timeline_steps))
         self._forget = forget
