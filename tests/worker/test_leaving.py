@@ -13,7 +13,9 @@ from ps_protocol.messages.workers import SavedState
 from ps_server.rpc.permissions import METHODS, REFLECTION_V1
 from ps_server.rpc.receiving import KINDS
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
-from tests.tools.cluster import Cluster
+from ps_worker.session import Session
+from ps_worker.strategies.job_training import JobTraining
+from tests.tools.cluster import TEST_SECONDS, Cluster, until
 from tests.tools.raw_worker import RawWorker, vector_job
 
 SHORT = {"lease_key", "nonce", "cursor", "base_sha256"}  # bytes, of which there are few
@@ -67,6 +69,26 @@ def test_a_worker_leaves_whose_script_cannot_tell_what_it_has_set(shared: Cluste
     thing.is_broken = True
     session.close()
     assert job not in shared.coordinator.jobs()
+
+
+def test_a_worker_whose_place_another_process_has_sends_no_state(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun() -> tuple[Session, JobTraining]:
+        session, model = shared.connect("async", 0, 1, job=job), nn.Linear(4, 4)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        training = session._strategy._training  # type: ignore[attr-defined]
+        return session, training
+
+    session, training = begun()
+    monkeypatch.setattr("ps_worker.connecting._open", [])  # as in another process: it closes no session of this one
+    with begun()[0]:
+        sender, members = training._sender, training.participation.members
+        until(lambda: members.error is not None, "that its place is lost")
+        sender.send(3, b"state")
+        assert sender._last is not None
+        sender._last.result(TEST_SECONDS)
+    session.close()
 
 
 def brings_bytes(message: Descriptor, within: tuple[Descriptor, ...] = ()) -> bool:
