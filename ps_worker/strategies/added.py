@@ -222,9 +222,11 @@ class AddedGroups:
 
     def close(self) -> None:
         """Leaves all jobs."""
-        with ExitStack() as stack:
-            for added in self.groups:
-                stack.callback(added.job.close)
+        for added in self.groups:
+            try:
+                added.job.close()
+            except Exception:
+                log.exception("a job of added parameters could not be left in order")
 
 
 def _has_any(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:

@@ -137,11 +137,8 @@ class JobTraining:
         if self._closing:
             return
         self._closing = True
-        for leave in (self.kind.leaving, self._added.close):
-            try:
-                leave()
-            except Exception:
-                log.exception("what is under way could not be ended")  # the worker leaves all the same
+        self.kind.leaving()
+        self._added.close()
         state = None
         try:
             state = self._last_state()

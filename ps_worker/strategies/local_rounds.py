@@ -379,7 +379,10 @@ class LocalRounds:
             hook.remove()
         self._say_if_never_warm()
         if self._began is not None and not self._round.made:
-            self._began = self._loop.told()  # whoever goes on begins the round after the last one
+            try:
+                self._began = self._loop.told()  # whoever goes on begins the round after the last one
+            except Exception:
+                log.exception("what the script has set could not be caught")  # the worker leaves all the same
 
     def _say_if_never_warm(self) -> None:
         """Warns at the end of a script that was shorter than the warm-up: it has trained as in sync, at sync's cost."""
