@@ -152,8 +152,9 @@ class Children:
                 os.read(key.fd, 4096)
         return self._take_ended()
 
-    def stop(self, seconds: float, numbers: Collection[int] | None = None) -> None:
+    def stop(self, seconds: float, numbers: Collection[int] | None = None) -> set[int]:
         """Asks children to end, passes on their output meanwhile, and kills those that take longer than `seconds`.
+        Returns those that it has killed.
 
         numbers: the children; None: all
 
@@ -164,9 +165,11 @@ class Children:
         for number in wanted & self._running.keys():
             self._running[number].terminate()
         self._await_end(wanted, seconds)
-        if wanted & self._running.keys():
-            self.kill(*wanted)
-            self._await_end(wanted, _KILL_SECONDS)
+        late = wanted & self._running.keys()
+        if late:
+            self.kill(*late)
+            self._await_end(late, _KILL_SECONDS)
+        return late
 
     def terminate(self, *numbers: int) -> None:
         """Asks children to end, without waiting for that. Children that wait for a restart are not started again."""

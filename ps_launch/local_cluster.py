@@ -87,7 +87,7 @@ def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
             code = 1
         finally:
             on_signals(stop_now)
-            shards.stop()
+            code = code if shards.stop() else 1
     return code
 
 
@@ -164,15 +164,21 @@ class _Shards:
                 self._was_ready = True
                 self._announce()
 
-    def stop(self) -> None:
-        """Stops the coordinator first, which makes the last checkpoints with the shards' help; then the shards."""
+    def stop(self) -> bool:
+        """Stops the coordinator first, which makes the last checkpoints with the shards' help; then the shards. Returns
+        False if the coordinator had to be killed."""
         if not self._was_ready:
             self.children.stop(STOP_UNREADY_SECONDS)
-            return
+            return True
         seconds = self._supervision.drain_seconds + WRITE_SECONDS
         deadline = time.monotonic() + seconds + SHARDS_STOP_SECONDS
-        self.children.stop(seconds, [COORDINATOR])
+        late = self.children.stop(seconds, [COORDINATOR])
+        if late:
+            self.say(
+                f"the coordinator did not end within {seconds:g} s and was killed: last checkpoints may be missing"
+            )
         self.children.stop(max(SHARDS_STOP_SECONDS, deadline - time.monotonic()))
+        return not late
 
     def say(self, text: str) -> None:
         """Writes a log line. Waits at most SAY_SECONDS for a reader that does not read."""

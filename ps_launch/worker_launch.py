@@ -55,6 +55,8 @@ from ps_runtime.rank import TORCHRUN
 from ps_runtime.signals import on_signals
 
 STOP_SECONDS = 15.0
+AWAIT_END = "await-end"  # the command of `ps-worker` that ends with the job
+AGAIN_SECONDS = 5.0
 LOOK_SECONDS = 0.5  # the pause between two checks for the file that appears once all workers have joined
 SERVERS = -1  # the child that runs the servers; workers have the numbers from 0, requests those below this one
 # The variables of torchrun's workers. Libraries take any of them for "torch.distributed was launched", so all are set,
@@ -174,6 +176,7 @@ class _Workers:
         # Requests under way: by the child's number, the words of its command
         self._errands: dict[int, tuple[str, ...]] = {}
         self._sent = 0
+        self._says_waiting = True  # whether it says so if it cannot learn when the job ends
 
     def run(self) -> None:
         """Starts all workers, and runs until all have ended, or one has failed whose end is that of the launch."""
@@ -185,7 +188,7 @@ class _Workers:
         for local in range(self._plan.workers):
             self._processes.start(local)
         if self._attend() and self._plan.servers is not None and self._plan.servers.shared:
-            self._send("await-end")
+            self._send(AWAIT_END)
             self._attend()
 
     def _attend(self) -> bool:
@@ -202,7 +205,10 @@ class _Workers:
                     self._console.say(f"the servers ended with code {code}, so the workers are stopped")
                     self.code = self.code or 1
                     return False
-                if self._errands.pop(number, None) is not None:
+                words = self._errands.pop(number, None)
+                if words is not None:
+                    if code and words[0] == AWAIT_END:
+                        self._await_end_again(number)
                     continue
                 expected = self._processes.ended(number)
                 if code and not expected and self._failure_ends_launch(number, code):
@@ -240,14 +246,28 @@ class _Workers:
     def stop(self) -> None:
         """Ends all children that still run, servers last: asks them first, and passes on their output meanwhile."""
         self._console.until = time.monotonic() + STOP_SECONDS
-        self._children.stop(STOP_SECONDS, self._plan.processes)
+        late = self._children.stop(STOP_SECONDS, self._plan.processes)
+        if late:
+            self._say_killed({self._plan.place(number)[0] for number in late})
         self._children.stop(0.0, self._errands)
         said = self._timelines.join()
         if said:
             self._console.say(said)
         if self._servers is not None:
             self._console.until = time.monotonic() + STOP_SECONDS
-            self._children.stop(SERVERS_STOP_SECONDS, [SERVERS])
+            if self._children.stop(SERVERS_STOP_SECONDS, [SERVERS]):
+                self._console.say("the servers did not end in time and were killed: last checkpoints may be missing")
+                self.code = self.code or 1
+
+    def _say_killed(self, ranks: Collection[int]) -> None:
+        """Reports the workers that were killed, as they did not end in time."""
+        self._console.until = time.monotonic() + STOP_SECONDS
+        several = len(ranks) > 1
+        self._console.say(
+            f"{self._plan.noun}{'s' if several else ''} {ranges(sorted(ranks))} did not end within {STOP_SECONDS:g} s "
+            f"and {'were' if several else 'was'} killed: what {'they' if several else 'it'} would have left for the "
+            "job is missing"
+        )
 
     def sum_up(self) -> None:
         """Reports again which worker failed first, if several processes have written since."""
@@ -297,8 +317,22 @@ class _Workers:
         self._errands[number] = words
         try:
             self._children.start(number)
-        except OSError:  # the coordinator finds out by itself
-            del self._errands[number]
+        except OSError:
+            if words[0] == AWAIT_END:
+                self._await_end_again(number)
+            else:  # the coordinator finds out by itself
+                del self._errands[number]
+
+    def _await_end_again(self, number: int) -> None:
+        """Repeats the request that waits for the end of the job: workers of other nodes may still need our servers."""
+        if self._says_waiting:
+            self._says_waiting = False
+            self._console.say(
+                "cannot learn when the job ends: the servers go on, and this launcher asks again every "
+                f"{AGAIN_SECONDS:g} s; a signal ends it"
+            )
+        self._errands[number] = (AWAIT_END,)
+        self._children.start(number, after=AGAIN_SECONDS)
 
     def _errand_program(self, number: int) -> Program:
         words = own_program("ps_worker", *self._errands[number])

@@ -91,7 +91,7 @@ class Ending:
 
     def __init__(self) -> None:
         self._signal: int | None = None
-        self._is_due = False  # `_signal` has not acted yet
+        self._is_due = False  # whether it has not acted yet
         self._held = False
         self._interrupt: tuple[int, FrameType | None] | None = None  # that came while `_held`
         # The handler of SIGINT, which `_note` replaces while `_held`.
@@ -109,14 +109,16 @@ class Ending:
         return has_come and self._held and threading.current_thread() is threading.main_thread()
 
     def tell(self, number: int) -> None:
-        """Ends this process with SystemExit, at once or at the end of `hold`. Called by signal handlers."""
+        """Ends this process with SystemExit, at once or at the end of `hold`. Called by signal handlers.
+
+        Each signal acts once: what the script does afterwards, such as a last save in a `finally`, is not interrupted.
+        """
         self._signal, self._is_due = number, True
         if not self._held:
             self._exit()
 
-    def act_again(self) -> None:
-        """Ends a process again that a signal has ended and that goes on, as where a callback has swallowed SystemExit.
-        For the main thread; does nothing in others."""
+    def exit_if_told(self) -> None:
+        """Raises SystemExit once more in the main thread if a signal has come."""
         if self._signal is not None and threading.current_thread() is threading.main_thread():
             self._exit()
 
@@ -178,7 +180,7 @@ class Ending:
 
     def _exit(self) -> None:
         assert self._signal is not None
-        self._is_due = False  # a script that saves something on its way out waits for servers, too
+        self._is_due = False
         sys.exit(128 + self._signal)
 
 
@@ -193,11 +195,9 @@ def end_by_signal(number: int) -> None:
 # A block of `undisturbed` must be short, and must not wait for other processes, unless the wait is `interruptible`. By
 # such a wait it must have done what is of use without the rest of it.
 undisturbed, interruptible = _ending.hold, _ending.let_through
-
-
-def end_if_told() -> None:
-    """Raises SystemExit again if a signal has ended this process: call it before a step, which no script makes then."""
-    _ending.act_again()
+# Called by each step. A script trains on after the signal only where its SystemExit was lost: in a `__del__`, or in a
+# callback from C.
+exit_if_told = _ending.exit_if_told
 
 
 def is_held_back() -> bool:

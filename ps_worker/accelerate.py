@@ -35,6 +35,7 @@ from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_runtime.launch_id import GROUP_SIZE, launched_group_size
 from ps_runtime.rank import hide_launcher_variables
 from ps_worker.connecting import connect as connect_session
+from ps_worker.connecting import refuse_elastic
 from ps_worker.session import Session
 
 log = logging.getLogger("ps_worker")
@@ -59,8 +60,10 @@ def connect(*arguments: Any, **settings: Any) -> Session:
 
     Raises:
         InvalidRequest: Accelerate has started already, or as in `ps_torch.connect`.
+        Unsupported: The job is elastic: Accelerate asks for the rank before such a job gives it out.
     """
     session = connect_session(*arguments, **settings)
+    refuse_elastic(session, "Accelerate")
     if session.mode != "ddp":
         if launched_group_size() == 1:
             hide_launcher(session)

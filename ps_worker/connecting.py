@@ -15,6 +15,7 @@ import threading
 from dataclasses import dataclass, field
 from types import FrameType
 
+from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_runtime.signals import end_by_signal
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
@@ -161,6 +162,20 @@ def _forget(session: Session) -> None:
     atexit.unregister(session.close)
     with _opening:
         _open[:] = [opened for opened in _open if opened.session is not session]
+
+
+def refuse_elastic(session: Session, framework: str) -> None:
+    """Closes a session of an elastic job that has not joined yet, and raises Unsupported. Each of its workers would be
+    rank 0 to the framework, and all would write the same files.
+    """
+    try:
+        _ = session.is_main
+    except InvalidRequest:
+        session.close()
+        raise Unsupported(
+            f"an elastic job gives out ranks when it is joined, and {framework} asks for this worker's before: leave "
+            "elastic out, or write your own loop"
+        ) from None
 
 
 def close_open_sessions() -> None:

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_runtime.launch_id import launched_group_size
 from ps_runtime.rank import TORCHRUN
-from ps_worker.connecting import connect
+from ps_worker.connecting import connect, refuse_elastic
 from ps_worker.data.loaders import shard_loader
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.session import Session
@@ -94,6 +94,7 @@ class _OnSession:
 
     def __init__(self, session: Session | None, options: Mapping[str, Any]) -> None:
         self.session = connect() if session is None else session
+        refuse_elastic(self.session, "Lightning")
         self._options = options
         self._joined = False
         # It decides which worker logs; Lightning itself reads launchers' variables.

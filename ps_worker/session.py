@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.own_address import own_address
-from ps_runtime.signals import is_cut_short
+from ps_runtime.signals import is_cut_short, undisturbed
 from ps_worker.by_mode import STRATEGIES
 from ps_worker.config import WorkerConfig, check
 from ps_worker.given import check_own, check_pairs, non_finite_named, sort_given, wire_named
@@ -65,7 +65,12 @@ class Session:
         _serve_metrics(self._metrics, config)
         self.metrics_address = self._metrics.address
         self._timeline = Timeline()
-        self._strategy = STRATEGIES[config.mode.partition(":")[0]](config, self._metrics, self.device, self._timeline)
+        make = STRATEGIES[config.mode.partition(":")[0]]
+        try:
+            self._strategy = make(config, self._metrics, self.device, self._timeline)
+        except BaseException:
+            self._metrics.close()  # so that another session has the port
+            raise
         if config.timeline is not None:
             self._record(RecordingRequest(config.timeline, config.timeline_first, config.timeline_steps))
         self._forget = forget
@@ -485,16 +490,20 @@ class Session:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def close(self) -> None:
-        """Leaves the job and closes every connection. Further calls do nothing."""
+        """Leaves the job and closes every connection. Further calls do nothing.
+
+        A signal that comes meanwhile acts when the worker has left. A second Ctrl-C acts at once.
+        """
         if self._pid != os.getpid():
             return  # a forked child, such as a DataLoader's worker: the session belongs to its parent
-        self._warn_of_unused_loaders()
-        self._strategy.close()
-        for take_back in self._take_back:  # so that another session may prepare these models
-            take_back()
-        self._timeline.close()
-        self._metrics.close()
-        self._forget(self)
+        with undisturbed():  # a second signal must not keep the worker from leaving with its state
+            self._warn_of_unused_loaders()
+            self._strategy.close()
+            for take_back in self._take_back:  # so that another session may prepare these models
+                take_back()
+            self._timeline.close()
+            self._metrics.close()
+            self._forget(self)
 
     def _warn_of_unused_loaders(self) -> None:
         """Warns if the script has trained and never asked a prepared loader for a batch."""

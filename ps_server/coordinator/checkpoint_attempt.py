@@ -526,7 +526,8 @@ class CheckpointAttempt:
             store.discard(job, name)
             raise
         progress = self._job.progress
-        store.prune(job, self._job.checkpointing.policy.keep, (progress.whole, progress.of_earlier_run))
+        with contextlib.suppress(TryLater):  # the next one removes them
+            store.prune(job, self._job.checkpointing.policy.keep, (progress.whole, progress.of_earlier_run))
         log.info("job %s: checkpoint %s at clock %d, %d bytes", job, name, manifest.clock, manifest.bytes)
         self._log_states(manifest)
 

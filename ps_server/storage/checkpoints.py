@@ -16,6 +16,7 @@ files: their content is checked before use, and no name in it leads out of its d
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import re
@@ -54,6 +55,11 @@ _NAME = re.compile(r"\d{6,12}")
 _PART = re.compile(r"(shard|worker)-(?P<index>\d{1,6})\.(safetensors|state)")
 
 
+# Errors of a process or of its file system that say nothing about a file: they pass.
+_PASSING = {
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR),
+    *(errno.ETIMEDOUT, errno.ESTALE),
+}
 PASSED_OVER = "job %s: checkpoint %s cannot be used, trying the one before: %s"
 
 T = TypeVar("T")
@@ -429,7 +435,11 @@ def _check_sum(path: Path, present: str, part: Part) -> None:
 
 def _unreadable(path: Path, error: Exception) -> PSError:
     """Returns the error for a file that cannot be read: it is damaged, or its store does not answer now."""
-    return (TryLater if isinstance(error, ConnectionError) else CheckpointDamaged)(f"{path}: {_reason(error)}")
+    return (TryLater if _passes(error) else CheckpointDamaged)(f"{path}: {_reason(error)}")
+
+
+def _passes(error: Exception) -> bool:
+    return isinstance(error, ConnectionError) or (isinstance(error, OSError) and error.errno in _PASSING)
 
 
 @contextlib.contextmanager
@@ -448,7 +458,9 @@ def _answering(path: Path) -> Iterator[None]:
     """Raises TryLater if the store of the checkpoints does not answer now."""
     try:
         yield
-    except ConnectionError as error:
+    except OSError as error:
+        if not _passes(error):
+            raise
         raise _unreadable(path, error) from None
 
 

@@ -43,6 +43,9 @@ ROUND_SECONDS = 30.0  # longer than the coordinator keeps a caller waiting befor
 # How a server, or gRPC itself, ends a call whose request is past a limit, or does not arrive in time.
 _UNANSWERED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 LEAVE_PAUSE_SECONDS = 0.5
+# How long a worker that has something to leave tries to. A coordinator that is started again takes a few seconds, and
+# `ps-worker run` kills a worker 15 s after SIGTERM.
+LEAVE_SECONDS = 5.0
 _TOO_LARGE = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
 
 
@@ -219,15 +222,14 @@ class CoordinatorClient:
         state: SavedState | None = None,
         done: bool = False,
         script: SavedState | None = None,
-        attempts: int = 1,
     ) -> None:
-        """Leaves the job, and sends this worker's own state for a successor. Without the call, the end of the lease has
-        the same effect.
+        """Leaves the job, and sends this worker's own state for a successor. Without the call the worker is removed at
+        the end of its lease: it leaves no state then, and counts as lost, so that the job does not end with it.
 
-        done:     the script has ended
-        script:   the script's settings for the job
-        attempts: how often to try if the coordinator does not answer
-        If the state is too large for a message, or takes too long to send, it tries once more without the state.
+        done:   the script has ended
+        script: the script's settings for the job
+        If the state is too large for a message, or takes too long to send, it tries once more without the state. With
+        `done` or a state it tries again for LEAVE_SECONDS where the coordinator does not answer.
         """
         request = membership_pb2.LeaveRequest(
             worker=identity_message(worker), done=done, script=workers.state_message(script)
@@ -236,15 +238,29 @@ class CoordinatorClient:
             request.state.clock, request.state.content = state.clock, state.content
         if self._figures is not None:
             request.figures.CopyFrom(worker_figures_message(self._figures()))
-        try:
-            self._members.Leave(request, timeout=CALL_SECONDS)
-        except grpc.RpcError as error:
-            if state is not None and error.code() in _TOO_LARGE:
-                log.warning("this worker leaves without its state at clock %d: %s", state.clock, error.details())
-                self.leave(worker, None, done, script, attempts)
-            elif attempts > 1 and error.code() in _UNANSWERED:
-                time.sleep(LEAVE_PAUSE_SECONDS)
-                self.leave(worker, state, done, script, attempts - 1)
+        until = time.monotonic() + (LEAVE_SECONDS if done or state is not None else 0.0)
+        while True:
+            try:
+                self._members.Leave(request, timeout=CALL_SECONDS)
+                return
+            except grpc.RpcError as error:
+                if request.HasField("state") and error.code() in _TOO_LARGE:
+                    log.warning(
+                        "this worker leaves without its state at clock %d: %s", request.state.clock, error.details()
+                    )
+                    request.ClearField("state")
+                elif error.code() not in _UNANSWERED:
+                    return  # the job has ended, or another process has the rank
+                elif time.monotonic() < until:
+                    time.sleep(LEAVE_PAUSE_SECONDS)
+                else:
+                    log.warning(
+                        "the coordinator could not be told that this worker leaves%s: it counts as lost when its lease "
+                        "ends (%s)",
+                        " with its state" if request.HasField("state") else "",
+                        error.details(),
+                    )
+                    return
 
     def watch(self, job: str) -> RosterWatch:
         """Watches the roster. The iterator first yields the current roster, then each change."""

@@ -23,8 +23,6 @@ class GroupMembership(OwnMembership):
     `join` and `renewed` are collective: all members call them, and the first one asks the coordinator.
     """
 
-    _leave_attempts = 3  # one Leave that is lost makes the end of a whole group the loss of it
-
     def __init__(self, group: Group, *args: Any) -> None:
         super().__init__(*args)
         self._group = group

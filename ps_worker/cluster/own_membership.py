@@ -85,8 +85,6 @@ class OwnMembership:
     error: the error that ended its part in the job for good; None: it takes part
     """
 
-    _leave_attempts = 1
-
     def __init__(
         self,
         coordinator: CoordinatorClient,
@@ -148,8 +146,7 @@ class OwnMembership:
             self._changed.notify_all()  # `prepare` in another thread may be waiting
         join_within(self._threads[:1], CLOSE_SECONDS)  # otherwise it could join once more after this worker has left
         if self.place is not None and not isinstance(self.error, UnknownWorker):
-            attempts = self._leave_attempts if done else 1
-            self._coordinator.leave(self.place.identity, state, done, self._script.last(), attempts)
+            self._coordinator.leave(self.place.identity, state, done, self._script.last())
         self._telling.close()
 
     def join_threads(self) -> None:

@@ -53,6 +53,8 @@ class StateSender:
             assert place is not None
             if place.restore_count != restored:
                 return  # the job was rolled back: that clock will come again
+            if self._members.error is not None:
+                return  # no place follows this one
             try:
                 self._coordinator.save_state(place.identity, clock, state)
                 self._troubles.over("save")

@@ -223,7 +223,10 @@ class AddedGroups:
     def close(self) -> None:
         """Leaves all jobs."""
         for added in self.groups:
-            added.job.close()
+            try:
+                added.job.close()
+            except Exception:
+                log.exception("a job of added parameters could not be left in order")
 
 
 def _has_any(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:

@@ -44,24 +44,8 @@ class Ddp:
         # By id, the parameters that there were when the models were wrapped. Held: no id becomes another's.
         self._parameters: dict[int, nn.Parameter] = {}
         self._frozen: set[int] = set()  # the ids of those that needed no gradient then
+        _join_process_group(rank, world_size, device)
         self._end_watching = watch_steps(self._before_step)
-        if dist.is_initialized():  # by the script, or by an earlier session of this process
-            there = dist.get_rank(), dist.get_world_size()
-            if there != (rank, world_size):
-                raise InvalidRequest(
-                    f"the script's process group has rank {there[0]} of {there[1]}, and the session is rank {rank} of "
-                    f"{world_size}: leave init_process_group to the session, or give both the same"
-                )
-            return
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        try:
-            dist.init_process_group(backend, rank=rank, world_size=world_size)
-        except (ValueError, dist.DistError) as error:
-            raise InvalidRequest(
-                f"DDP cannot start ({error}); launch with `ps-worker run --mode ddp`, or torchrun"
-            ) from None
-        # Not when the session ends: a group cannot be made twice at one address, and another session may follow.
-        atexit.register(_leave_process_group)
 
     @property
     def is_main(self) -> bool:
@@ -198,6 +182,29 @@ class Ddp:
 def _has_run(model: DistributedDataParallel) -> bool:
     """Whether a model has run forward. torch notes it for itself; a hook would go into what torch.compile compiles."""
     return bool(getattr(model, "_lazy_init_ran", True))
+
+
+def _join_process_group(rank: int, world_size: int, device: torch.device) -> None:
+    """Makes the process group, unless there is one. Raises InvalidRequest for one of another place, and if none can be
+    made.
+    """
+    if dist.is_initialized():  # by the script, or by an earlier session of this process
+        there = dist.get_rank(), dist.get_world_size()
+        if there != (rank, world_size):
+            raise InvalidRequest(
+                f"the script's process group has rank {there[0]} of {there[1]}, and the session is rank {rank} of "
+                f"{world_size}: leave init_process_group to the session, or give both the same"
+            )
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=world_size)
+    except (ValueError, dist.DistError) as error:
+        raise InvalidRequest(
+            f"DDP cannot start ({error}); launch with `ps-worker run --mode ddp`, or torchrun"
+        ) from None
+    # Not when the session ends: a group cannot be made twice at one address, and another session may follow.
+    atexit.register(_leave_process_group)
 
 
 def _leave_process_group() -> None:

@@ -28,7 +28,7 @@ import torch
 from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.errors import UnknownWorker, Unsupported
 from ps_protocol.messages.workers import JoinResult, SavedState
-from ps_runtime.signals import end_if_told, is_cut_short, undisturbed
+from ps_runtime.signals import exit_if_told, is_cut_short, undisturbed
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step, teller
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
@@ -175,9 +175,9 @@ class JobTraining:
     def step(self, index: int | None) -> None:
         """Makes one step of one optimizer, given by its number; takes another place first if it is lost. None: of a
         group that leaves its round out"""
-        end_if_told()
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
+        exit_if_told()
         if self.is_past:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
         if index is not None and self._steps.stage.number:  # no optimizer is replaced before

@@ -27,7 +27,7 @@ from ps_protocol.batches import MAX_PUSH_RANGES
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient, Unsupported
 from ps_protocol.local import Local
 from ps_protocol.messages.workers import SavedState
-from ps_runtime.signals import end_if_told, interruptible, is_cut_short
+from ps_runtime.signals import exit_if_told, interruptible, is_cut_short
 from ps_worker.group import in_call
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.job_spec import check_known
@@ -230,7 +230,7 @@ class LocalRounds:
 
     def _stepping(self) -> None:
         """Begins a step of one of the script's optimizers."""
-        end_if_told()
+        exit_if_told()
         for optimizer, count in zip(self._own, self._groups, strict=True):
             if len(optimizer.param_groups) != count:
                 raise Unsupported(
@@ -375,11 +375,14 @@ class LocalRounds:
                 log.exception("the round at hand could not be left out")  # the worker leaves all the same
             if self._fragments.flight is not None:  # the round of a fragment is not over
                 self._loop.sent = None
-        self._say_if_never_warm()
-        if self._began is not None and not self._round.made:
-            self._began = self._loop.told()  # whoever goes on begins the round after the last one
         for hook in [hook for hooks in self._hooks.values() for hook in hooks]:
             hook.remove()
+        self._say_if_never_warm()
+        if self._began is not None and not self._round.made:
+            try:
+                self._began = self._loop.told()  # whoever goes on begins the round after the last one
+            except Exception:
+                log.exception("what the script has set could not be caught")  # the worker leaves all the same
 
     def _say_if_never_warm(self) -> None:
         """Warns at the end of a script that was shorter than the warm-up: it has trained as in sync, at sync's cost."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,28 +63,32 @@ def began(directory: Path) -> list[list[int]]:
 PLACES = {
     "sent": ("ps_worker.cluster.connection", "Connection", "push_pull", "after", 5),
     "finished": ("ps_worker.state.checkpoint", "WorkerCheckpoint", "stepped", "before", 5),
+    "leaving": ("ps_worker.cluster.own_membership", "OwnMembership", "close", "before", 1),
     "in its next place": ("ps_worker.cluster.participation", "Participation", "_enter", "before", 2),
 }
 TOLD = """
 import importlib, os, signal, sys
 
-module, holder, name, when, call = sys.argv[3:]
-holder = getattr(importlib.import_module(module), holder)
-method = getattr(holder, name)
-calls = 0
+def tell(module, holder, name, when, call):
+    holder = getattr(importlib.import_module(module), holder)
+    method = getattr(holder, name)
+    calls = 0
 
-def told(*arguments, **named):
-    global calls
-    calls += 1
-    stops = calls == int(call)
-    if stops and when == "before":
-        os.kill(os.getpid(), signal.SIGTERM)
-    result = method(*arguments, **named)
-    if stops and when == "after":
-        os.kill(os.getpid(), signal.SIGTERM)
-    return result
+    def told(*arguments, **named):
+        nonlocal calls
+        calls += 1
+        stops = calls == int(call)
+        if stops and when == "before":
+            os.kill(os.getpid(), signal.SIGTERM)
+        result = method(*arguments, **named)
+        if stops and when == "after":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
 
-setattr(holder, name, told)
+    setattr(holder, name, told)
+
+for at in range(3, len(sys.argv), 5):
+    tell(*sys.argv[at : at + 5])
 """
 # Before its last steps the script waits: its lease is to end while there are some left, however fast it is.
 HELD_SCRIPT = SCRIPT.replace(
@@ -120,33 +125,60 @@ def test_a_worker_that_is_told_to_stop_amid_a_step_counts_it_once(
     assert set(json.loads((tmp_path / "cells-0").read_text())) == {1.0}
 
 
-SAVING_SCRIPT = """
-import pathlib, sys, torch, ps_worker
+def in_a_with_block(script: str) -> str:
+    """The script, whose session is closed at the end of a `with` block, before the interpreter ends."""
+    before, connects, after = script.partition("session = ps_worker.connect()\n")
+    assert connects
+    return before + "with ps_worker.connect() as session:\n" + textwrap.indent(after, "    ")
 
-with ps_worker.connect() as session:
-    model = torch.nn.Linear(4, 1)
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    try:
-        while True:
-            optimizer.zero_grad()
-            model(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-    finally:
-        torch.save(optimizer.state_dict(), pathlib.Path(sys.argv[1]) / "last.pt")
+
+def test_a_second_signal_acts_when_the_worker_has_left(
+    make_cluster: Callable[..., Cluster], nursery: Nursery, tmp_path: Path
+) -> None:
+    """As of Slurm, which signals all processes of a job: the workers have one of it and one of their launcher."""
+    samples, kept, script, log = 40, tmp_path / "checkpoints", tmp_path / "script.py", tmp_path / "log"
+    script.write_text(TOLD + in_a_with_block(SCRIPT))
+    first = make_cluster(checkpoint_dir=kept, lease=LEASE)
+    alone = {"PS_MODE": "async", "PS_RANK": "0", "PS_WORLD_SIZE": "1"}
+    words = [tmp_path, samples]
+    running = nursery.run(script, [*words, *PLACES["sent"], *PLACES["leaving"]], log, PS_SERVER=first.address, **alone)
+    assert running.wait(WAIT_SECONDS) == 128 + signal.SIGTERM, log.read_text()
+    until(lambda: not first.coordinator.jobs(), "the job's end", LEASE / 4)
+    first.stop()
+    second = make_cluster(checkpoint_dir=kept, restore=True, lease=LEASE)
+    running = nursery.run(script, words, log, PS_SERVER=second.address, **alone)
+    assert running.wait(WAIT_SECONDS) == 0, log.read_text()
+    assert set(json.loads((tmp_path / "cells-0").read_text())) == {1.0}
+
+
+SAVING = """
+import pathlib, signal, sys, torch, ps_worker
+
+session = ps_worker.connect()
+model = torch.nn.Linear(4, 4)
+model, optimizer = session.prepare(model, torch.optim.Adam(model.parameters()))
+try:
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        optimizer.step()
+finally:
+    torch.save([session.global_weights(), optimizer.state_dict()], sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("transport", cases(["tcp", "shm"], ["grpc"]))
-def test_a_script_that_is_told_to_stop_reads_from_the_servers_on_its_way_out(
-    shared: Cluster, job: str, nursery: Nursery, tmp_path: Path, transport: str
+@pytest.mark.parametrize("transport", cases(["tcp"], ["shm", "grpc"]))
+def test_a_script_that_is_told_to_stop_makes_its_own_last_save(
+    make_cluster: Callable[..., Cluster], nursery: Nursery, tmp_path: Path, transport: str
 ) -> None:
-    script, log = tmp_path / "script.py", tmp_path / "log"
-    script.write_text(TOLD + SAVING_SCRIPT)
-    variables = {"PS_MODE": "async", "PS_RANK": "0", "PS_WORLD_SIZE": "1", "PS_JOB": job, "PS_TRANSPORT": transport}
-    running = nursery.run(script, [tmp_path, 0, *PLACES["sent"]], log, PS_SERVER=shared.address, **variables)
-    assert running.wait(WAIT_SECONDS) == 128 + signal.SIGTERM
-    state = torch.load(tmp_path / "last.pt", weights_only=True)["state"]
-    assert state.keys() == {0, 1}, log.read_text()
+    script, saved, log = tmp_path / "script.py", tmp_path / "saved.pt", tmp_path / "log"
+    script.write_text(SAVING)
+    alone = {"PS_MODE": "async", "PS_RANK": "0", "PS_WORLD_SIZE": "1", "PS_TRANSPORT": transport}
+    running = nursery.run(script, [saved], log, PS_SERVER=make_cluster().address, **alone)
+    assert running.wait(WAIT_SECONDS) == 128 + signal.SIGTERM, log.read_text()
+    assert [state["step"] for state in torch.load(saved)[1]["state"].values()] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("transport", cases(["tcp"], ["shm", "grpc"]))

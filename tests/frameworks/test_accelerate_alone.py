@@ -42,3 +42,10 @@ def test_trackers_that_each_worker_starts_keep_as_many_runs(shared: Cluster, job
     """What frameworks.md warns of: once Accelerate leaves it to rank 0 by itself, that passage may go."""
     kept = run_workers("accelerate_alone", "tracked", False, cluster=shared, job=job)
     assert kept == [[{"clock": 1}]] * 2
+
+
+def test_an_elastic_job_is_refused_as_all_of_its_workers_would_write_the_files_of_rank_0(
+    shared: Cluster, job: str
+) -> None:
+    for said in run_workers("accelerate_alone", "refused_elastic", cluster=shared, job=job):
+        assert "an elastic job gives out ranks when it is joined, and Accelerate asks for this worker's before" in said

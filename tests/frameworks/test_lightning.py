@@ -160,3 +160,10 @@ def test_fabric_says_what_it_wants_first_and_takes_what_a_session_prepared(share
         assert "before fabric.setup_dataloaders" in loader_first
         assert "has its models already" in once_more
         assert trained != before
+
+
+def test_an_elastic_job_is_refused_as_all_of_its_workers_would_write_the_files_of_rank_0(
+    shared: Cluster, job: str
+) -> None:
+    for said in run_workers("lightning_jobs", "refused_elastic", cluster=shared, job=job):
+        assert ["an elastic job" in each and "Lightning asks for" in each for each in said] == [True, True]

@@ -328,10 +328,11 @@ class Losing(membership_pb2_grpc.MembershipServiceServicer):  # type: ignore[mis
         return membership_pb2.LeaveResponse()
 
 
-@pytest.mark.parametrize(("attempts", "silent", "heard"), [(1, 2, 1), (3, 2, 3), (3, 9, 3), (3, 0, 1)])
+@pytest.mark.parametrize(("seconds", "silent", "heard"), [(0.0, 2, 1), (60.0, 2, 3), (60.0, 0, 1)])
 def test_a_leave_is_repeated_where_the_coordinator_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch, attempts: int, silent: int, heard: int
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float, silent: int, heard: int
 ) -> None:
+    monkeypatch.setattr("ps_worker.cluster.coordinator_calls.LEAVE_SECONDS", seconds)
     monkeypatch.setattr("ps_worker.cluster.coordinator_calls.LEAVE_PAUSE_SECONDS", 0.0)
     service = Losing(silent)
     with ThreadPoolExecutor(2) as pool:
@@ -340,7 +341,8 @@ def test_a_leave_is_repeated_where_the_coordinator_does_not_answer(
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         client = CoordinatorClient(f"127.0.0.1:{port}", 10.0, PLAINTEXT)
-        client.leave(Identity("job", 0, 1), SavedState(4, b"own"), True, None, attempts)
+        client.leave(Identity("job", 0, 1), SavedState(4, b"own"), True, None)
         client.close()
         server.stop(None).wait()
     assert [(each.done, each.state.content) for each in service.heard] == [(True, b"own")] * heard
+    assert ("could not be told that this worker leaves with its state" in caplog.text) == (heard <= silent)

@@ -6,13 +6,15 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from ps_runtime import signals
 from ps_runtime.signals import Ending, SignalEvent, await_all
-from tests.tools.launching import END_SECONDS, Commands
+from tests.tools.launching import END_SECONDS, Commands, script
 from tests.tools.lines import before_line
 
 
@@ -70,6 +72,30 @@ def test_futures_are_awaited_until_all_are_done_or_one_has_failed() -> None:
     futures[2].set_result(3)
     assert await_all(futures) == set(futures)
     assert await_all([]) == set()
+
+
+# A launcher whose workers have half a second to end, and a worker that takes longer.
+STUBBORN = """
+import sys
+import ps_launch.worker_launch, ps_worker.cli
+ps_launch.worker_launch.STOP_SECONDS = 0.5
+sys.argv[:] = ["ps-worker", "run", "--mode=single", *sys.argv[1:]]
+ps_worker.cli.main()
+"""
+IGNORES = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+say("ignores SIGTERM")
+while True:
+    signal.pause()
+"""
+
+
+def test_the_launcher_says_which_worker_it_has_killed(commands: Commands, tmp_path: Path) -> None:
+    launcher = commands.start("-c", STUBBORN, script(tmp_path, IGNORES))
+    launcher.says("ignores SIGTERM")
+    assert launcher.end(signal.SIGTERM) == 128 + signal.SIGTERM
+    assert "worker 0 did not end within 0.5 s and was killed" in launcher.err
 
 
 # -- blocks that no signal disturbs ------------------------------------------------------------------------------------
@@ -130,17 +156,36 @@ def test_what_is_held_back_is_known_until_it_acts() -> None:
     assert seen == [False, True, False, True, False]
 
 
-def test_a_signal_that_has_acted_acts_again_only_where_that_is_asked_for() -> None:
-    ending = Ending()
+def test_a_signal_acts_once_and_leaves_later_waits_alone() -> None:
+    """Such as those of a script that saves what it has in a `finally`."""
+    ending, seen = Ending(), []
     with pytest.raises(SystemExit):
         ending.tell(signal.SIGTERM)
     with ending.hold(), ending.let_through():
-        assert not ending.is_held_back
-    assert ending.is_told
-    with pytest.raises(SystemExit):
-        ending.act_again()
-    with pytest.raises(SystemExit):
-        ending.tell(signal.SIGTERM)
+        seen.append(ending.is_held_back)
+    assert (seen, ending.is_told) == ([False], True)
+    with pytest.raises(SystemExit) as ended:
+        ending.exit_if_told()  # a step, as the first SystemExit was lost
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_a_signal_at_any_line_acts_once() -> None:
+    wanted, ends = 1, 0
+    while True:
+        ending = Ending()
+        end = partial(ending.tell, signal.SIGTERM)
+        try:
+            with before_line(signals, wanted, end) as has_come, ending.hold(), ending.let_through():
+                pass
+        except SystemExit:
+            ends += 1
+        if not has_come():
+            break
+        assert ends == wanted, "each acts"
+        with ending.hold(), ending.let_through():
+            pass
+        wanted += 1
+    assert wanted > 20
 
 
 def test_a_second_ctrl_c_acts_at_once() -> None:

@@ -327,6 +327,7 @@ def test_shards_that_stand_still_are_killed_when_the_grace_is_over(tmp_path: Pat
         ready(command)
         for index in range(2):
             process(command, index).suspend()
-        assert command.end(signal.SIGTERM) == 0
+        assert command.end(signal.SIGTERM) == 1, "the coordinator has made no last checkpoints"
+        assert "the coordinator did not end within 2 s and was killed" in command.err
     finally:
         command.clean_up()

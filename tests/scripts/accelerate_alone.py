@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ps_worker.accelerate
+from tests.scripts.models import refusal
 
 
 def samples_and_warnings(is_ours: bool) -> tuple[list[float], list[str]]:
@@ -76,3 +77,8 @@ def tracked(is_main_alone: bool) -> list[dict[str, Any]]:
         optimizer.step()
         accelerator.log({"clock": session.clock})
         return notes.found
+
+
+def refused_elastic() -> str:
+    """What `connect` says of an elastic job."""
+    return refusal(lambda: ps_worker.accelerate.connect(elastic=True))

@@ -428,3 +428,9 @@ def fabric_refusals() -> tuple[str, str, Any]:
     third = network()
     once_more = refusal(lambda: made.setup(third, torch.optim.SGD(third.parameters(), lr=0.1)))
     return loader_first, once_more, (weights(first.module), weights(network()))
+
+
+def refused_elastic() -> list[str]:
+    """What the strategies say of an elastic job."""
+    made = ParameterServerStrategy, FabricParameterServerStrategy
+    return [refusal(lambda: each(ps_worker.connect(elastic=True))) for each in made]  # noqa: B023

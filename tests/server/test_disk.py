@@ -19,7 +19,7 @@ from ps_protocol.layout import bucket_layout
 from ps_server.coordinator.state_file import FILE, StateFile
 from ps_server.core.snapshot import BucketSnapshot
 from ps_server.storage.checkpoints import MANIFEST, CheckpointStore
-from ps_server.storage.disk import Disk
+from ps_server.storage.disk import MAX_READ_BYTES, Disk
 from ps_server.storage.tensor_file import TensorEntry, TensorReader, file_chunks
 from tests.tools.checkpoint_files import filled, read_buckets, write_checkpoint
 from tests.tools.raw_worker import vector_job
@@ -178,3 +178,27 @@ def test_a_checkpoint_that_another_thread_removes_is_not_unfinished(tmp_path: Pa
     assert store.begin("job", "000001")
     (tmp_path / "job" / "000001" / "part").touch()
     assert store.unfinished("job", "") == []
+
+
+class PassingDisk(Disk):
+    """Fails once with an error that says nothing about the file."""
+
+    def __init__(self) -> None:
+        self.fails_with: int | None = None
+
+    def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
+        number, self.fails_with = self.fails_with, None
+        if number is not None:
+            raise OSError(number, os.strerror(number))
+        return super().read(path, most)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT])
+def test_an_error_that_passes_is_no_damage(tmp_path: Path, number: int) -> None:
+    disk, spec = PassingDisk(), vector_job("job", "sync", 64, 1)
+    store = CheckpointStore(tmp_path, disk)
+    write_checkpoint(store, spec, filled(spec, 1.0), "000001")
+    disk.fails_with = number
+    with pytest.raises(TryLater, match=MANIFEST):
+        store.manifest("job", "000001")
+    assert store.manifest("job", "000001").name == "000001"

@@ -103,6 +103,15 @@ def test_options_reach_ddp_and_no_sync_is_its_own() -> None:
             assert model.require_backward_grad_sync
 
 
+def test_a_session_that_cannot_begin_leaves_its_port_free() -> None:
+    port = free_ports(1)
+    with pytest.raises(InvalidRequest, match="DDP cannot start"):
+        ps_worker.connect(mode="ddp", metrics_port=port)
+    with ps_worker.connect(mode="single", metrics_port=port) as session:
+        assert session.metrics_address is not None
+        assert session.metrics_address.endswith(f":{port}")
+
+
 def test_ddp_without_a_launcher_says_how_to_launch() -> None:
     said = r"DDP cannot start .*; launch with `ps-worker run --mode ddp`, or torchrun"
     with pytest.raises(InvalidRequest, match=said):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from torch import nn
 
 from ps_protocol.identity import Identity
 from ps_protocol.messages.workers import SavedState
 from ps_server.rpc.permissions import METHODS, REFLECTION_V1
 from ps_server.rpc.receiving import KINDS
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
-from tests.tools.cluster import Cluster
+from ps_worker.session import Session
+from ps_worker.strategies.job_training import JobTraining
+from tests.tools.cluster import TEST_SECONDS, Cluster, until
 from tests.tools.raw_worker import RawWorker, vector_job
 
 SHORT = {"lease_key", "nonce", "cursor", "base_sha256"}  # bytes, of which there are few
@@ -40,6 +44,51 @@ def test_a_worker_leaves_its_state_behind(shared: Cluster, job: str) -> None:
         assert [member.rank for member in shared.coordinator.job(job).members.all()] == [1]
         other.leave()
     client.close()
+
+
+class Broken:
+    """Its state cannot be told once `is_broken`."""
+
+    is_broken = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.is_broken:
+            raise ValueError("it has no state")
+        return {"state": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_a_worker_leaves_whose_script_cannot_tell_what_it_has_set(shared: Cluster, job: str) -> None:
+    session, model, thing = shared.connect("local:2", job=job), nn.Linear(4, 4), Broken()
+    model, optimizer, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), thing)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    thing.is_broken = True
+    session.close()
+    assert job not in shared.coordinator.jobs()
+
+
+def test_a_worker_whose_place_another_process_has_sends_no_state(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun() -> tuple[Session, JobTraining]:
+        session, model = shared.connect("async", 0, 1, job=job), nn.Linear(4, 4)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        training = session._strategy._training  # type: ignore[attr-defined]
+        return session, training
+
+    session, training = begun()
+    monkeypatch.setattr("ps_worker.connecting._open", [])  # as in another process: it closes no session of this one
+    with begun()[0]:
+        sender, members = training._sender, training.participation.members
+        until(lambda: members.error is not None, "that its place is lost")
+        sender.send(3, b"state")
+        assert sender._last is not None
+        sender._last.result(TEST_SECONDS)
+    session.close()
 
 
 def brings_bytes(message: Descriptor, within: tuple[Descriptor, ...] = ()) -> bool:

@@ -23,6 +23,7 @@ import ps_worker
 from ps_protocol.errors import InvalidRequest, NotShared, Unsupported
 from ps_worker import Session
 from ps_worker.config import WorkerConfig
+from ps_worker.connecting import refuse_elastic
 from ps_worker.data.loaders import PreparedLoader
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.strategies.single import Single
@@ -455,3 +456,13 @@ def test_a_further_way_to_train_is_one_entry_in_the_table(monkeypatch: pytest.Mo
         assert session.clock == made[0].clock == 1
         assert session.gather(7) == [7, 7]
     assert made[0].called == ["keep 0", "no_sync", "gather", "close"]
+
+
+def test_a_framework_refuses_an_elastic_job_before_it_joins(shared: Cluster, job: str) -> None:
+    """Each of its workers would be rank 0 to the framework."""
+    session = ps_worker.connect(shared.address, "sync", job, elastic=True)
+    with pytest.raises(Unsupported, match="Accelerate asks for this worker's before"):
+        refuse_elastic(session, "Accelerate")
+    assert job not in shared.coordinator.jobs()
+    with shared.connect("sync", job=job) as session:
+        refuse_elastic(session, "Accelerate")
