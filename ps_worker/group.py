@@ -89,7 +89,11 @@ class Group:
         self.ranks, self.size, self.given = tuple(ranks), len(ranks), given
         self._start_timeout = timedelta(seconds=start_timeout)
         self.neighbours = _come(self.ranks, start_timeout, timeout)
-        self._gloo = _connected(self.ranks, self._start_timeout)
+        try:
+            self._gloo = _connected(self.ranks, self._start_timeout)
+        except BaseException:
+            self.neighbours.leave()
+            raise
         self._parts: dict[Members, Any] = {}  # process groups of some of the members
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
         self.data = self.member, self.size

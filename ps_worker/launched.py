@@ -50,6 +50,8 @@ class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
             super().emit(record)
 
 
+LAST_WORDS_SECONDS = 5.0  # for the message of a process that ends at once
+
 _lines = _Lines()
 _warned = False
 
@@ -121,15 +123,24 @@ def end_at_once(text: str, code: int) -> NoReturn:
     """Ends this process with one message, which shows where the script is. For another thread than the script's, which
     may be in a call that never returns: nothing of the script is run.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    place = _source_line(traceback.extract_stack(frame)) if frame is not None else ""
-    if is_launched():
-        _say_last(PSError(text), place)
-    else:
-        log.critical("%s\n%s", text, place.rstrip())
-    with suppress(OSError, ValueError):
-        sys.stdout.flush()
-    os._exit(code)
+
+    def say() -> None:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        with suppress(Exception):
+            place = _source_line(traceback.extract_stack(frame)) if frame is not None else ""
+            if is_launched():
+                _say_last(PSError(text), place)
+            else:
+                log.critical("%s\n%s", text, place.rstrip())
+            sys.stdout.flush()
+
+    try:
+        # In a thread of its own: the script's file may lie on a machine that is gone, and nobody may read a pipe.
+        saying = threading.Thread(target=say, name="last-words", daemon=True)
+        saying.start()
+        saying.join(LAST_WORDS_SECONDS)
+    finally:
+        os._exit(code)
 
 
 def _say_last(error: PSError, place: str, level: int = logging.CRITICAL) -> None:

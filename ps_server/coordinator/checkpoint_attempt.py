@@ -485,12 +485,14 @@ class CheckpointAttempt:
         return {**self._kept(states.kept.keys() - newer.keys()), **newer}
 
     def _kept(self, ranks: Set[int]) -> dict[int, tuple[int, bytes]]:
-        """Returns the states of these ranks in the last checkpoint, without those that are damaged there."""
+        """Returns the states of these ranks in the last checkpoint, without those that are damaged, or cannot be read
+        now: a job's last checkpoint is made without them, too.
+        """
         kept = {}
         for rank in ranks:
             try:
                 kept[rank] = self._job.states.kept[rank]
-            except CheckpointDamaged as error:
+            except (CheckpointDamaged, TryLater) as error:
                 what = "job %s: the state of worker %d is lost: %s"
                 self._job.troubles.met(rank, what, self._spec.name, rank, error, level=logging.ERROR)
         return kept

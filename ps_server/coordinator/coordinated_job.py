@@ -287,7 +287,7 @@ class CoordinatedJob:
         self._remove([member])
         self._registry.save()
         self.members.removals.tell()
-        return self.finish(is_held=has_begun)
+        return self.finish(is_held=has_begun or member.clock > 0)
 
     def _member_leaves(
         self, worker: tuple[int, int, bytes], of: int, state: tuple[int, bytes] | None, done: bool

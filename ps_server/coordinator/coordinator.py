@@ -302,6 +302,8 @@ class Coordinator:
                 check_job_spec(spec, self._cluster.limits)
                 spec = with_defaults(spec)  # a server of version 1 stored the registered values without defaults
                 job = self._jobs[name] = resumed(left, spec, self._cluster, self)
+            except TryLater:
+                raise  # the store does not answer now: a coordinator without the job would have shards drop it
             except PSError as error:
                 log.error("job %s: cannot be resumed: %s", name, error)
             else:
@@ -372,6 +374,7 @@ class Coordinator:
         for other, held in self.jobs().items():
             if is_added_to(name, other):
                 guarded("finished", partial(held.finish, wait=False))
+                guarded("deserted", held.desert)  # after a restart of the coordinator it is unknown how workers left
         with self._lock:  # so that the job is always either listed or among the ended ones
             if self._recovery is not None:
                 self._recovery.forget(name)  # before another job can have the name

@@ -238,10 +238,11 @@ class CoordinatorClient:
             request.state.clock, request.state.content = state.clock, state.content
         if self._figures is not None:
             request.figures.CopyFrom(worker_figures_message(self._figures()))
-        until = time.monotonic() + (LEAVE_SECONDS if done or state is not None else 0.0)
+        has_more = done or state is not None
+        until, timeout = time.monotonic() + (LEAVE_SECONDS if has_more else 0.0), CALL_SECONDS
         while True:
             try:
-                self._members.Leave(request, timeout=CALL_SECONDS)
+                self._members.Leave(request, timeout=timeout)
                 return
             except grpc.RpcError as error:
                 if request.HasField("state") and error.code() in _TOO_LARGE:
@@ -253,6 +254,9 @@ class CoordinatorClient:
                     return  # the job has ended, or another process has the rank
                 elif time.monotonic() < until:
                     time.sleep(LEAVE_PAUSE_SECONDS)
+                elif has_more and timeout == CALL_SECONDS and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    # The answer waits for the job's last checkpoint. If the call was heard, it is now answered at once.
+                    timeout = LEAVE_SECONDS
                 else:
                     log.warning(
                         "the coordinator could not be told that this worker leaves%s: it counts as lost when its lease "

@@ -44,8 +44,10 @@ class GroupMembership(OwnMembership):
 
     def close(self, *given: Any, **more: Any) -> None:
         """Leaves the job and the group, as OwnMembership.close."""
-        super().close(*given, **more)
-        self._group.neighbours.leave()
+        try:
+            super().close(*given, **more)
+        finally:
+            self._group.neighbours.leave()
 
     def _first_place(self, run: str) -> JoinResult:
         return self._take(run, None)

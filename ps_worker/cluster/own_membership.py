@@ -275,14 +275,14 @@ class OwnMembership:
         return self._coordinator.join(self._options, run, self._metrics_address, before, clock)
 
     def _beat(self, lease: float) -> None:
-        pause, closing = self._pause(lease), self._coordinator.closing
-        process = HeartbeatProcess(self._options, pause)
+        pause, timeout, closing = self._pause(lease), lease / HEARTBEATS_PER_LEASE, self._coordinator.closing
+        process = HeartbeatProcess(self._options, timeout)
         try:
             while not closing.is_set() and self.error is None:
                 guarded("heartbeat", lambda: process.turn(self._message()))
                 self._doubt.wait(pause)
                 if not closing.is_set():
-                    guarded("heartbeat", lambda: self._beat_once(pause))
+                    guarded("heartbeat", lambda: self._beat_once(timeout))
         finally:
             process.close()
 

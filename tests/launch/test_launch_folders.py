@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from ps_launch.launch_folder import LEFT_SECONDS, LOCK, PREFIX, _kernel, launch_folder, remove_leftovers
+from ps_launch.worker_launch import LOOK_SECONDS
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.handover import SOCKET_PREFIX
 from ps_runtime.local_sockets import listen
@@ -126,6 +128,8 @@ def test_a_launch_whose_folder_is_emptied_goes_on_without_a_worker(
     assert "the launch goes on with 1 of 2 workers" in command.err
     (tmp_path / "go-0").touch()
     until(lambda: (folder / "started-awaits").exists(), "worker 0 again", START_SECONDS)
+    threading.Event().wait(3 * LOOK_SECONDS)  # the launcher looks at it, and must do nothing
+    assert command.process.poll() is None
     (tmp_path / "go-end").touch()
     assert command.process.wait(START_SECONDS) == 7
     assert "begins anew" not in command.err

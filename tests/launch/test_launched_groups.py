@@ -290,12 +290,12 @@ def of_one_process() -> list[float]:
 def test_a_member_that_is_stopped_for_good_ends_its_group_which_comes_back(tmp_path: Path, stopped: int) -> None:
     """Its neighbour waits for it in a collective of the script. The other group waits for the step of this one."""
     path = trains(tmp_path, stopped, "signal.SIGSTOP", stands=4)
-    servers = ("--shards", "1", "--server-options", "--lease 5", "--group-timeout", "2")
+    servers = ("--shards", "1", "--server-options", "--lease 5", "--group-timeout", "5")
     done = run(*servers, "--mode", "sync", "--workers", "2", "--group", "2", "--max-restarts", "1", path)
     assert done.returncode == 0, done.stdout + done.stderr
     said = (
         rf"member {1 - stopped} of group 1 failed with code 80 \(member {stopped} \(\S+, pid \d+\) of this worker's "
-        r"group has given no sign for 2 s \(--group-timeout\): this process ends, .*\); its group ends, and is started"
+        r"group has given no sign for 5 s \(--group-timeout\): this process ends, .*\); its group ends, and is started"
     )
     assert re.search(said, done.stderr), done.stderr
     assert sorted(re.findall(r"^\[(\d\.\d)\] back at clock 4$", done.stdout, re.MULTILINE)) == ["1.0", "1.1"]

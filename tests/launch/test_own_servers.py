@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import socket
@@ -284,7 +285,13 @@ def test_a_node_that_is_done_first_keeps_its_shard_for_the_others(start: Start, 
     until(lambda: "worker 1 leaves" in first.err, "the end of the worker of node 1", START_SECONDS)
     await_clock(address, 200)
     assert second.process.poll() is None
-    [waiting] = until(lambda: [each for each in second.family() if "await-end" in each.cmdline()], "a wait for the end")
+
+    def waits(each: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since the family was listed
+            return "await-end" in each.cmdline()
+        return False
+
+    [waiting] = until(lambda: [each for each in second.family() if waits(each)], "a wait for the end")
     waiting.kill()
     until(lambda: "cannot learn when the job ends: the servers go on" in second.err, "the launcher's word")
     until(lambda: all(shard["reachable"] for shard in status.fetch(address)["shards"]), "an answer of both shards")

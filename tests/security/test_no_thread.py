@@ -43,6 +43,7 @@ from ps_server.rpc.registration import ShardRegistration
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.lock_lease import Lease
 from ps_worker.cluster.local_segment import LocalSegment
+from ps_worker.neighbours import Neighbours
 from ps_worker.row_feed import RowFeed
 from ps_worker.state.checkpoint import WorkerCheckpoint, decode
 from tests.tools.cluster import Cluster, until
@@ -230,6 +231,10 @@ def relayed(_: Path) -> None:
     at_start(lambda: Relayed(SimpleNamespace()))  # type: ignore[arg-type]
 
 
+def neighbours(_: Path) -> None:
+    at_start(Neighbours(SimpleNamespace(), "group", 0, 2, 60.0).begin)
+
+
 HERE: dict[str, Callable[[Path], None]] = {
     "ps_runtime/background.py Background.repeat": repeated,
     "ps_runtime/background.py Background.run": run_later,
@@ -247,6 +252,7 @@ HERE: dict[str, Callable[[Path], None]] = {
     "ps_frames/reading.py ReadingThreads._start": data_connection,
     "ps_frames/client.py DataLink.current": data_link,
     "ps_worker/cluster/local_segment.py LocalSegment.__init__": segments,
+    "ps_worker/neighbours.py Neighbours.__init__": neighbours,
     "ps_worker/row_feed.py RowFeed.__init__": row_feed,
     "ps_feed/subscription.py Subscription.__init__": subscription,
     "ps_launch/one_server.py OneServer.__init__": one_server,
@@ -266,6 +272,7 @@ ELSEWHERE = {
         "tests/security/test_no_thread.py",
         "test_a_state_is_saved_at_once_where_nothing_can_wait_for_the_next_step",
     ),
+    "ps_worker/launched.py end_at_once": ("ps_worker/launched.py", "os._exit(code)"),
     "ps_worker/ray/actors.py _ServerActor.__init__": ("ps_worker/ray/actors.py", "self.stop(0.0)"),
 }
 

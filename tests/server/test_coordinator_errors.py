@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -258,7 +259,6 @@ def test_a_restore_counts_although_the_disk_does_not_tell_which_checkpoints_were
     cluster.coordinator.recover_jobs()
     worker.rejoin()
     assert f"rolled back to checkpoint {made.name}" in caplog.text
-    assert (
-        f"whether checkpoints after {made.name} were begun is not known: [Errno 116] Stale file handle" in caplog.text
-    )
+    said = rf"whether checkpoints after {made.name} were begun is not known: .*Stale file handle"
+    assert re.search(said, caplog.text)
     cluster.stop()

@@ -368,9 +368,9 @@ def test_a_place_is_a_directory_or_in_a_store_that_is_known() -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(InvalidRequest, match=r"s3:// needs the packages .*: pip install 'ps-torch\[remote\]'"):
+    with pytest.raises(InvalidRequest, match=r"s3:// needs the packages .*: pip install fsspec s3fs"):
         files_of(RemotePath("s3://bucket/a"))
-    with pytest.raises(InvalidRequest, match=r"gs:// needs .* gcsfs: pip install 'gcsfs'"):
+    with pytest.raises(InvalidRequest, match=r"gs:// needs .* gcsfs: pip install fsspec gcsfs"):
         files_of(RemotePath("gs://bucket/a"))
 
 
