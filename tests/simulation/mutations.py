@@ -355,7 +355,7 @@ REPAIRS = (
         EVERY_MODE,
         MIXED,
         faults=(*["a disk is full"] * 6, WORKER_DIES, COORDINATOR_DIES),
-        known=("async", 25),
+        known=("async", 105),
     ),
     Mutation(
         rolls_back_what_ends,
@@ -512,8 +512,8 @@ doubled_halves = partial(Mutation, takes_a_part_of_a_step_for_none, faults=LOSSE
 HALF_STEPS = (
     lost_halves(("async", "ssp:2"), frozenset({"lost"}), known=("async", 0)),
     lost_halves(("sync", "local:4"), frozenset({"half a step"}), known=("sync", 3)),
-    doubled_halves(("async", "ssp:2"), frozenset({"doubled"}), known=("ssp:2", 2)),
-    doubled_halves(("sync", "local:4"), frozenset({"half a step"}), known=("local:4", 19)),
+    doubled_halves(("async", "ssp:2"), frozenset({"doubled"}), known=("ssp:2", 384)),
+    doubled_halves(("sync", "local:4"), frozenset({"half a step"}), known=("local:4", 40)),
 )
 IN_ROWS = frozenset({"doubled", "lost", "torn", "wrong row", "wrong update", "lost row"})
 in_rows = partial(Mutation, kinds=IN_ROWS, tables=True)
