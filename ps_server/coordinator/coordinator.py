@@ -107,7 +107,11 @@ class Coordinator:
         self._background = Background()
         self._expiry = Expiry(self.jobs, self._cluster, self._background)
         if policy is not None and (policy.restore or policy.resume):
-            self._resume_jobs()
+            try:
+                self._resume_jobs()
+            except BaseException:
+                self.stop()
+                raise
 
     # -- background work ----------------------------------------------------------------------------------------------
 

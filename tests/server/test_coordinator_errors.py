@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -238,6 +238,31 @@ def test_of_two_launches_that_begin_at_once_the_first_gets_all_ranks(cluster: On
     members.reserve(1, request("a", 1))
     assert members.reserve(0, request("a", 0)).incarnation > first.incarnation, "a rank that is started again"
     assert members.reserve(0, request("b", 0, take_over=True)).rank == 0
+
+
+class Stale(Disk):
+    """A disk that cannot read the manifests of checkpoints while it fails."""
+
+    fails = False
+
+    def open(self, path: Path) -> BinaryIO:
+        if self.fails and path.name.startswith("manifest"):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return super().open(path)
+
+
+def test_a_coordinator_that_cannot_read_the_checkpoints_now_does_not_start_without_the_job(tmp_path: Path) -> None:
+    """Without it, it would have the shards drop the job. Whatever has started it starts it again."""
+    disk = Stale()
+    cluster = OneProcess(tmp_path, disk=disk)
+    worker_of(cluster, "async").checkpoint()
+    disk.fails = True
+    with pytest.raises(TryLater, match="Stale file handle"):
+        cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
+    disk.fails = False
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
+    assert "job" in cluster.coordinator.jobs()
+    cluster.stop()
 
 
 class Unlisted(Disk):
