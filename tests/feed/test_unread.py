@@ -53,7 +53,7 @@ def readers(server: str) -> int:
 @pytest.mark.long
 def test_a_thousand_readers_that_never_read_take_two_editions_and_a_message_each(commands: Commands) -> None:
     flags = ["--shards=1", "--port=0", "--metrics-port=0", f"--max-feeds={2 * READERS}", "--max-calls=4096"]
-    servers = commands.start("-m", "ps_server", "up", *flags, "--max-stall-seconds=30")
+    servers = commands.start("-m", "ps_server", "up", *flags, "--max-stall-seconds=45")
     [server] = servers.says(r"ps-server: ready at (\S+) \(\d shards?\)\n")
     with ps.connect(server, "sync", rank=0, world_size=1) as session:
         trainer = FollowedTrainer(session, BUCKET_BYTES, WIDTH)
