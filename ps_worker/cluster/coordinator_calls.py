@@ -238,8 +238,8 @@ class CoordinatorClient:
             request.state.clock, request.state.content = state.clock, state.content
         if self._figures is not None:
             request.figures.CopyFrom(worker_figures_message(self._figures()))
-        has_more = done or state is not None
-        until, timeout = time.monotonic() + (LEAVE_SECONDS if has_more else 0.0), CALL_SECONDS
+        repeats = done or state is not None
+        until, timeout = time.monotonic() + (LEAVE_SECONDS if repeats else 0.0), CALL_SECONDS
         while True:
             try:
                 self._members.Leave(request, timeout=timeout)
@@ -254,7 +254,7 @@ class CoordinatorClient:
                     return  # the job has ended, or another process has the rank
                 elif time.monotonic() < until:
                     time.sleep(LEAVE_PAUSE_SECONDS)
-                elif has_more and timeout == CALL_SECONDS and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                elif repeats and timeout == CALL_SECONDS and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     # The answer waits for the job's last checkpoint. If the call was heard, it is now answered at once.
                     timeout = LEAVE_SECONDS
                 else:

@@ -67,10 +67,9 @@ class GroupMembership(OwnMembership):
                 self._changed.notify_all()
         self._cut_off(lost)
 
-    def _pause(self, lease: float) -> float:
+    def _pause(self, seconds: float) -> float:
         """Returns the seconds between two heartbeats. With each of them this member looks for signs of the others."""
-        pause = super()._pause(lease)
-        return min(pause, self._group.neighbours.pause or pause)
+        return min(seconds, self._group.neighbours.pause or seconds)
 
     def _is_held(self) -> None:
         self._group.neighbours.all_go_on()

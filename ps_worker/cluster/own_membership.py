@@ -275,7 +275,8 @@ class OwnMembership:
         return self._coordinator.join(self._options, run, self._metrics_address, before, clock)
 
     def _beat(self, lease: float) -> None:
-        pause, timeout, closing = self._pause(lease), lease / HEARTBEATS_PER_LEASE, self._coordinator.closing
+        timeout, closing = lease / HEARTBEATS_PER_LEASE, self._coordinator.closing
+        pause = self._pause(timeout)
         process = HeartbeatProcess(self._options, timeout)
         try:
             while not closing.is_set() and self.error is None:
@@ -286,9 +287,9 @@ class OwnMembership:
         finally:
             process.close()
 
-    def _pause(self, lease: float) -> float:
-        """Returns the seconds between two heartbeats."""
-        return lease / HEARTBEATS_PER_LEASE
+    def _pause(self, seconds: float) -> float:
+        """Returns the seconds between two heartbeats. seconds: the most that the lease allows"""
+        return seconds
 
     def _message(self) -> bytes:
         """Returns the present heartbeat, without measurements."""

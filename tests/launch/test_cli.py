@@ -386,8 +386,12 @@ def test_in_ddp_no_worker_is_started_again_alone(refusal: Refusal) -> None:
 
 
 def test_in_ddp_nobody_goes_on_alone(tmp_path: Path) -> None:
-    """The other worker sleeps for ten minutes, so that it ends in time only if the launcher stops it."""
-    fails = "assert os.environ['MASTER_PORT']\nsys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
+    """The other worker waits for a signal, which only the launcher sends."""
+    fails = """
+import signal
+assert os.environ["MASTER_PORT"]
+sys.exit(7) if os.environ["RANK"] == "1" else signal.pause()
+"""
     assert run("--mode", "ddp", "--workers", "2", script(tmp_path, fails)).returncode == 7
 
 

@@ -62,6 +62,7 @@ def test_a_launch_ends_when_a_worker_that_is_started_again_waits_for_one_that_ha
 
 
 AWAITS = """
+import signal
 path, rank, count = os.environ["PS_STARTED_FILE"], os.environ["PS_RANK"], os.environ["PS_RESTART_COUNT"]
 open(path, "w").close()  # all have joined
 if rank == "1":
@@ -71,7 +72,7 @@ if count == "0":
 open(path + "-awaits", "w").write({awaits!r})
 if {awaits!r} != "1":
     sys.exit(0)
-time.sleep(600)  # the launcher stops it
+signal.pause()  # until the launcher stops it
 """
 
 
