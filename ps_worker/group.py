@@ -122,12 +122,12 @@ class Group:
 
     def _make(self, exchange: Collectives[T]) -> T:
         """Makes an exchange with the other members, after the rest of one that was interrupted. Returns its result."""
-        self._has_said, self._waits_since = False, time.monotonic()
+        self._has_said, self._waits_since, self.neighbours.awaits_all = False, time.monotonic(), True
         try:
             self._end_interrupted()
             return self._go_on(exchange)
         finally:
-            self._waits_since = None
+            self._waits_since, self.neighbours.awaits_all = None, False
 
     def _end_interrupted(self) -> None:
         """Completes an exchange that was interrupted, for which the other members may wait. Discards its result."""
@@ -287,15 +287,21 @@ class Group:
         self._make(exchange())
 
     def check_alike(self, own: str) -> None:
-        """Raises InvalidRequest, on all members, if one describes this worker differently from the first one."""
-        told = [each.decode() for each in self.gather(own.encode())]
-        member = next((index for index, each in enumerate(told) if each != told[0]), None)
-        if member is not None:
+        """Raises InvalidRequest, on all members, if one describes this worker differently from the first one. After any
+        error the neighbours have been left.
+        """
+        try:
+            told = [each.decode() for each in self.gather(own.encode())]
+            member = next((index for index, each in enumerate(told) if each != told[0]), None)
+            if member is not None:
+                raise InvalidRequest(
+                    f"the members of a group are one worker: member 0 is {told[0]}, and member {member} is "
+                    f"{told[member]}. connect(rank=..., world_size=...) takes the number of the group, and how many "
+                    "groups there are"
+                )
+        except BaseException:  # the session does not know of this group yet
             self.neighbours.leave()
-            raise InvalidRequest(
-                f"the members of a group are one worker: member 0 is {told[0]}, and member {member} is {told[member]}. "
-                "connect(rank=..., world_size=...) takes the number of the group, and how many groups there are"
-            )
+            raise
 
     def all_through(self, make: Callable[[], T]) -> T:
         """Returns what a call of this member returns, once those of all members are through.

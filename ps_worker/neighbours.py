@@ -11,8 +11,10 @@ silent one. So a member whose C code keeps the GIL, and whose heartbeats come fr
 gone.
 
 Where the process that keeps the store is stopped, a call to the store never returns. So the thread that calls it
-decides nothing, and those that do, in `check`, call no store. Without its answers no member gives a sign. A store that
-breaks off is another matter: a process that has ended breaks its collectives, too.
+decides nothing, and those that do, in `check`, call no store. Without its answers no member gives a sign.
+
+A connection to the store that breaks off is made anew. Where this fails, too, nobody is taken for gone: the process
+that kept the store has ended, and a process that ends breaks its collectives.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 from ps_protocol.errors import LimitExceeded
 from ps_runtime.background import join_within, start
 from ps_runtime.launch_id import SILENT_MEMBER_CODE
+from ps_runtime.troubles import Troubles
 from ps_worker.launched import end_at_once
 
 log = logging.getLogger("ps_worker")
@@ -36,7 +41,9 @@ NOTICE_SECONDS = 30.0  # after which a member says that it waits for others to c
 LEAVE_SECONDS = 1.0  # the longest that a member takes to say that it leaves
 SIGNS = 10  # that a member gives within the group timeout
 _COMING_SECONDS = 0.05  # between two looks for those that have not come
-_LEFT = "left"
+_CONNECT_SECONDS = 0.5  # the longest that a store that has broken off takes to answer a new connection
+_ANSWER = timedelta(days=1)  # likewise, to answer a call: a stopped one is to be noticed by `check`, not by an error
+_LEFT = "left"  # the last sign of a member, in place of a number
 
 
 def _end(text: str) -> None:
@@ -52,6 +59,7 @@ class Neighbours:
     seconds: the group timeout; 0: there is none
     end:     ends this process, with a text
     pause:   between two signs
+    awaits_all: this member is in a collective, to which one that has left comes no more. For the training thread
     """
 
     def __init__(
@@ -65,12 +73,17 @@ class Neighbours:
     ) -> None:
         self._store, self._place, self._member, self._seconds, self._end = store, place, member, seconds, end
         self.pause = seconds / SIGNS
+        self.awaits_all = False
         self._others = [other for other in range(size) if other != member]
         self._told: dict[int, str] = {}  # by member, its last sign
         self._heard: set[int] = set()  # whose sign is new since the last `check`
         self._silent = dict.fromkeys(self._others, 0.0)  # for how long, while this process ran
         self._checked = time.monotonic()
-        self._broken: BaseException | None = None
+        self._connection: Any = None  # to the store; None: there is none yet, or it has broken off
+        self._last: Any = None  # the last connection that could be made
+        self._failed = 0  # how often the store was called in vain, without a success in between
+        self._broken: BaseException | None = None  # a new connection was of no use
+        self._troubles = Troubles(log, None)
         self._changed = threading.Condition()
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="neighbours", daemon=True)
@@ -98,9 +111,9 @@ class Neighbours:
                 self._changed.wait(min(notice_at, began + seconds) - now)
 
     def all_go_on(self) -> None:
-        """Counts as a sign of all members. For the thread that has had an answer to a heartbeat."""
+        """Counts as a sign of all members that have not left. For the thread that has had an answer to a heartbeat."""
         with self._changed:
-            self._silent = dict.fromkeys(self._others, 0.0)
+            self._silent = {other: silent if self._has_left(other) else 0.0 for other, silent in self._silent.items()}
 
     def check(self) -> None:
         """Ends this process where a member has given no sign for the group timeout. For threads that call often."""
@@ -108,10 +121,10 @@ class Neighbours:
             now = time.monotonic()
             # This process may have been stopped: the others were not silent then, as far as it knows.
             passed, self._checked = min(now - self._checked, 2 * self.pause), now
-            if self._broken is not None or not self._seconds or len(self._told) < len(self._others):
+            if self._broken is not None or not self._seconds or not self._have_come:
                 return
             for other in self._others:
-                has_given = other in self._heard or self._told[other] == _LEFT
+                has_given = other in self._heard or (self._has_left(other) and not self.awaits_all)
                 self._silent[other] = 0.0 if has_given else self._silent[other] + passed
             self._heard.clear()
             gone = [other for other in self._others if self._silent[other] >= self._seconds]
@@ -128,47 +141,115 @@ class Neighbours:
         if self._thread.is_alive():
             join_within([self._thread], LEAVE_SECONDS)
 
-    def _run(self) -> None:
-        who = f"{socket.gethostname()}, pid {os.getpid()}"
-        count = 0
-        try:
-            # In a connection of its own: another thread may wait in a call of the store.
-            store = self._store.clone() if hasattr(self._store, "clone") else self._store
-            while not self._leaving.is_set():
-                store.set(self._key(self._member), f"{count} {who}")
-                count += 1
-                self._read(store)
-                have_come = len(self._told) == len(self._others)
-                if have_come and not self._seconds:
-                    return
-                self._leaving.wait(self.pause if have_come else _COMING_SECONDS)
-            store.set(self._key(self._member), _LEFT)
-        except Exception as error:  # its process has ended: see above
-            log.debug("no signs in the group's store any more: %s", error)
-            with self._changed:
-                self._broken = error
-                self._changed.notify_all()
+    @property
+    def _have_come(self) -> bool:
+        """Whether all members have."""
+        return len(self._told) == len(self._others)
 
-    def _read(self, store: Any) -> None:
-        """Reads the signs of the other members."""
-        for other in self._others:
-            key = self._key(other)
-            if other in self._told or store.check([key]):
-                told = store.get(key).decode()
-                with self._changed:
-                    if self._told.get(other) != told:
-                        self._told[other] = told
-                        self._heard.add(other)
-                        self._changed.notify_all()
+    def _has_left(self, other: int) -> bool:
+        """Whether a member has told that it gives no more signs."""
+        return self._told.get(other, "").startswith(_LEFT)
+
+    def _run(self) -> None:
+        who, count = f"{socket.gethostname()}, pid {os.getpid()}", 0
+        while not self._leaving.is_set():
+            try:
+                if self._connection is None:
+                    self._connection = self._connected()
+                if self._have_come or not count:
+                    self._connection.set(self._key(self._member), f"{count} {who}")
+                self._read(count)
+                count += 1
+                self._reached()
+            except Exception as error:
+                self._broke_off(error)
+            if self._have_come and not self._seconds:
+                return
+            self._leaving.wait(self.pause if self._have_come else _COMING_SECONDS)
+        with suppress(Exception):  # the process that kept the store may have ended
+            if self._connection is not None:
+                self._connection.set(self._key(self._member), f"{_LEFT} {who}")
+
+    def _connected(self) -> Any:
+        """Returns a connection of this thread's own to the store: another thread may wait in a call of the store."""
+        if not hasattr(self._store, "clone"):
+            return self._store  # an earlier version of torch makes no second one
+        if self._last is None:
+            made = self._store.clone()
+        else:
+            _check_there(self._last)
+            self._last.set_timeout(timedelta(seconds=_CONNECT_SECONDS))
+            made = self._last.clone()
+        made.set_timeout(_ANSWER)
+        self._last = made
+        return made
+
+    def _read(self, turn: int) -> None:
+        """Reads the signs of the other members; until all have come, of those that have come since.
+
+        turn: a number that rises by 1
+        """
+        for other in self._others if self._have_come else self._newcomers(turn):
+            told = self._connection.get(self._key(other)).decode()
+            with self._changed:
+                if self._told.get(other) != told:
+                    self._told[other] = told
+                    self._heard.add(other)
+                    self._changed.notify_all()
+
+    def _newcomers(self, turn: int) -> list[int]:
+        """Returns members that have come, and were missing. It asks the store twice, however many are missing."""
+        missing = [other for other in self._others if other not in self._told]
+        if self._connection.check([self._key(other) for other in missing]):
+            return missing
+        one = missing[turn % len(missing)]  # `await_all` names those that have not come
+        return [one] if self._connection.check([self._key(one)]) else []
+
+    def _reached(self) -> None:
+        """Records that the store has answered."""
+        if self._failed:
+            self._failed = 0
+            with self._changed:
+                self._broken = None
+                self._heard.update(self._others)  # it is not known who was silent meanwhile
+            self._troubles.over("store")
+
+    def _broke_off(self, error: Exception) -> None:
+        """Records that a call to the store has failed."""
+        self._connection = None
+        self._failed += 1
+        if self._failed == 1:
+            log.debug("the connection to the group's store broke off, and is made anew: %s", error)
+            return
+        with self._changed:
+            self._broken = error
+            self._changed.notify_all()
+        if self._have_come and not self._leaving.is_set():
+            self._troubles.met(
+                "store",
+                "member %d cannot reach the store of its group, and tries again: until it can, it takes no member "
+                "for gone, and the others may take it for gone (--group-timeout): %s",
+                self._member,
+                error,
+            )
 
     def _key(self, member: int) -> str:
         return f"{self._place}/{member}"
+
+
+def _check_there(store: Any) -> None:
+    """Raises OSError if nothing listens at the address of a store. torch would write its trace to stderr each time."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "host"):
+        socket.create_connection((store.host, store.port), _CONNECT_SECONDS).close()
 
 
 def _named(members: Iterable[int], between: str = ", ", told: dict[int, str] | None = None) -> str:
     """Returns members with their numbers, and where they run, as far as they have told."""
     names = []
     for member in members:
-        _, _, who = (told or {}).get(member, "").partition(" ")
+        sign, _, who = (told or {}).get(member, "").partition(" ")
+        who += ", has closed its session" if sign == _LEFT else ""
         names.append(f"member {member}" + (f" ({who})" if who else ""))
     return between.join(names)

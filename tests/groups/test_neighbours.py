@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from ps_protocol.errors import LimitExceeded
+from ps_worker.group import Group
 from ps_worker.neighbours import SIGNS, Neighbours
 from tests.scripts.train_in_group import Options
 from tests.tools.cluster import Cluster, until
@@ -55,7 +58,7 @@ def test_a_member_that_gives_no_sign_is_named_and_one_that_has_left_is_not(membe
     members.store.set("group/1", "0 n1, pid 7")  # it has come, and gives no other sign
     first.await_all(WAIT_SECONDS)
     last.leave()
-    until(lambda: first._told[2] == "left", "the end of the last member")
+    until(lambda: first._has_left(2), "the end of the last member")
     first.check()
     first.all_go_on()  # both are silent from now on
     until(lambda: looked(first, ends), "the end of the first member")
@@ -130,6 +133,155 @@ def test_where_the_store_hangs_its_keeper_is_named(members: Members) -> None:
     until(lambda: looked(second, ends), "the end of the second member")
     goes_on.set()
     assert ends[0].startswith("member 0 (n0, pid 7) and member 2 (n2, pid 7) of this worker's group have given no sign")
+
+
+class Breaking:
+    """A store whose connections break off at some time, and where one may be unable to connect anew."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.age, self.is_away, self.tries = store, 0, False, 0
+
+    def clone(self) -> Any:
+        self.tries += 1
+        if self.is_away:
+            raise dist.DistNetworkError("Connection refused")
+        return _Connection(self)
+
+
+class _Connection:
+    def __init__(self, to: Breaking) -> None:
+        self._to, self._age = to, to.age
+
+    def _store(self) -> Any:
+        if self._to.age > self._age:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return self._to.store
+
+    def clone(self) -> Any:
+        return self._to.clone()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
+    def set(self, key: str, value: str) -> None:
+        self._store().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        found: bytes = self._store().get(key)
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        found: bool = self._store().check(keys)
+        return found
+
+
+def test_a_member_whose_connection_to_the_store_breaks_off_makes_it_anew(members: Members) -> None:
+    """It gives signs again, and looks for those of the others."""
+    plain, ends = members.store, list[str]()
+    members.store = breaking = Breaking(plain)
+    plain.set("group/1", "0 n1, pid 7")
+    first = members.begin(0, ends)
+    members.store = plain
+    last = members.begin(2, [])
+    first.await_all(WAIT_SECONDS)
+    breaking.age += 1
+    sign = plain.get("group/0")
+    until(lambda: plain.get("group/0") != sign, "a sign over the next connection")
+    until(lambda: looked(first, ends), "the end of the first member")
+    assert ends[0].startswith("member 1 (n1, pid 7) of this worker's group has given no sign")
+    last.leave()
+
+
+def test_a_member_that_cannot_reach_the_store_says_so_once_and_takes_nobody_for_gone(
+    members: Members, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, ends = members.store, list[str]()
+    members.store = breaking = Breaking(plain)
+    for other in (1, 2):
+        plain.set(f"group/{other}", f"0 n{other}, pid 7")
+    first = members.begin(0, ends)
+    first.await_all(WAIT_SECONDS)
+    breaking.is_away, breaking.age = True, 1
+    until(lambda: first._broken is not None, "a connection that cannot be made")
+    begin = breaking.tries
+    until(lambda: looked(first, ends) or breaking.tries >= begin + 2 * SIGNS, "more tries than a timeout has room for")
+    assert ends == []
+    assert caplog.text.count("member 0 cannot reach the store of its group, and tries again") == 1
+    breaking.is_away = False
+    until(lambda: looked(first, ends), "the end of the first member, which looks again")
+
+
+def test_a_member_that_has_left_is_named_by_one_that_waits_for_it_in_a_collective(members: Members) -> None:
+    """Its process may go on, and heartbeats of the others are accepted."""
+    ends: list[str] = []
+    first, second, last = members.begin(0, ends), members.begin(1, []), members.begin(2, [])
+    first.await_all(WAIT_SECONDS)
+    last.leave()
+    until(lambda: first._has_left(2), "the end of the last member")
+    first.awaits_all = True
+
+    def is_named() -> bool:
+        first.all_go_on()
+        return looked(first, ends)
+
+    until(is_named, "the end of the first member")
+    assert re.match(r"member 2 \(\S+, pid \d+, has closed its session\) of this worker's group has given", ends[0])
+    second.leave()
+
+
+class Counting(dist.HashStore):
+    """A store that records what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, int]] = []
+
+    def clone(self) -> Counting:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.asked.append(("set", 1))
+        super().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.asked.append(("get", 1))
+        return super().get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked.append(("check", len(keys)))
+        return super().check(keys)
+
+
+def test_while_members_are_missing_the_store_is_asked_twice_a_look_and_not_for_those_that_have_come() -> None:
+    store = Counting()
+    for member in range(1, 20):
+        dist.HashStore.set(store, f"group/{member}", "0 n, pid 7")
+    first = Neighbours(store, "group", 0, 30, SECONDS)
+    first.begin()
+    try:
+        until(lambda: len(first._told) == 19, "those that have come")
+        begin = len(store.asked) + 2
+        until(lambda: len(store.asked) >= begin + 20, "more looks")
+        asked = store.asked[begin : begin + 20]
+        assert sorted({*asked}) == [("check", 1), ("check", 10)]
+        assert all(one != next_one for one, next_one in pairwise(asked)), "in turn"
+    finally:
+        first.leave()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Connection reset by peer"), SystemExit(143)])
+def test_neighbours_are_left_where_members_cannot_be_compared(
+    members: Members, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def broken(self: Group, own: bytes) -> list[bytes]:
+        raise error
+
+    monkeypatch.setattr(Group, "gather", broken)
+    group = Group.__new__(Group)
+    group.neighbours = members.begin(0, [])
+    with pytest.raises(type(error)):
+        group.check_alike("rank 0 of 1")
+    assert not group.neighbours._thread.is_alive()
 
 
 def test_a_member_that_does_not_come_is_named(members: Members) -> None:
