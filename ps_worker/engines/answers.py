@@ -11,7 +11,7 @@ import logging
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 log = logging.getLogger("ps_worker")
@@ -25,6 +25,7 @@ HEADER = b"x-model-version"
 # The routes by which vLLM is given weights.
 _START, _UPDATE, _FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 _REPORTS = socket.AF_UNIX, socket.SOCK_DGRAM
+_SHORT = "/tmp", "/dev/shm"  # folders with short names, if TMPDIR has a long one
 _NOT_DONE = (401, 403, 404, 405)  # answers with which the engine did nothing
 
 
@@ -76,10 +77,13 @@ class TellsVersion:
             why = 'expected {"update_info": {"version": N}}, with N from 1 on: the least updates of the weights'
             await _answer(_telling(send, self.version), 400, why)
             return
-        with tempfile.TemporaryDirectory(prefix="ps-") as folder, socket.socket(*_REPORTS) as reports:
-            reports.bind(f"{folder}/version")
-            reports.setblocking(False)
-            request["update_info"]["report"] = f"{folder}/version"
+        with ExitStack() as stack:
+            found = _report_socket(stack)
+            if found is None:
+                why = "there is no folder for a socket: give the engine's server a TMPDIR that is short and writable"
+                await _answer(_telling(send, self.version), 500, why)
+                return
+            reports, request["update_info"]["report"] = found
             body = json.dumps(request).encode()
             headers = [each for each in scope.get("headers", ()) if each[0].lower() != b"content-length"]
             changed = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
@@ -144,6 +148,22 @@ def report(address: str, version: int) -> None:
     """Tells a `TellsVersion` of this host the version that an engine has loaded, if it still waits for that."""
     with suppress(OSError), socket.socket(*_REPORTS) as reports:
         reports.sendto(str(version).encode(), address)
+
+
+def _report_socket(stack: ExitStack) -> tuple[socket.socket, str] | None:
+    """Returns a socket to which engines report, and its address; None: it can be in no folder.
+
+    stack: removes both at its end
+    """
+    for parent in (None, *_SHORT):  # the address of such a socket has 107 bytes at most, and TMPDIR may have more
+        with ExitStack() as undo, suppress(OSError):
+            folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="ps-", dir=parent))
+            reports, address = undo.enter_context(socket.socket(*_REPORTS)), f"{folder}/version"
+            reports.bind(address)
+            reports.setblocking(False)
+            stack.enter_context(undo.pop_all())
+            return reports, address
+    return None
 
 
 def _reported(reports: socket.socket) -> int | None:

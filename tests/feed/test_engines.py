@@ -12,6 +12,7 @@ import json
 import os
 import queue
 import sys
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -594,6 +595,33 @@ def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
     failing.clear()
     update({"update_info": {}})
     assert ask(app, "/v1/completions", {})[0] == 503, "weights of no version"
+
+
+@pytest.mark.parametrize(
+    ("short", "status", "version"), [(answers._SHORT, 200, b"7"), ((), 500, None)], ids=["another folder", "none"]
+)
+def test_an_engine_is_updated_where_the_path_of_tmpdir_is_too_long_for_a_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: tuple[str, ...], status: int, version: bytes | None
+) -> None:
+    """Without any folder for one, the engine is not asked, and the answer says what to do."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(answers, "_SHORT", short)
+    asked: list[str] = []
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        await loaded(receive)
+        asked.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = TellsVersion(engine)
+    assert ask(app, "/update_weights", {"update_info": {"version": 7}})[0] == status
+    assert ("/update_weights" in asked) == (status == 200)
+    ask(app, "/finish_weight_update", {})
+    assert ask(app, "/v1/completions", {})[1].get(b"x-model-version") == version
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(("status", "then"), [(200, 503), (500, 503), (401, 200), (404, 200)])
