@@ -52,6 +52,7 @@ from ps_protocol.errors import (
 )
 from ps_protocol.layout import EDITION_WIRES
 from ps_protocol.messages.editions import EditionCall, RelayReport, WeightsAsked, WeightsHere
+from ps_protocol.numpy_numbers import as_python
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.troubles import Troubles
@@ -140,6 +141,7 @@ class Subscription:
         room: ReceivingRoom | None = None,
         relay: Callable[[], RelayReport | None] = lambda: None,
     ) -> None:
+        every, period = as_python(every), as_python(period)
         if not isinstance(every, int) or every < 1:
             raise InvalidRequest(f"every must be a number of updates from 1, got {every!r}")
         if wire not in EDITION_WIRES:

@@ -16,6 +16,7 @@ layout.py          Cuts a model's parameters into buckets; the wire format of ea
 local.py           Local steps: the modes `local:H`, `local:H/F` and `local:Ts`, their rounds, and the outer optimizer
 messages/          The messages of the contract as values, and both directions of each
 modes.py           The modes of training, and the one rule behind four of them
+numpy_numbers.py   Numbers of numpy, where a number of Python is expected
 optimizer_state.py The state that torch.optim's optimizers keep for each parameter, by name
 optimizers.py      The torch.optim optimizers that a shard can run on slices of parameters, and their arguments
 pieces.py          Pieces of parameters, which the members of a group hold; the whole parameters that they form

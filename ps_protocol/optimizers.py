@@ -18,6 +18,7 @@ import torch
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.hyper_parameters import HyperParameters, HyperValue
 from ps_protocol.job import JobSpec
+from ps_protocol.numpy_numbers import as_python
 
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls
@@ -119,6 +120,7 @@ _PLAIN = frozenset({float, bool, type(None)})  # the types of values that stay a
 def _plain(name: str, value: object) -> HyperValue:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
+    value = as_python(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float):

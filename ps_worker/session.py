@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.numpy_numbers import as_python
 from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.own_address import own_address
 from ps_runtime.signals import is_cut_short, undisturbed
@@ -211,7 +212,7 @@ class Session:
         prepared: dict[int, Any] = {id(thing): thing for thing in given.others}
         if given.models or given.optimizers:
             options = PrepareOptions(
-                bucket_bytes=bucket_bytes,
+                bucket_bytes=as_python(bucket_bytes),
                 non_finite=non_finite_named(non_finite),
                 gradient_wire=wire_named(gradient_wire or self._config.wire[0]),
                 weight_wire=wire_named(weight_wire or self._config.wire[1]),
@@ -228,7 +229,7 @@ class Session:
                 self._prepare_models(given.models, given.optimizers, options)
             prepared |= self._prepared.of([*given.models, *given.optimizers])
         for loader in given.loaders:
-            prepared[id(loader)] = self._strategy.prepare_loader(loader, seed)
+            prepared[id(loader)] = self._strategy.prepare_loader(loader, as_python(seed))
             self._has_loaders = True
         self._strategy.keep(given.others, own)
         in_order = tuple(prepared[id(thing)] for thing in things)

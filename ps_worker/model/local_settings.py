@@ -10,6 +10,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.fragments import check_mixing, default_mixing
 from ps_protocol.local import Local
 from ps_protocol.modes import local_rounds
+from ps_protocol.numpy_numbers import as_python
 
 KNOWN: Mapping[str, tuple[type, ...]] = {
     "lr": (int, float),
@@ -32,6 +33,7 @@ def local_settings(mode: str, outer: Mapping[str, Any]) -> Local | None:
     outer: as for `prepare`. Raises InvalidRequest for invalid settings in every mode, so that one script runs in all.
     """
     rounds = local_rounds(mode)
+    outer = {name: as_python(value) for name, value in outer.items()}
     for name, value in outer.items():
         if name == "weight":
             raise InvalidRequest(

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded, Unsupported
 from ps_protocol.job import MAX_BUCKET_BYTES
+from ps_protocol.numpy_numbers import as_python
 from ps_worker.state.documents import UNREADABLE, plain, read_document, value_of, write_document
 from ps_worker.strategies.strategy import Strategy
 
@@ -32,6 +33,7 @@ class Collectives:
 
     def mean(self, x: Any, weight: float = 1.0) -> Any:
         """See Session.mean."""
+        weight = as_python(weight)
         if not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
             raise InvalidRequest(f"session.mean: a weight is a finite number from 0, got {weight!r}")
         leaves = _leaves(x)
@@ -54,6 +56,7 @@ class Collectives:
 
     def broadcast(self, x: Any, source: int = 0) -> Any:
         """See Session.broadcast."""
+        source = as_python(source)
         if type(source) is not int or source < 0:
             raise InvalidRequest(f"session.broadcast: a source is a rank from 0, got {source!r}")
         device = self._device_for(x)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.numpy_numbers import as_python
 from ps_worker.tables.ahead import IdsOf, flat_ids
 from ps_worker.tables.given_rows import GivenRows, RowFile
 from ps_worker.tables.lookups import LookedUp, Lookups, expanded, with_divided_gradient
@@ -92,7 +93,8 @@ class Embedding(nn.Module):
         self.padding_idx = _checked_padding(padding_idx)
         self.scale_grad_by_freq = scale_grad_by_freq
         self.ids_of = IdsOf(ids)
-        limits = admit_after, expire_after, max_rows
+        dim, scale, seed = as_python(dim), as_python(scale), as_python(seed)
+        limits = as_python(admit_after), as_python(expire_after), as_python(max_rows)
         self.settings = TableSettings(optimizer, initial, scale, seed, *limits, lazy_decay)
         if optimizer is not None and not isinstance(optimizer, TableOptimizer):
             raise InvalidRequest(
@@ -367,6 +369,7 @@ class EmbeddingBag(Embedding):
 
 
 def _checked_padding(padding_idx: int | None) -> int | None:
+    padding_idx = as_python(padding_idx)
     if padding_idx is not None and not (
         isinstance(padding_idx, int) and not isinstance(padding_idx, bool) and -(2**63) <= padding_idx < 2**63
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.numpy_numbers import as_python
 from ps_protocol.row_optimizers import TABLE_OPTIMIZERS, check_row_optimizer
 
 _ADAGRAD, _FTRL = TABLE_OPTIMIZERS["RowWiseAdagrad"], TABLE_OPTIMIZERS["Ftrl"]
@@ -18,6 +19,7 @@ class TableOptimizer:
     values: HyperParameters
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "values", {key: as_python(value) for key, value in self.values.items()})
         check_row_optimizer(self.name, self.values)
 
 

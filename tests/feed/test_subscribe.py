@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -997,6 +998,13 @@ def test_a_script_ends_with_a_feed_that_it_left_open(shared: Cluster, job: str, 
 def test_bad_settings_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         ps.subscribe(**({"server": "127.0.0.1:1"} | wrong))
+
+
+def test_settings_may_be_numbers_of_numpy() -> None:
+    with ps.subscribe("127.0.0.1:1", every=np.int64(8), period=np.float32(0.5)) as feed:
+        assert feed.version == -1
+    with pytest.raises(InvalidRequest, match="every must be a number of updates from 1, got 0"):
+        ps.subscribe("127.0.0.1:1", every=np.int64(0))
 
 
 def test_a_feed_that_may_not_read_says_so(tmp_path: Path) -> None:

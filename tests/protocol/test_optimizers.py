@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,6 +55,15 @@ def test_all_its_hyper_parameters_can_be_read_from_it_and_make_it_anew(name: str
 def test_a_learning_rate_may_be_a_tensor() -> None:
     optimizer = torch.optim.Adam([torch.zeros(1)], lr=torch.tensor(0.5))
     assert hyper_parameters("Adam", optimizer.param_groups[0])["lr"] == 0.5
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.float16(0.5)])
+def test_hyper_parameters_may_be_numbers_of_numpy(number: Any) -> None:
+    values: dict[str, Any] = {"lr": number, "momentum": np.int64(1), "nesterov": np.True_}
+    optimizer = torch.optim.SGD([torch.zeros(1)], **values)
+    found = hyper_parameters("SGD", optimizer.param_groups[0])
+    assert (found["lr"], found["momentum"], found["nesterov"]) == (0.5, 1.0, True)
+    assert {type(value) for value in found.values()} == {float, bool}
 
 
 def every_optimizer_of_torch() -> list[type[torch.optim.Optimizer]]:

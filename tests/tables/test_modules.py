@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 import ps_worker
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_worker.tables.lookups import expanded
+from ps_worker.tables.own_rows import LocalRows
 
 IDS = 100  # of those that are known to torch's modules
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -117,6 +119,21 @@ def test_a_schedule_reaches_a_table_by_its_group_and_not_its_own_optimizer(
         rows.append(table.rows(ids).clone())
     assert torch.equal(rows[0], rows[1]) is not has_own
     assert torch.equal(rows[1], rows[2]) is not has_own
+
+
+def test_arguments_may_be_numbers_of_numpy() -> None:
+    def settings(whole: Any, real: Any) -> tuple[object, ...]:
+        limits = {"admit_after": whole(2), "expire_after": whole(3), "max_rows": whole(7)}
+        optimizer = ps_worker.RowWiseAdagrad(lr=real(0.5), eps=real(0.25))
+        others = {"padding_idx": whole(1), "scale": real(0.5), "seed": whole(5), "optimizer": optimizer}
+        table = ps_worker.Embedding(whole(4), **others, **limits)
+        rows = table.local
+        assert isinstance(rows, LocalRows)
+        return repr(table.settings), repr(table.padding_idx), repr((rows.dim, rows.seed))
+
+    assert settings(np.int64, np.float32) == settings(int, float)
+    with pytest.raises(InvalidRequest, match="padding_idx must be an id of 64 bits"):
+        ps_worker.Embedding(4, padding_idx=np.float32(1))  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own calls, and of where its graphs end

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -155,6 +156,8 @@ def test_in_single_it_is_this_worker_alone() -> None:
         assert session.gather([1, None]) == [[1, None]]
         assert session.broadcast("x", source=0) == "x"
         session.barrier()
+        assert session.mean(3, weight=np.int64(5)) == session.mean(np.float32(3), weight=np.float32(0.5)) == 3.0
+        assert session.broadcast("x", source=np.int64(0)) == "x"
 
 
 def test_a_weight_of_zero_leaves_a_worker_out_whatever_it_gives(shared: Cluster, job: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 import ps_worker
 from ps_worker import InvalidRequest, JobMismatch, NonFiniteGradient, Session, Unsupported
 from ps_worker.cluster.connection import Connection
+from ps_worker.model.local_settings import local_settings
 from ps_worker.state.inner import InnerStates
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, scrape
@@ -281,6 +283,12 @@ def test_a_wrong_outer_setting_is_refused_in_every_mode(shared: Cluster, job: st
                 session.prepare(model, sgd(model), outer=outer)
             assert message in str(refused.value)
         session.prepare(model, sgd(model))
+
+
+def test_outer_settings_may_be_numbers_of_numpy() -> None:
+    given = {"lr": np.float32(0.5), "momentum": np.float64(0.25), "nesterov": np.False_, "warm_up": np.int64(3)}
+    expected = local_settings("local:8", {"lr": 0.5, "momentum": 0.25, "nesterov": False, "warm_up": 3})
+    assert repr(local_settings("local:8", given)) == repr(expected)
 
 
 # -- between rounds ----------------------------------------------------------------------------------------------------
