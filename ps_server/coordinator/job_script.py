@@ -94,12 +94,14 @@ class JobScript:
         """
         worker = rank, incarnation
         is_new = worker not in self._asking
-        candidates = self._by_preference(but=rank) if is_new else []
+        candidates = self._by_preference(but=rank)
         with self._lock:
             if is_new:
                 if candidates:
                     self._number, self._candidates = self._number + 1, candidates
                 self._asking[worker] = self._number if candidates else 0
+            elif not {*candidates} & {*self._candidates}:  # those that were to answer have left
+                self._answered = self._number
             # Another heartbeat may have taken the worker out since `is_new` was read, with a list of live workers from
             # before this one joined.
             is_coming = self._asking.setdefault(worker, self._number) > self._answered

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from ps_protocol.errors import FinishedWithout, JobFinished, NotFound, PSError, UnknownWorker
@@ -48,6 +49,7 @@ T = TypeVar("T")
 
 # How long a worker that joins late waits for another one's report of its script's settings: that one may be evaluating.
 SCRIPT_SECONDS = 2.0
+SCRIPT_CALL_SECONDS = 2.0  # for one question
 CLOSED = "the session is closed: its calls have ended"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1
 
@@ -336,38 +338,38 @@ class Participation:
         has_ended = isinstance(error, Closed | UnknownWorker) or (isinstance(error, PSError) and error.retryable)
         return UnknownWorker(CLOSED) if has_ended and self.is_closed else error
 
-    def ask_script(self) -> SavedState | None:
-        """Returns the settings of the job's script, from another worker now, or from its last report; None: there are
-        none. In a group the first member asks.
+    def ask_script(self, seconds: float | None = None) -> tuple[SavedState | None, bool]:
+        """Returns the settings of the job's script, and whether a newer report of them is on its way: then they are of
+        the last one before. None: there are none. In a group the first member asks.
 
+        seconds: the longest wait for a report that is on its way; None: SCRIPT_SECONDS
         Raises PlaceLost if this worker's place is lost.
         """
-        group = self.group
+        group, seconds = self.group, SCRIPT_SECONDS if seconds is None else seconds
         if group is None:
-            return self._asked_script()
+            return self._asked_script(seconds)
         with group.during("optimizer.step"):
-            told = group.all_through(lambda: self._asked_script() if group.member == 0 else None)
-            script = write_script(told)
-            return read_script(group.from_first(lambda: script))
+            own = group.all_through(lambda: self._asked_script(seconds) if group.member == 0 else (None, False))
+            told = group.from_first(lambda: bytes([own[1]]) + write_script(own[0]))
+            return read_script(told[1:]), bool(told[0])
 
-    def _asked_script(self) -> SavedState | None:
-        until, pause = time.monotonic() + SCRIPT_SECONDS, FIRST_PAUSE_SECONDS
+    def _asked_script(self, seconds: float) -> tuple[SavedState | None, bool]:
+        began, pause = time.monotonic(), FIRST_PAUSE_SECONDS
         answer: HeartbeatAnswer | None = None
-        while answer is None or answer.script_coming:
+        while True:
+            patience = seconds
             try:
-                clock = self.connection.clock
-                answer = self.call(
-                    lambda identity: self.coordinator.heartbeat(identity, clock, SCRIPT_SECONDS, script_wanted=True)  # noqa: B023
-                )
+                ask = partial(self.coordinator.heartbeat, clock=self.connection.clock, timeout=SCRIPT_CALL_SECONDS)
+                answer = self.call(lambda identity: ask(identity, script_wanted=True))  # noqa: B023
             except PSError as error:
                 if not error.retryable:
                     raise
-            if time.monotonic() >= until:
-                break
-            if answer is None or answer.script_coming:
-                self.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        return None if answer is None else answer.script
+                patience = min(seconds, SCRIPT_SECONDS)  # training does not need the coordinator
+            is_coming = answer is None or answer.script_coming
+            if not is_coming or time.monotonic() - began >= patience:
+                return None if answer is None else answer.script, is_coming
+            self.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _raise_as_lost(self, error: BaseException) -> None:
         if self.members.has_lost(self.connection.place, error):

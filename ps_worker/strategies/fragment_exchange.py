@@ -118,7 +118,7 @@ class FragmentExchange:
         Steps that this worker has not made count, too, so that all clocks agree.
         """
         self._metrics.empty_step()
-        self._loop.script.follow()
+        self._loop.script.follow(may_ask_again=not self._round.made)
         self._loop.checkpoint.stepping(is_empty=True)
         self._loop.in_place(self._bring, compares=True)
         self._metrics.at(self._round.steps)

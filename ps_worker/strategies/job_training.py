@@ -104,7 +104,8 @@ class JobTraining:
         self._beside = beside
         self.kind = kind(self)
         self.checkpoint = self.kind.make_checkpoint(device, self._sender.send)
-        self.script = LateScript(participation, self.checkpoint, lambda: self.clock, self.kind.tell_script)
+        late = participation, self.checkpoint, lambda: self.clock, self.kind.tell_script
+        self.script = LateScript(*late, in_step=self.model.spec.consistency.one_clock)
 
     def begin(self, optimizers: Sequence[torch.optim.Optimizer], checkpoint_wanted: bool) -> None:
         """Begins at the clock of the first place, with the state that an earlier worker of this rank has left, if any.
@@ -183,8 +184,7 @@ class JobTraining:
         if index is not None and self._steps.stage.number:  # no optimizer is replaced before
             self.stages.check_steps(index)
         self.rolled_back = False
-        if self.script.is_late:
-            self.script.follow()
+        self.script.follow()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
         if self.unfinished is not None:

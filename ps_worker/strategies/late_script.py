@@ -5,6 +5,8 @@ late     The process joins a job that is under way. Or the job was rolled back, 
 follows  Right before its first step, the worker asks the other workers for what their scripts have set, and takes it
          over (ps_worker/state/job_state.py). If they are at a later stage of the script, it does so right before its
          first step of that stage.
+for now  The others may all be in code outside of the session, such as an evaluation. Then it takes over the last report
+         of what they had set, and asks again with each step until one of them tells what it has set now.
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from ps_protocol.messages.workers import SavedState
 from ps_worker.cluster.participation import Participation, PlaceLost
 from ps_worker.state.checkpoint import WorkerCheckpoint
 
 log = logging.getLogger("ps_worker")
+
+# Where all workers are at one clock, a step waits for the others, and so may a question before it.
+TOGETHER_SECONDS = 60.0
 
 
 class LateScript:
@@ -24,7 +30,8 @@ class LateScript:
 
     clock:   returns this worker's clock
     tell:    begins to answer requests of other late workers
-    is_late: this process has not set that state yet
+    in_step: all workers of the job are at one clock
+    is_late: this process has not set that state yet, or has set an earlier one
     """
 
     def __init__(
@@ -33,9 +40,13 @@ class LateScript:
         checkpoint: WorkerCheckpoint,
         clock: Callable[[], int],
         tell: Callable[[], None],
+        in_step: bool,
     ) -> None:
         self._participation, self._checkpoint, self._clock, self._tell = participation, checkpoint, clock, tell
+        self._in_step = in_step
         self.is_late = False
+        self._asks_again = False
+        self._taken: SavedState | None = None  # for now, until another worker tells what its script has set
         self._goes_back = False  # it is ahead of the job's, which was rolled back
         self._until = 0  # the stage of the script at which what the job has can be taken over
 
@@ -47,20 +58,26 @@ class LateScript:
     def goes_back(self) -> None:
         """Notes that the job was rolled back to a checkpoint that has no state of this worker."""
         self.is_late = self._goes_back = True
+        self._asks_again, self._taken = False, None
 
-    def follow(self) -> None:
+    def follow(self, may_ask_again: bool = True) -> None:
         """Takes over what the job's script has set, if this process is late and its script has reached the
         same stage.
+
+        may_ask_again: what others tell is of the step that this process is about to make
         """
-        if not self.is_late or self._checkpoint.stage < self._until:
+        if not self.is_late or self._checkpoint.stage < self._until or (self._asks_again and not may_ask_again):
             return
         if self._checkpoint.job.are_some:
             try:
-                told = self._participation.ask_script()
+                told, is_coming = self._asked()
             except PlaceLost:
                 return  # which the step meets, too; the next one asks anew
-            content = None if told is None else told.content
-            self._until = self._checkpoint.adopt(content, self._clock(), self._goes_back)
+            if is_coming:
+                self._go_on(told)
+                return
+            if told is None or told != self._taken:
+                self._take(told)
             if self._checkpoint.stage < self._until:
                 return
         elif self._checkpoint.has_unknown_scheduler:
@@ -69,5 +86,34 @@ class LateScript:
                 "prepare, and workers that join late continue the job's",
                 *(self._participation.rank, self._clock()),
             )
-        self.is_late = self._goes_back = False
+        self.is_late = self._goes_back = self._asks_again = False
         self._tell()
+
+    def _asked(self) -> tuple[SavedState | None, bool]:
+        """Returns what the job's script has set, and whether a newer report is on its way."""
+        ask = self._participation.ask_script
+        if not self._asks_again:
+            return ask()
+        told, is_coming = ask(TOGETHER_SECONDS if self._in_step else 0.0)
+        if is_coming or not self._in_step:
+            return told, is_coming
+        return ask(TOGETHER_SECONDS)  # the first answer may be one to the question before an earlier step
+
+    def _go_on(self, told: SavedState | None) -> None:
+        """Goes on although no other worker has told what its script has set now. told: the last report; None: none"""
+        if self._asks_again:
+            return
+        self._asks_again = True
+        if told is not None:
+            self._take(told)
+            self._taken = None if self._checkpoint.stage < self._until else told
+        log.warning(
+            "worker %d goes on at clock %d with %s for now: no other worker tells what its script has set, so this one "
+            "asks again with each step",
+            *(self._participation.rank, self._clock()),
+            "its own schedules and the like" if told is None else f"those that the job had at clock {told.clock}",
+        )
+
+    def _take(self, told: SavedState | None) -> None:
+        content = None if told is None else told.content
+        self._until = self._checkpoint.adopt(content, self._clock(), self._goes_back)

@@ -241,7 +241,7 @@ class LocalRounds:
         if self._model.base.alike is not None:
             with in_call(self._loop.participation.group, "optimizer.step"):
                 self._model.base.alike.check()
-        self._loop.script.follow()
+        self._loop.script.follow(may_ask_again=not self._round.made)
         if not self._round.made:
             self._began = self._loop.told()
         self._loop.checkpoint.stepping()

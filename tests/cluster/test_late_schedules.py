@@ -31,6 +31,7 @@ class Trainer:
     """A worker in a thread of its own, which steps a schedule once a step until it is told to stop.
 
     rates: of its steps, by the clock that each led to
+    evaluates_at: the clock at which it is in code outside of the session, until `goes_on` is set; 0: none
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Trainer:
         mode: str,
         make: Callable[[torch.optim.Optimizer], Any] = exponential,
         is_handed: bool = True,
+        evaluates_at: int = 0,
         **more: Any,
     ) -> None:
+        self._evaluates_at, self.evaluates, self.goes_on = evaluates_at, threading.Event(), threading.Event()
         quorum: dict[str, Any] = {"quorum": "all-1"} if mode == "quorum" else {}
         self.rates: dict[int, float] = {}
         self.error: BaseException | None = None
@@ -68,6 +71,9 @@ class Trainer:
                     self.scheduler.step(1.0)
                 else:
                     self.scheduler.step()
+                if self.session.clock == self._evaluates_at:
+                    self.evaluates.set()
+                    assert self.goes_on.wait(TEST_SECONDS)
         except BaseException as error:
             self.error = error
 
@@ -79,6 +85,7 @@ class Trainer:
     def leaves(self) -> None:
         """Leaves the job, after its step."""
         self._stopping.set()
+        self.goes_on.set()
         self._thread.join(TEST_SECONDS)
         self.session.close()
         assert self.error is None, self.error
@@ -165,6 +172,31 @@ def test_a_process_started_again_without_a_checkpoint_continues_the_jobs_schedul
     again = Trainer(shared, job, mode, **fixed, rank=0)
     trainers.append(again)
     assert_follows(again, [zero, one], mode)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_worker_that_joins_while_all_others_evaluate_has_their_schedule_once_they_go_on(
+    shared: Cluster,
+    job: str,
+    trainers: list[Trainer],
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(participation, "SCRIPT_SECONDS", 0.1)
+    first = Trainer(shared, job, mode, evaluates_at=20)
+    trainers.append(first)
+    assert first.evaluates.wait(TEST_SECONDS)
+    late = Trainer(shared, job, mode)
+    trainers.append(late)
+    until(lambda: "asks again with each step" in caplog.text, "a first step without an answer")
+    first.goes_on.set()
+    if mode == "sync":
+        assert begins_at(late) == 21
+        assert late.rates[22] == pytest.approx(GAMMA**21, rel=1e-6)
+    else:
+        until(lambda: late.scheduler.last_epoch > len(late.rates) + 10, "the schedule of the first")
+    assert caplog.text.count("asks again with each step") == 1
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {

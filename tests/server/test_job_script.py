@@ -85,6 +85,18 @@ def test_a_worker_that_got_no_answer_in_time_is_asked_later(cluster: OneProcess)
     assert script.ask(1, 2) == ((7, b"seven"), False)
 
 
+def test_where_all_that_were_asked_have_left_nobody_waits_for_their_answers(cluster: OneProcess) -> None:
+    spec = vector_job("job", "async", 16, 0)
+    first, second, _ = (DirectWorker(cluster, spec, rank) for rank in range(3))
+    script = cluster.coordinator.job("job").script
+    script.tell(0, 0, (5, b"five"))
+    assert script.ask(2, 3) == ((5, b"five"), True)
+    first.leave()
+    assert script.ask(2, 3) == ((5, b"five"), True)
+    second.leave()
+    assert script.ask(2, 3) == ((5, b"five"), False)
+
+
 def test_an_answer_to_an_earlier_request_is_not_taken_for_one_to_the_last(cluster: OneProcess) -> None:
     script, _ = joined(cluster, 2)
     script.ask(1, 2)

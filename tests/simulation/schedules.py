@@ -70,7 +70,7 @@ class Script:
         self._checkpoint.add(self._schedule)
         self._checkpoint.add(_Owner(worker.rank), own=True)
         part: Any = SimpleNamespace(ask_script=self._ask, rank=worker.rank)
-        self._late = LateScript(part, self._checkpoint, lambda: worker.clock, self._tell)
+        self._late = LateScript(part, self._checkpoint, lambda: worker.clock, self._tell, in_step=True)
         self.telling.send = self._send
         self._could_tell: set[Worker] = set()
         self._restore_count = 0  # of the rollbacks that it has made
@@ -147,10 +147,10 @@ class Script:
         place = self._worker.place
         return self._worker.run.name, place.run, self._worker.rank, place.incarnation, place.key
 
-    def _ask(self) -> SavedState | None:
+    def _ask(self, seconds: float = SCRIPT_SECONDS) -> tuple[SavedState | None, bool]:
         """Does as Participation.ask_script."""
         world, told = self._worker.world, None
-        until = world.now + SCRIPT_SECONDS
+        until = world.now + seconds
         while True:
             is_coming = True
             try:
@@ -160,7 +160,7 @@ class Script:
                 if not error.retryable:
                     raise PlaceLost from error
             if not is_coming or world.now >= until:
-                return None if told is None else SavedState(*told)
+                return (None if told is None else SavedState(*told)), is_coming
             world.let_pass(10 * FIRST_PAUSE_SECONDS)
 
     def _send(self, request: int, script: SavedState | None) -> None:
