@@ -87,15 +87,18 @@ class OneServer:
             reader.join(KILL_SECONDS)
         return "\n".join(self._lines)
 
-    def stop(self, seconds: float) -> None:
-        """Asks the server to end, and kills it after `seconds`."""
+    def stop(self, seconds: float) -> bool:
+        """Asks the server to end, and kills it after `seconds`. Returns whether it has ended by itself."""
         self._process.terminate()
+        in_time = True
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
+            in_time = False
             self._process.kill()
         for reader in self._readers:  # they end with the process
             reader.join(KILL_SECONDS)
+        return in_time
 
     def _read_out(self, source: IO[str]) -> None:
         with source:

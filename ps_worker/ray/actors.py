@@ -96,10 +96,12 @@ class _ServerActor:
             print(f"ps-server (process {self._server.pid}) ended with code {code}", file=sys.stderr, flush=True)
             os._exit(1)  # to Ray this is a crash, so it restarts this actor
 
-    def stop(self, seconds: float) -> None:
-        """Ends the server in order. The actor has no server afterwards, and must be killed."""
+    def stop(self, seconds: float) -> bool:
+        """Ends the server in order, and kills it after `seconds`. Returns whether it has ended by itself. The actor has
+        no server afterwards, and must be killed.
+        """
         self._is_wanted = False
-        self._server.stop(seconds)
+        return self._server.stop(seconds)
 
 
 class CoordinatorActor(_ServerActor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,12 @@ from ps_worker.config import SETTINGS
 from ps_worker.ray.actors import CoordinatorActor, ServerPlan, ShardActor
 from ps_worker.ray.deployment import SERVER, WORKER, Certificates, Deployment, WorkerProcess, WorkerSettings
 
+log = logging.getLogger("ps_worker")
+
 PLACE_SECONDS = 60.0  # for which Ray may look for nodes with room for the shards
 START_SECONDS = 120.0  # for which servers may start: nodes import torch, some of them for the first time
-STOP_SECONDS = 60.0  # for the last checkpoints
+STOP_SECONDS = 900.0  # for the last checkpoints, and for a --drain-seconds of minutes
+ANSWER_SECONDS = 10.0  # and for an actor to say how its server has ended
 CALLS = 8  # to the coordinator's actor at a time
 _GIVEN = frozenset({"server", "mode", "job", "elastic", "tls_cert", "tls_key", "tls_ca", "token_file", "insecure"})
 
@@ -190,7 +194,8 @@ class ParameterServer:
             return
         for actors in ([self._coordinator], self._shards):
             stops = [actor.stop.remote(STOP_SECONDS) for actor in actors]
-            ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
+            ended, late = ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS + ANSWER_SECONDS)
+            _warn_of_ends(ended, late)
         self._kill()
 
     def _kill(self) -> None:
@@ -213,6 +218,18 @@ class ParameterServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _warn_of_ends(ended: Sequence[Any], late: Sequence[Any]) -> None:
+    """Warns of servers that were not stopped in order. ended: what their actors have answered; late: have not"""
+    in_time = not late
+    for answer in ended:
+        try:
+            in_time = ray.get(answer) and in_time
+        except ray.exceptions.RayError as error:
+            log.warning("a server was not stopped in order: last checkpoints may be missing: %s", error_text(error))
+    if not in_time:
+        log.warning("servers did not end within %g s and were killed: last checkpoints may be missing", STOP_SECONDS)
 
 
 def asked_status(servers: ParameterServer) -> Any:
