@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ from ps_tables.increments import in_order
 from ps_tables.saved import saved_rows
 
 log = logging.getLogger("ps_server")
+
+PARTS = "tables", "dcp", "model.safetensors", "optimizer.safetensors", "optimizer.json"  # of an export
 
 
 @dataclass(frozen=True)
@@ -90,21 +94,44 @@ def export(
     for table in spec.tables:
         model |= _module_state(table.rows, tables[table.rows.name])
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        for name, rows in tables.items():
-            write_rows(rows, output / "tables", name, tables_as)
-        save_any(model, output / "model.safetensors")
-        save_any(optimizer, output / "optimizer.safetensors")
-        (output / "optimizer.json").write_text(
-            json.dumps({"optimizer": spec.optimizer, "param_groups": groups}, indent=1)
-        )
-        if dcp:
-            order = [each.name for group in range(len(groups)) for each in spec.parameters if each.group == group]
-            kinds = [spec.optimizer_of(group) for group in range(len(groups))]
-            write_folder(model, optimizer, groups, order, kinds, output / "dcp")
+        with _put_together(output) as made:
+            for name, rows in tables.items():
+                write_rows(rows, made / "tables", name, tables_as)
+            save_any(model, made / "model.safetensors")
+            save_any(optimizer, made / "optimizer.safetensors")
+            (made / "optimizer.json").write_text(
+                json.dumps({"optimizer": spec.optimizer, "param_groups": groups}, indent=1)
+            )
+            if dcp:
+                order = [each.name for group in range(len(groups)) for each in spec.parameters if each.group == group]
+                kinds = [spec.optimizer_of(group) for group in range(len(groups))]
+                write_folder(model, optimizer, groups, order, kinds, made / "dcp")
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointFailed(f"{output} cannot be written: {error}") from None
     return f"job {job}: checkpoint {manifest.name} at clock {manifest.clock} is in {output} ({len(model)} tensors)"
+
+
+@contextmanager
+def _put_together(output: Path) -> Iterator[Path]:
+    """A `with` block that writes all files of an export into the folder that it gets, from which they go to `output`
+    at its end. There they replace those of an earlier export, also those that this one does not have.
+    """
+    made = output / ".export"
+    output.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(made, ignore_errors=True)  # of an export that was killed
+    made.mkdir()
+    try:
+        yield made
+        for name in PARTS:
+            old, new = output / name, made / name
+            if old.is_dir():
+                old.rename(made / f"{name}.old")
+            elif old.exists():
+                shutil.copymode(old, new)
+            if new.exists():
+                new.replace(old)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def model_state_dict(directory: Path) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from ps_protocol.errors import CheckpointDamaged
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed
 from ps_protocol.optimizers import with_defaults
 from ps_server.cli import main
 from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.storage import export as storage_export
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export
 from tests.tools.checkpoint_files import filled, write_checkpoint
@@ -101,6 +104,50 @@ def test_an_export_without_fallback_is_an_error(damaged: Path, tmp_path: Path) -
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointDamaged):
         export(damaged, "job", "000002", tmp_path / "out")
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A directory with two checkpoints of a job, whose weights are 1 and 2."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for number in (1, 2):
+        write_checkpoint(store, SPEC, filled(SPEC, float(number)), f"{number:06d}", {})
+    return store.directory
+
+
+def test_an_export_replaces_all_files_of_an_earlier_one_and_no_other(two: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    export(two, "job", "000001", output, dcp=True)
+    (output / "tables").mkdir()
+    (output / ".export").mkdir()  # of one that was killed
+    for name in ("tables/old.safetensors", "config.json", ".export/model.safetensors"):
+        (output / name).touch()
+    (output / "model.safetensors").chmod(0o640)
+    export(two, "job", "000002", output)
+    assert {path.name for path in output.iterdir()} == {
+        *("model.safetensors", "optimizer.safetensors", "optimizer.json", "config.json")
+    }
+    assert weights_in(output) == {2.0}
+    assert (output / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+def test_an_export_that_fails_leaves_an_earlier_one_as_it_was(
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    export(two, "job", "000001", output, dcp=True)
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    save_any = storage_export.save_any
+
+    def full(tensors: Any, path: Path) -> None:
+        if path.name == "optimizer.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_any(tensors, path)
+
+    monkeypatch.setattr(storage_export, "save_any", full)
+    with pytest.raises(CheckpointFailed, match=r"cannot be written: .*No space left"):
+        export(two, "job", "000002", output)
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("damaged", ["a bit of the weights"], indirect=True)
