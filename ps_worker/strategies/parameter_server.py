@@ -300,9 +300,9 @@ def join(
         reads = RowReads(participation, training.in_place, metrics, lambda: training.is_past)
         undo.callback(tables.connect(reads, participation.connection.shards))
         metrics.watch_model(ModelNumbers(tables.looked_up, steps.model.residuals.ratio))
-        for optimizer in optimizers:
-            optimizer.state.clear()  # the shards have it, and a copy here would not follow
         training.begin(own, checkpoint_wanted)
+        for optimizer in optimizers:  # now that nothing can fail any more
+            optimizer.state.clear()  # the shards have it, and a copy here would not follow
         tables.forget()
         undo.pop_all()
         return training

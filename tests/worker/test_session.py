@@ -326,6 +326,23 @@ def test_a_worker_whose_prepare_failed_has_left_and_may_prepare_again(
         assert session.clock == 1
 
 
+def test_a_prepare_that_fails_at_its_end_leaves_the_optimizer_its_state(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: object) -> None:
+        raise InvalidRequest("the state that an earlier worker has left cannot be read")
+
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    monkeypatch.setattr("ps_worker.strategies.job_training.JobTraining.begin", unreadable)
+    with shared.connect("sync", job=job) as session, pytest.raises(InvalidRequest, match="an earlier worker has left"):
+        session.prepare(model, optimizer)
+    assert repr(optimizer.state_dict()) == repr(before)
+
+
 # -- what a session is -----------------------------------------------------------------------------------------------
 
 
