@@ -213,6 +213,8 @@ class _Workers:
                 expected = self._processes.ended(number)
                 if code and not expected and self._failure_ends_launch(number, code):
                     return False
+                if not code and not expected:
+                    self._say_earlier_failure(number)
         return True
 
     def _look_for_joins(self) -> None:
@@ -398,6 +400,14 @@ class _Workers:
         rest = ending or f"the launch goes on with {left} of {counted(plan.workers, plan.noun)}"
         self._console.say(f"{failure}; {its_group}{rest}" if left else str(failure))
         return bool(ending)
+
+    def _say_earlier_failure(self, number: int) -> None:
+        """Reports the last failure of a worker that ends well now: it may find its job finished, and train nothing."""
+        local, member = divmod(number, self._plan.size)
+        if local in self._survived and not member:
+            rank, _ = self._plan.place(number)
+            who, failure = f"{self._plan.noun} {rank}", self._survived[local]
+            self._console.say(f"{who} ended with code 0, and had failed before: {failure}")
 
     def _why_all_end(self) -> str:
         """Returns the reason why a worker's failure ends the whole launch; empty if the others continue."""

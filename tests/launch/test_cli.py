@@ -351,6 +351,7 @@ def test_a_worker_that_fails_is_started_again_alone_as_often_as_was_asked_for(tm
         "ps-worker: starting 2 workers",
         "ps-worker: worker 1 failed with code 7; it is started again in 0.5 s (restart 1 of 2)",
         "ps-worker: worker 1 was ended by SIGKILL; it is started again in 1 s (restart 2 of 2)",
+        "ps-worker: worker 1 ended with code 0, and had failed before: worker 1 was ended by SIGKILL",
     ]
 
 
