@@ -23,8 +23,9 @@ log = logging.getLogger("ps_worker")
 
 PLACE_SECONDS = 60.0  # for which Ray may look for nodes with room for the shards
 START_SECONDS = 120.0  # for which servers may start: nodes import torch, some of them for the first time
-STOP_SECONDS = 900.0  # for the last checkpoints, and for a --drain-seconds of minutes
-ANSWER_SECONDS = 10.0  # and for an actor to say how its server has ended
+LAST_CHECKPOINTS_SECONDS = 900.0  # for the coordinator's end, which may have a --drain-seconds of minutes
+STOP_SECONDS = 60.0  # for that of the shards
+ANSWER_SECONDS = 10.0  # for an actor to say how its server has ended
 CALLS = 8  # to the coordinator's actor at a time
 _GIVEN = frozenset({"server", "mode", "job", "elastic", "tls_cert", "tls_key", "tls_ca", "token_file", "insecure"})
 
@@ -192,10 +193,8 @@ class ParameterServer:
         """Stops the coordinator, which makes last checkpoints first, and then the shards. Further calls do nothing."""
         if self._coordinator is None:
             return
-        for actors in ([self._coordinator], self._shards):
-            stops = [actor.stop.remote(STOP_SECONDS) for actor in actors]
-            ended, late = ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS + ANSWER_SECONDS)
-            _warn_of_ends(ended, late)
+        _stop("the coordinator (last checkpoints may be missing)", [self._coordinator], LAST_CHECKPOINTS_SECONDS)
+        _stop("a shard", self._shards, STOP_SECONDS)
         self._kill()
 
     def _kill(self) -> None:
@@ -220,16 +219,18 @@ class ParameterServer:
         self.stop()
 
 
-def _warn_of_ends(ended: Sequence[Any], late: Sequence[Any]) -> None:
-    """Warns of servers that were not stopped in order. ended: what their actors have answered; late: have not"""
+def _stop(which: str, actors: Sequence[Any], seconds: float) -> None:
+    """Stops the servers of some actors. Warns if one does not end in time, or in order. which: one of them, in words"""
+    stops = [actor.stop.remote(seconds) for actor in actors]
+    ended, late = ray.wait(stops, num_returns=len(stops), timeout=seconds + ANSWER_SECONDS)
     in_time = not late
     for answer in ended:
         try:
             in_time = ray.get(answer) and in_time
         except ray.exceptions.RayError as error:
-            log.warning("a server was not stopped in order: last checkpoints may be missing: %s", error_text(error))
+            log.warning("%s was not stopped in order: %s", which, error_text(error))
     if not in_time:
-        log.warning("servers did not end within %g s and were killed: last checkpoints may be missing", STOP_SECONDS)
+        log.warning("%s did not end within %g s and was killed", which, seconds)
 
 
 def asked_status(servers: ParameterServer) -> Any:

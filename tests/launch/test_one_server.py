@@ -56,6 +56,16 @@ def test_a_coordinator_and_its_shard_say_where_they_are(start: Callable[..., One
     assert server.has_ended()
 
 
+def test_one_that_was_killed_is_told_from_one_that_ended_by_itself(start: Callable[..., OneServer]) -> None:
+    first, second = start(*COORDINATOR), start(*COORDINATOR)
+    assert first.await_ready(READY_SECONDS) is not None
+    assert second.await_ready(READY_SECONDS) is not None
+    os.kill(second.pid, signal.SIGSTOP)
+    assert first.stop(READY_SECONDS)
+    assert second.stop(0.1) is False
+    assert second.await_end() == -signal.SIGKILL
+
+
 def test_one_that_cannot_start_leaves_its_reason(start: Callable[..., OneServer]) -> None:
     server = start("shard", "--index", "0", "--coordinator", "nowhere")
     assert server.await_ready(READY_SECONDS) is None
