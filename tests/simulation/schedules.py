@@ -119,6 +119,8 @@ class Script:
         """Begins a step; a process that has come late continues with the job's schedule."""
         self._could_tell = self._tellers()
         self._late.follow()
+        if self._late.is_late:
+            self._set_alone()
         at = self._schedule.last_epoch
         self._worker.world.trace(f"{self._worker.host.name} at clock {self._worker.clock}: its schedule is at {at}")
 
@@ -128,11 +130,15 @@ class Script:
         self._schedule.step()
 
     def _tell(self) -> None:
+        self._set_alone()
+        self.telling.begin(self._told)
+
+    def _set_alone(self) -> None:
+        """Sets the schedule to the worker's clock if nobody could tell it what is so new."""
         clock = self._worker.clock
         if self._schedule.last_epoch != clock and not self._could_tell & self._tellers():
-            self._schedule.last_epoch = clock - 1  # nobody could tell it what is so new
+            self._schedule.last_epoch = clock - 1
             self._schedule.step()
-        self.telling.begin(self._told)
 
     def _tellers(self) -> set[Worker]:
         """Returns the other workers that have the job's schedule."""
