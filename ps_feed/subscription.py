@@ -152,8 +152,7 @@ class Subscription:
         self._told_of, self._room = told, room or ReceivingRoom()
         self._telling = Telling(relay, lambda: TELL_SECONDS * _RANDOM.uniform(1.0, 1.5))
         self._every, self._wire, self._period = every, wire, period
-        self._wanted = None if parameters is None else frozenset(parameters)
-        self._process = os.getpid()
+        self._process, self._wanted = os.getpid(), None if parameters is None else frozenset(parameters)
         self._contents: Contents | None = None
         self._shards: EachShard | None = None
         self._ahead = UpdatesAhead()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import numbers
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,7 +64,7 @@ class FollowingModels:
             raise ValueError("ids must be rows of tokens, all of one length")
         with self.reading() as (model, version):
             size = model.get_input_embeddings().num_embeddings
-            if not all(isinstance(token, numbers.Integral) and 0 <= token < size for row in ids for token in row):
+            if not all(isinstance(token, int) and 0 <= token < size for row in ids for token in row):
                 raise ValueError(f"a token must be a whole number from 0 to {size - 1}")
             tokens = torch.tensor(ids, device=model.device)
             found = model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)
