@@ -8,6 +8,7 @@ rare case, because the thread releases the GIL in between. So a main thread wait
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import math
 import signal
 import sys
 import threading
@@ -20,6 +21,8 @@ from types import FrameType
 from typing import Any
 
 HEARD_SECONDS = 1.0  # the longest time until a waiting main thread handles a signal
+# A signal that comes so soon after one that has acted belongs to it: a scheduler and a launcher both signal a worker.
+TOGETHER_SECONDS = 5.0
 
 
 def on_signals(action: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
@@ -92,6 +95,7 @@ class Ending:
     def __init__(self) -> None:
         self._signal: int | None = None
         self._is_due = False  # whether it has not acted yet
+        self._acted_at = -math.inf  # when it has acted last
         self._held = False
         self._interrupt: tuple[int, FrameType | None] | None = None  # that came while `_held`
         # The handler of SIGINT, which `_note` replaces while `_held`.
@@ -112,7 +116,10 @@ class Ending:
         """Ends this process with SystemExit, at once or at the end of `hold`. Called by signal handlers.
 
         Each signal acts once: what the script does afterwards, such as a last save in a `finally`, is not interrupted.
+        A signal within TOGETHER_SECONDS of one that has acted does nothing.
         """
+        if not self._is_due and time.monotonic() < self._acted_at + TOGETHER_SECONDS:
+            return
         self._signal, self._is_due = number, True
         if not self._held:
             self._exit()
@@ -180,7 +187,7 @@ class Ending:
 
     def _exit(self) -> None:
         assert self._signal is not None
-        self._is_due = False
+        self._is_due, self._acted_at = False, time.monotonic()
         sys.exit(128 + self._signal)
 
 

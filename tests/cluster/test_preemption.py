@@ -165,6 +165,7 @@ try:
             signal.raise_signal(signal.SIGTERM)
         optimizer.step()
 finally:
+    signal.raise_signal(signal.SIGTERM)  # as of Slurm and of the worker's launcher, which both signal it
     torch.save([session.global_weights(), optimizer.state_dict()], sys.argv[1])
 """
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from ps_runtime import signals
-from ps_runtime.signals import Ending, SignalEvent, await_all
+from ps_runtime.signals import TOGETHER_SECONDS, Ending, SignalEvent, await_all
 from tests.tools.launching import END_SECONDS, Commands, script
 from tests.tools.lines import before_line
 
@@ -167,6 +167,21 @@ def test_a_signal_acts_once_and_leaves_later_waits_alone() -> None:
     with pytest.raises(SystemExit) as ended:
         ending.exit_if_told()  # a step, as the first SystemExit was lost
     assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_signals_that_come_together_act_once_and_a_later_one_acts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a scheduler and of a launcher, the second one while the script saves what it has."""
+    ending, now = Ending(), 1000.0
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
+    with pytest.raises(SystemExit):
+        ending.tell(signal.SIGTERM)
+    now += TOGETHER_SECONDS / 2
+    ending.tell(signal.SIGTERM)
+    with ending.hold():
+        ending.tell(signal.SIGTERM)
+    now += TOGETHER_SECONDS
+    with pytest.raises(SystemExit):
+        ending.tell(signal.SIGTERM)
 
 
 def test_a_signal_at_any_line_acts_once() -> None:
