@@ -46,6 +46,7 @@ LEAVE_PAUSE_SECONDS = 0.5
 # How long a worker that has something to leave tries to. A coordinator that is started again takes a few seconds, and
 # `ps-worker run` kills a worker 15 s after SIGTERM.
 LEAVE_SECONDS = 5.0
+SILENT_SECONDS = 60.0  # for so long after a farewell was given up, the next ones are tried once
 _TOO_LARGE = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
 
 
@@ -71,6 +72,23 @@ class RosterWatch:
             self._call.cancel()
 
 
+class Patience:
+    """The time that a process spends on farewells that the coordinator does not answer. Jobs that are left one after
+    the other may share it: it is spent once then, and a farewell after that is tried once."""
+
+    def __init__(self) -> None:
+        self._given_up_at = -math.inf
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a farewell was given up a short time ago."""
+        return time.monotonic() < self._given_up_at + SILENT_SECONDS
+
+    def end(self) -> None:
+        """Records that a farewell is given up."""
+        self._given_up_at = time.monotonic()
+
+
 class CoordinatorClient:
     """The calls of a worker to the coordinator. Methods block, retry until `closing` is set, and raise PSError.
 
@@ -86,6 +104,7 @@ class CoordinatorClient:
     ) -> None:
         self.address = address
         self.closing = threading.Event()
+        self.patience = Patience()
         self._timeout, self._figures = timeout, figures
         self._attempt_seconds = min(CALL_SECONDS, timeout / 2)  # one answer that is slow is not the end
         self._peer = Peer("coordinator", address, access)
@@ -229,7 +248,8 @@ class CoordinatorClient:
         done:   the script has ended
         script: the script's settings for the job
         If the state is too large for a message, or takes too long to send, it tries once more without the state. With
-        `done` or a state it tries again for LEAVE_SECONDS where the coordinator does not answer.
+        `done` or a state it tries again for LEAVE_SECONDS where the coordinator does not answer, unless `patience` is
+        over.
         """
         request = membership_pb2.LeaveRequest(
             worker=identity_message(worker), done=done, script=workers.state_message(script)
@@ -238,7 +258,7 @@ class CoordinatorClient:
             request.state.clock, request.state.content = state.clock, state.content
         if self._figures is not None:
             request.figures.CopyFrom(worker_figures_message(self._figures()))
-        repeats = done or state is not None
+        repeats = (done or state is not None) and not self.patience.is_over
         until, timeout = time.monotonic() + (LEAVE_SECONDS if repeats else 0.0), CALL_SECONDS
         while True:
             try:
@@ -258,6 +278,8 @@ class CoordinatorClient:
                     # The answer waits for the job's last checkpoint. If the call was heard, it is now answered at once.
                     timeout = LEAVE_SECONDS
                 else:
+                    if repeats:
+                        self.patience.end()
                     log.warning(
                         "the coordinator could not be told that this worker leaves%s: it counts as lost when its lease "
                         "ends (%s)",

@@ -28,7 +28,7 @@ from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState
 from ps_runtime.launch_id import LauncherReports
 from ps_runtime.pools import Closed
 from ps_worker.cluster.connection import Connection
-from ps_worker.cluster.coordinator_calls import CoordinatorClient
+from ps_worker.cluster.coordinator_calls import CoordinatorClient, Patience
 from ps_worker.cluster.first_rows import RowsBefore
 from ps_worker.cluster.group_membership import GroupMembership
 from ps_worker.cluster.options import JobOptions
@@ -95,6 +95,7 @@ class Participation:
         given = self.coordinator, options, metrics_address, *moves
         self.members = OwnMembership(*given) if group is None else GroupMembership(group, *given)
         self.timeline = timeline or Timeline()
+        self._patience_beside = Patience()
         self.came_late = False  # the job was under way when this process joined
         self._metrics_address = metrics_address
         self._launcher, self._run = launcher, ""
@@ -246,8 +247,14 @@ class Participation:
             raise PlaceLost
 
     def beside(self, options: JobOptions) -> Participation:
-        """Returns this worker's part in another job, which it has not joined yet. It has this one's figures."""
-        return Participation(options, self._metrics_address, self._launcher)
+        """Returns this worker's part in another job, which it has not joined yet. It has this one's figures.
+
+        All that are beside this one share their patience: a launcher ends a worker that takes long to leave. This one
+        has its own, as the worker's state is left in its job.
+        """
+        other = Participation(options, self._metrics_address, self._launcher)
+        other.coordinator.patience = self._patience_beside
+        return other
 
     # -- the current place -------------------------------------------------------------------------------------------
 

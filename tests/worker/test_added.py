@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from torch import nn
@@ -11,6 +14,7 @@ from torch import nn
 import ps_worker
 from ps_protocol.job import added_name
 from ps_worker import InvalidRequest, Session, Unsupported
+from ps_worker.cluster import coordinator_calls
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 
@@ -48,6 +52,41 @@ def train(model: Any, optimizer: torch.optim.Optimizer, first: int = 0, last: in
 def train_alone() -> list[torch.Tensor]:
     model = make_net()
     return train(model, of_head(model))
+
+
+class Unavailable(grpc.RpcError):
+    """The error of a call that nobody answers."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "nobody is there"
+
+
+def test_all_added_jobs_share_the_time_for_a_farewell_that_is_not_answered(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job itself, in which the worker's state is left, has its own."""
+    tried: list[str] = []
+
+    def leave(request: Any, timeout: float) -> None:
+        tried.append(request.worker.job)
+        raise Unavailable
+
+    monkeypatch.setattr(coordinator_calls, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(coordinator_calls, "LEAVE_PAUSE_SECONDS", 0.02)
+    session = make_cluster().connect("async", job="job")
+    train(*prepared(session))
+    training = session._strategy._training  # type: ignore[attr-defined]
+    for job in (training, *(added.job for added in training._added.groups)):
+        monkeypatch.setattr(job.participation.coordinator._members, "Leave", leave)
+    session.close()
+    counts = Counter(tried)
+    assert list(counts) == [added_name("job", 1), added_name("job", 2), "job"]
+    assert counts[added_name("job", 1)] > 1
+    assert counts[added_name("job", 2)] == 1
+    assert counts["job"] > 1
 
 
 @pytest.mark.parametrize(
