@@ -33,6 +33,8 @@ from ps_runtime.signals import on_signals
 # The time limits of a stop, in addition to the workers' time to reach the last checkpoints: to write these, and for the
 # shards to end. The shards also have what the coordinator leaves of its own time.
 WRITE_SECONDS, SHARDS_STOP_SECONDS = 5.0, 8.0
+# How long a coordinator with one node's servers outlives the others' shards, which ask it whether the job is over.
+OTHERS_END_SECONDS = 20.0
 STOP_UNREADY_SECONDS = 2.0  # of a cluster that was never ready: it has nothing to finish
 MOST_DOUBLINGS = 4  # of the time for a start
 SAY_SECONDS = 1.0  # for which a line of the log waits for its reader
@@ -171,6 +173,8 @@ class _Shards:
             self.children.stop(STOP_UNREADY_SECONDS)
             return True
         seconds = self._supervision.drain_seconds + WRITE_SECONDS
+        if self._supervision.only == COORDINATOR:
+            seconds += OTHERS_END_SECONDS
         deadline = time.monotonic() + seconds + SHARDS_STOP_SECONDS
         late = self.children.stop(seconds, [COORDINATOR])
         if late:

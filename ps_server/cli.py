@@ -71,7 +71,6 @@ if TYPE_CHECKING:
 
 # Needed by servers and exports, and not by commands that query a cluster
 OF_SERVERS = ("torch", "numpy", "safetensors")
-OTHERS_END_SECONDS = 20.0  # time for launches on other machines to learn of a job's end, and to end their shards
 SWITCH_SECONDS = 0.0005
 LOOK_SECONDS = 1.0  # between two checks whether this process serves; a signal ends the pause
 _PROCESS = whole_number(1, 2**63 - 1)
@@ -517,6 +516,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     if coordinates or not supervised or arguments.drains:  # or its parent has stopped the coordinator, which sees to it
         server.drain(arguments.drain_seconds)
     if not alone and arguments.ends_last:
+        from ps_launch.local_cluster import OTHERS_END_SECONDS
+
         server.outlive(OTHERS_END_SECONDS)
     server.stop()
     audit.flush(all_of_them=True)

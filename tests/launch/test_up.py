@@ -317,6 +317,21 @@ def test_a_supervised_shard_that_waits_for_its_line_ends_with_its_parent() -> No
             shard.kill()
 
 
+def test_a_coordinator_that_waits_for_the_shard_of_another_node_is_not_killed(tmp_path: Path) -> None:
+    """The other node asks it whether the job is over, and then ends its shard."""
+    hurried = "import ps_launch.local_cluster as s; s.WRITE_SECONDS = 0; import ps_server.cli as c; c.main()"
+    words, ports = ["--shards=2", "--drain-seconds=0.1"], ["--port=0", "--metrics-port=0"]
+    with closing(Commands(tmp_path)) as commands:
+        first = commands.start("-c", hurried, "up", "--only=0", *words, *ports)
+        [address] = first.says(r"ps-server: ready at (\S+) \(the coordinator, and shard 0 of 2\)\n")
+        second = commands.start("-m", "ps_server", "up", "--only=1", f"--coordinator={address}", *words, *ports)
+        second.says(r"ps-server: shard 1 of 2 ready at ")
+        first.process.send_signal(signal.SIGTERM)
+        assert second.end(signal.SIGTERM) == 0
+        assert first.process.wait(END_SECONDS) == 0, first.err
+        assert "was killed" not in first.err
+
+
 @pytest.mark.long
 def test_shards_that_stand_still_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:
     """One grace for all of them, and not one for each in turn."""
