@@ -252,7 +252,8 @@ class JobCheckpoints:
             self.abandon()
             self._states.rolled_back(StatesOnDisk(self._job.checkpointing.store, manifest, self._spec))
             self._progress.last, self._progress.reached = manifest, manifest.clock
-            self._progress.whole = self._whole(manifest)
+            with contextlib.suppress(TryLater):  # the one that was known stays: the shards are restored already
+                self._progress.whole = self._whole(manifest)
             self._notify()
         if manifest.without:
             log.warning(
@@ -291,7 +292,9 @@ class JobCheckpoints:
                 yield manifest
 
     def _whole(self, last: Manifest) -> str | None:
-        """Returns the name of the last checkpoint up to this one that has the states of all workers."""
+        """Returns the name of the last checkpoint up to this one that has the states of all workers. Raises TryLater if
+        the store does not answer now.
+        """
         if not last.without:
             return last.name
         return next((manifest.name for manifest in self._manifests(last.name) if not manifest.without), None)

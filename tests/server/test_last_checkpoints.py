@@ -4,10 +4,12 @@ Steps may be slow, workers may leave one after the other, and coordinators may c
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads, Task
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.disk import Disk
 from ps_server.storage.manifest import Manifest
 from tests.tools.cluster import until
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess, join_all, train
@@ -152,6 +155,42 @@ def test_the_last_checkpoint_with_all_states_is_kept(cluster: OneProcess, tmp_pa
     assert store.names("job") == [good.name, last.name]
     better = whole(cluster, each)
     assert store.names("job") == [better.name]
+
+
+class StaleOnce(Disk):
+    """A disk that cannot read the manifest of one checkpoint. name: that checkpoint; empty: it reads all"""
+
+    name = ""
+
+    def open(self, path: Path) -> BinaryIO:
+        if path.name.startswith("manifest") and path.parent.name == self.name:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return super().open(path)
+
+
+def test_a_rollback_is_told_although_the_disk_does_not_say_now_which_checkpoint_has_all_states(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that was known to have them is kept."""
+    disk = StaleOnce()
+    cluster = OneProcess(tmp_path, disk=disk)
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, keep=1))
+    each = join_all(cluster, "sync")
+    good = whole(cluster, each)
+    train(each)
+    without = asked(cluster, 1.0)
+    assert without.without == (0, 1)
+    cluster.start_shard(1)
+    disk.name = good.name
+    cluster.coordinator.recover_jobs()
+    assert f"rolled back to checkpoint {without.name}" in caplog.text
+    disk.name = ""
+    for worker in each:
+        worker.rejoin()
+    train(each)
+    last = asked(cluster, 1.0)
+    assert CheckpointStore(tmp_path).names("job") == [good.name, last.name]
+    cluster.stop()
 
 
 def test_a_run_that_begins_anew_keeps_the_last_checkpoint_of_the_run_before(
