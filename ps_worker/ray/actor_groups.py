@@ -10,6 +10,7 @@ The other groups go on meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -225,9 +226,10 @@ class ActorGroups:
         if not gone or not self._unseen - gone or self._looks:
             return []
         if self._look_at <= now:
-            self._looks[asked_status(self._servers)] = gone
             self._look_at = now + LOOK_SECONDS
-            return []
+            with contextlib.suppress(PSError):  # the servers were stopped: the groups learn that by themselves
+                self._looks[asked_status(self._servers)] = gone
+                return []
         return [self._look_at]
 
     def _judge(self, answer: Any, gone: set[int]) -> None:

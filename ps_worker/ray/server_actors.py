@@ -179,14 +179,14 @@ class ParameterServer:
             The ranks that were removed; none if the worker had left already.
 
         Raises:
-            PSError: The coordinator does not answer.
+            PSError: The coordinator does not answer, or the servers were stopped.
         """
-        ranks: tuple[int, ...] = self._ask(self._coordinator.worker_has_ended.remote(worker))
+        ranks: tuple[int, ...] = self._ask(self._actor().worker_has_ended.remote(worker))
         return ranks
 
     def status(self) -> dict[str, Any]:
         """Returns the status that `ps-server status --json` prints. Raises PSError."""
-        status: dict[str, Any] = self._ask(self._coordinator.status.remote())
+        status: dict[str, Any] = self._ask(self._actor().status.remote())
         return status
 
     def stop(self) -> None:
@@ -203,6 +203,12 @@ class ParameterServer:
                 ray.kill(actor)
         self._shards, self._coordinator = [], None
         remove_placement_group(self._group)
+
+    def _actor(self) -> Any:
+        """Returns the coordinator's actor. Raises PSError if there is none any more."""
+        if self._coordinator is None:
+            raise PSError("the servers were stopped")
+        return self._coordinator
 
     def _ask(self, answer: Any) -> Any:
         try:
@@ -234,8 +240,10 @@ def _stop(which: str, actors: Sequence[Any], seconds: float) -> None:
 
 
 def asked_status(servers: ParameterServer) -> Any:
-    """Returns Ray's reference to what `servers.status()` returns, without waiting for it."""
-    return servers._coordinator.status.remote()
+    """Returns Ray's reference to what `servers.status()` returns, without waiting for it. Raises PSError if the servers
+    were stopped.
+    """
+    return servers._actor().status.remote()
 
 
 def free_address() -> str:
