@@ -309,6 +309,12 @@ class StepMaker:
         for overlap in self._overlaps.values():
             overlap.abandon()
 
+    def place_lost(self) -> None:
+        """Forgets what was sent early of the current step: the next place gets all of it."""
+        self.tables.sent()
+        for overlap in self._overlaps.values():
+            overlap.abandon()
+
     def pushes(
         self, step: EndedStep, clock: int, ranges: Sequence[DataRange], buckets: Sequence[BucketSpec] | None = None
     ) -> list[BucketPush]:

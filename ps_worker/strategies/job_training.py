@@ -44,7 +44,7 @@ from ps_worker.strategies.late_script import LateScript
 from ps_worker.strategies.sent_step import SentStep, last_state
 from ps_worker.strategies.step_kind import StepKind
 from ps_worker.strategies.together import StepsTogether
-from ps_worker.strategies.unfinished import Fate, Unfinished, has_all_before
+from ps_worker.strategies.unfinished import Fate, Unfinished, fate_in, has_all_before
 from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
@@ -252,23 +252,27 @@ class JobTraining:
     def _in_this_place(self, exchange: Callable[[], None], end: Callable[[], object] | None) -> bool | None:
         if self.participation.members.error is not None:
             self.participation.members.raise_lost()
-        if self._left is not None:  # an interrupt came on the way to the place: this worker has not arrived there yet
-            counts = self.come_back()
-            if end is None or self.rolled_back or self.model.spec.local is not None:
-                return counts
+        is_local = self.model.spec.local is not None
+        is_behind = self._left is not None  # an interrupt came on the way to the place: it has not arrived there yet
         try:
-            if self.participation.has_place:
+            if not is_behind and self.participation.has_place:
                 try:
                     exchange()
                     return None
                 except PlaceLost:
                     pass
-            if end is not None and self.unfinished is None:
+            # Or it came in the step before: what the script has set for that one is known until this one ends.
+            is_behind = is_behind or (self.sent is not None and self.unfinished is None and not is_local)
+            if end is not None and self.unfinished is None and not is_behind:
                 end()
         except BaseException as error:
             self._broke_off(error)
             raise
-        return self.come_back()
+        counts = self.come_back()
+        if is_behind and end is not None and not self.rolled_back and not is_local:
+            return self._in_this_place(exchange, end)
+        self._steps.abandon()
+        return counts
 
     def _broke_off(self, error: BaseException) -> None:
         """Ends an exchange after an error other than the loss of the place."""
@@ -304,6 +308,8 @@ class JobTraining:
     def _exchange(self, index: int | None) -> None:
         """Pushes a step of one optimizer, or of none, and pulls all weights."""
         end_last_step(self.participation)
+        if self.sent is not None:  # it was interrupted, and is through
+            self._counted = self.sent.clock
         self._end(index)
         self._push()
 
@@ -431,7 +437,7 @@ class JobTraining:
         unfinished, lost = self.unfinished, self.participation.connection
         is_leased = unfinished is not None and bool(self.data.use())
         self.stages.place_lost()
-        self._steps.abandon()
+        self._steps.place_lost()
         self._steps.tables.forget_ahead()
         gradients = self.model.held_gradients()
         is_sent = unfinished is not None or self.sent is not None
@@ -480,26 +486,19 @@ class JobTraining:
     def _end_in_place(self, fate: Fate, rolled_back: bool, set_by_script: SetByScript) -> None:
         """Ends the step at hand in a new place. What the script has set and does not count goes with the next step."""
         sent, tables, counts = self.sent, self._steps.tables, fate is Fate.COUNTS
+        is_lost = sent is not None and not counts and not sent.has_counted(self.participation.connection.place)
         if rolled_back or (counts and self.unfinished is not None):  # otherwise rows that are there were set since
             tables.forget_assigned()
         self.end_sent(counts)
         if not rolled_back:
-            tables.keep_assigned({} if sent is None or counts else sent.assigned)
+            tables.keep_assigned(sent.assigned if sent is not None and is_lost else {})
             self.assignments.keep(set_by_script, counts)
 
     def _fate(self, place: JoinResult, rolled_back: bool, is_leased: bool) -> Fate:
         """Returns the fate of the current step in a new place. rolled_back: whether this worker was rolled back"""
-        unfinished, sent = self.unfinished, self.sent
-        if unfinished is not None:
-            if unfinished.begun is not None and place.pushed is None and sent is not None and sent.has_counted(place):
-                return Fate.COUNTS
-            if unfinished.step.is_empty and not self.assignments.has_some and not self._steps.tables.assigned():
-                return Fate.COUNTS if unfinished.counts(place) else Fate.NO_STEP
-            one_clock, waits = self.model.spec.consistency.one_clock, self.checkpoint.waits_for_loader
-            return unfinished.fate(place, rolled_back, one_clock, is_leased, waits)
-        if sent is None:
-            return Fate.NO_STEP
-        return Fate.COUNTS if sent.has_counted(place) else Fate.DATA_COMES_AGAIN if rolled_back else Fate.INTERRUPTED
+        sets = self.assignments.has_some or bool(self._steps.tables.assigned())
+        where = rolled_back, self.model.spec.consistency.one_clock, is_leased, self.checkpoint.waits_for_loader
+        return fate_in(place, self.unfinished, self.sent, sets, *where)
 
     def _checkpoint_in_place(self, wanted: bool, fate: Fate) -> None:
         """Saves this worker's state at the clock of a new place, if a checkpoint wants it."""

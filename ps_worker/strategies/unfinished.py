@@ -85,6 +85,34 @@ class Unfinished:
         return Fate.AGAIN
 
 
+def fate_in(
+    now: JoinResult,
+    at_hand: Unfinished | None,
+    sent: SentStep | None,
+    sets: bool,
+    rolled_back: bool,
+    one_clock: bool,
+    is_leased: bool,
+    waits_for_data: bool,
+) -> Fate:
+    """Returns the fate of a worker's step in the place that follows a lost one.
+
+    at_hand: the step; None: none has ended on this worker
+    sent:    the step under way; without one at hand it was interrupted
+    sets:    the script has set something for the step at hand
+    The others are those of Unfinished.fate.
+    """
+    if at_hand is None:
+        if sent is None:
+            return Fate.NO_STEP
+        return Fate.COUNTS if sent.has_counted(now) else Fate.DATA_COMES_AGAIN if rolled_back else Fate.INTERRUPTED
+    if at_hand.begun is not None and now.pushed is None and sent is not None and sent.has_counted(now):
+        return Fate.COUNTS
+    if at_hand.step.is_empty and not sets:
+        return Fate.COUNTS if at_hand.counts(now) else Fate.NO_STEP
+    return at_hand.fate(now, rolled_back, one_clock, is_leased, waits_for_data)
+
+
 def has_all_before(
     now: JoinResult,
     done: int,

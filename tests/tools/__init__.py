@@ -30,6 +30,7 @@ special_numbers.py      Numbers that show how something rounds: of all magnitude
 row_gradients.py        What a step contributes to a table, from a gradient for each occurrence of an id
 table_model.py          A model with two tables and a layer, and how it is trained
 table_shards.py         A job with one table on one of several shards, trained without a server around it
+whole_steps.py          Steps that one shard has and the other has not, and models whose weights tell which steps count
 table_worker.py         A job with one table in servers of one process, and a worker that pushes rows to it
 unfinished.py           Calls whose request never ends
 counted_rounds.py       The counting oracle for local steps: each sample adds 1, and each round leaves a mark
