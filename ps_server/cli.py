@@ -516,12 +516,17 @@ def _serve(arguments: argparse.Namespace) -> int:
     if coordinates or not supervised or arguments.drains:  # or its parent has stopped the coordinator, which sees to it
         server.drain(arguments.drain_seconds)
     if not alone and arguments.ends_last:
-        from ps_launch.local_cluster import OTHERS_END_SECONDS
-
-        server.outlive(OTHERS_END_SECONDS)
+        _outlive(server)
     server.stop()
     audit.flush(all_of_them=True)
     return 0
+
+
+def _outlive(server: Server) -> None:
+    """Keeps the coordinator alive while the shards of other nodes answer."""
+    from ps_launch.local_cluster import OTHERS_END_SECONDS
+
+    server.outlive(OTHERS_END_SECONDS)
 
 
 def _relay(arguments: argparse.Namespace) -> int:
