@@ -113,22 +113,6 @@ def kill(folder: Path, name: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_groups_whose_servers_were_stopped_end_with_their_own_error(cluster: Any, tmp_path: Path) -> None:
-    import ray
-
-    from ps_worker.ray import ParameterServer, WorkerProcess
-
-    servers = ParameterServer(1, insecure=True)
-    groups = groups_of(servers, tmp_path, "stopped")
-    servers.stop()
-    with pytest.raises(PSError, match="the servers were stopped"):
-        servers.status()
-    with pytest.raises(PSError, match="the servers were stopped"):
-        servers.report_end(WorkerProcess("stopped", "launch", "here", 1))
-    with pytest.raises(ray.exceptions.RayError, match="no such sample"):
-        groups.run(lambda actor: actor.fail.remote())
-
-
 def test_a_group_of_actors_is_started_again_as_a_whole_and_the_other_goes_on(servers: Any, tmp_path: Path) -> None:
     running, found = begin(groups_of(servers, tmp_path, "groups", max_restarts=1))
     until(lambda: len([each for each in steps(tmp_path).values() if each > 20]) == 4, "four members that train")
