@@ -72,8 +72,9 @@ test-long: .venv/dev.stamp .venv/library ## run the tests that start many proces
 test-repeats: .venv/dev.stamp ## run the further cases of claims that have one in test or test-long
 	@$(IN_VENV)/python -m pytest -q -m 'repeat and not (docker or kubernetes or remote)' -n 3 --dist worksteal $(ARGS)
 
+# Two at a time on 2 cores: a worker is one thread, and most tests have two, which wait for each other.
 test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning, Hugging Face's Trainer and trackers, and train with them
-	@$(IN_VENV)/python -m pytest -q -m frameworks $(FRAMEWORK_TESTS) $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m frameworks -n 2 --dist worksteal $(FRAMEWORK_TESTS) $(ARGS)
 
 test-ray: .venv/dev.stamp .venv/ray.stamp ## install Ray, and train on three nodes of it
 	@$(IN_VENV)/python -m pytest -q -m ray tests/ray $(ARGS)
