@@ -17,6 +17,7 @@ import ps_worker.cli
 from ps_launch.groups import by_cause
 from ps_protocol.errors import InvalidRequest
 from ps_server.core.membership import LiveWorker, Membership
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster
 from tests.tools.launching import Start, run, script
 
@@ -286,7 +287,7 @@ def of_one_process() -> list[float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stopped", [0, 1], ids=["the member that keeps the store", "another member"])
+@pytest.mark.parametrize("stopped", cases([0], [1]), ids=["the member that keeps the store", "another member"])
 def test_a_member_that_is_stopped_for_good_ends_its_group_which_comes_back(tmp_path: Path, stopped: int) -> None:
     """Its neighbour waits for it in a collective of the script. The other group waits for the step of this one."""
     path = trains(tmp_path, stopped, "signal.SIGSTOP", stands=4)

@@ -91,7 +91,7 @@ def test_one_command_trains_and_leaves_nothing_but_a_checkpoint(start: Start, tm
 
 @pytest.mark.long
 def test_local_steps_train_in_processes(start: Start, tmp_path: Path) -> None:
-    command = start("--shards", "2", "--workers", "2", "--mode", "local:8", str(SCRIPT), str(tmp_path), "5")
+    command = start("--shards", "1", "--workers", "2", "--mode", "local:8", str(SCRIPT), str(tmp_path), "5")
     assert command.process.wait(START_SECONDS) == 0, command.err
     for rank in range(2):
         assert f"worker {rank} of 2: local:8 Everything AdamW\n" in command.out
@@ -109,22 +109,20 @@ def test_a_second_run_goes_on_from_the_checkpoint_of_the_first(start: Start, tmp
 
 
 @pytest.mark.long
-def test_the_exit_code_is_that_of_the_workers(tmp_path: Path) -> None:
-    done = run("--shards", "1", "--workers", "2", script(tmp_path, "sys.exit(7 * int(os.environ['PS_RANK']))"))
-    assert done.returncode == 7, done.stderr
-    assert "worker 1 failed with code 7" in done.stderr
-
-
-@pytest.mark.long
-def test_a_worker_is_told_where_its_servers_are_and_the_servers_of_no_worker(tmp_path: Path) -> None:
-    text = "say(os.environ['PS_SERVER'], os.environ['PS_MODE'], os.environ.get('PS_LEASE'))"
+def test_a_worker_is_told_where_its_servers_are_and_its_exit_code_is_that_of_the_launch(tmp_path: Path) -> None:
+    """The servers are told of no worker."""
+    text = (
+        "say(os.environ['PS_SERVER'], os.environ['PS_MODE'], os.environ.get('PS_LEASE'))\n"
+        "sys.exit(7 * int(os.environ['PS_RANK']))"
+    )
     done = run(
         *("--shards", "1", "--workers", "2", script(tmp_path, text)),
         PS_LEASE="77",  # a variable of servers
         PS_METRICS_PORT="0",
         PS_TLS_CERT="",
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 7, done.stderr
+    assert "worker 1 failed with code 7" in done.stderr
     [address] = re.findall(READY, done.stderr)
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {address} sync 77" for rank in range(2)]
 
@@ -147,7 +145,7 @@ def test_a_signal_ends_workers_and_then_servers_with_a_last_checkpoint(
 
 @pytest.mark.long
 def test_a_launch_that_is_killed_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
-    command = start("--shards", "2", "--workers", "2", str(SCRIPT), str(tmp_path), FOR_EVER)
+    command = start("--shards", "1", "--workers", "2", str(SCRIPT), str(tmp_path), FOR_EVER)
     await_clock(address_of(command), 1)
     assert end(command, signal.SIGKILL) == -signal.SIGKILL
 
@@ -254,24 +252,9 @@ def start_nodes(start: Start, count: int, *words: str) -> list[Command]:
 
 
 @pytest.mark.long
-def test_each_node_holds_a_shard_until_the_job_has_ended(start: Start, tmp_path: Path) -> None:
-    nodes = start_nodes(start, 3, "--mode", "async", str(SCRIPT), str(tmp_path), "3")
-    families = [process for node in nodes for process in node.family()]
-    for rank, node in enumerate(nodes):
-        assert node.process.wait(START_SECONDS) == 0, node.err
-        assert f"worker {rank} of 3: async Everything AdamW\n" in node.out
-    address = address_of(nodes[0])
-    assert f"ps-server: ready at {address} (the coordinator, and shard 0 of 3)\n" in nodes[0].err
-    for rank in (1, 2):
-        ready = rf"ps-server: shard {rank} of 3 ready at (\S+); the coordinator is at {address}\n"
-        [own] = re.findall(ready, nodes[rank].err)
-        assert f"INFO shard {rank} at {own}\n" in nodes[0].err, "where the coordinator knows it"
-    _, left = psutil.wait_procs(families, timeout=END_SECONDS)
-    assert not left
-
-
-@pytest.mark.long
-def test_a_node_that_is_done_first_keeps_its_shard_for_the_others(start: Start, tmp_path: Path) -> None:
+def test_each_node_holds_a_shard_until_the_job_has_ended_also_one_that_is_done_first(
+    start: Start, tmp_path: Path
+) -> None:
     text = (
         "import os, sys, torch, ps_worker\nfrom pathlib import Path\nwith ps_worker.connect() as session:\n"
         "    model = torch.nn.Linear(64, 64)\n"
@@ -282,7 +265,11 @@ def test_a_node_that_is_done_first_keeps_its_shard_for_the_others(start: Start, 
     (tmp_path / "train.py").write_text(text)
     first, second = start_nodes(start, 2, "--mode", "async", str(tmp_path / "train.py"), str(tmp_path / "enough"))
     address = address_of(first)
+    assert f"ps-server: ready at {address} (the coordinator, and shard 0 of 2)\n" in first.err
     until(lambda: "worker 1 leaves" in first.err, "the end of the worker of node 1", START_SECONDS)
+    [own] = re.findall(rf"ps-server: shard 1 of 2 ready at (\S+); the coordinator is at {address}\n", second.err)
+    assert f"INFO shard 1 at {own}\n" in first.err, "where the coordinator knows it"
+    families = [process for node in (first, second) for process in node.family()]
     await_clock(address, 200)
     assert second.process.poll() is None
 
@@ -296,7 +283,9 @@ def test_a_node_that_is_done_first_keeps_its_shard_for_the_others(start: Start, 
     until(lambda: "cannot learn when the job ends: the servers go on" in second.err, "the launcher's word")
     until(lambda: all(shard["reachable"] for shard in status.fetch(address)["shards"]), "an answer of both shards")
     (tmp_path / "enough").touch()
-    assert [node.process.wait(START_SECONDS) for node in (first, second)] == [0, 0]
+    assert [node.process.wait(START_SECONDS) for node in (first, second)] == [0, 0], first.err + second.err
+    _, left = psutil.wait_procs(families, timeout=END_SECONDS)
+    assert not left, "each shard and each worker has ended"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.tools.launching import ROOT, Command, Start
 SCRIPT = ROOT / "tests" / "scripts" / "count_steps.py"
 WAIT_SECONDS = 120
 MORE_STEPS = 200  # that are to be made from here on: a multiple of those between two looks
-RESTARTS = 3
+RESTARTS = 2
 
 
 class Training:

@@ -57,7 +57,8 @@ SMALLEST = {
     "groups": "--layers 1 --width 64 --batch 1 --shards 1 --turns 1 --steps 2 --transport tcp --link-steps 2 --lease 2"
     " --modes sync --equal-steps 3",
 }
-QUICK = ("scale", "rows", "lowcomm", "crowd", "restore", "launches", "feed")  # which is made of rounds
+MARKS = dict.fromkeys(("rows", "lowcomm", "crowd", "restore", "feed"), pytest.mark.long)  # which is made of rounds
+MARKS |= dict.fromkeys(("scale", "launches"), pytest.mark.repeat)  # two tests below run them in other ways
 
 
 def run(name: str, flags: str, directory: Path, *more: str) -> list[dict[str, Any]]:
@@ -69,9 +70,7 @@ def run(name: str, flags: str, directory: Path, *more: str) -> list[dict[str, An
 
 
 @pytest.mark.timeout(600)  # several commands, each of which imports torch, beside other tests
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in QUICK else pytest.mark.slow) for name in SMALLEST]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in SMALLEST])
 def test_a_benchmark_runs_and_says_what_it_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # what is compiled stays here
     found = run(name, SMALLEST[name], tmp_path)

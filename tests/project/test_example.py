@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from tests.tools import launching
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -167,7 +168,7 @@ def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flags", [[], ["--mode=local:2", "--wire=int4", "--steps=80"]], ids=["sync", "local"])
+@pytest.mark.parametrize("flags", cases([[]], [["--mode=local:2", "--wire=int4", "--steps=80"]]), ids=["sync", "local"])
 def test_islands_train_as_hsdp_does(tmp_path: Path, flags: list[str]) -> None:
     """Two groups of two FSDP2 processes on servers, and torch's own collectives between two pairs. In local:2 and int4
     they begin with the same loss, and learn."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.tools import launching
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster
 
 SCRIPT = launching.ROOT / "examples" / "llama.py"
@@ -150,7 +151,7 @@ def test_groups_that_read_checkpoints_of_their_own_are_refused_and_also_without_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("example", ["llama", "islands"])
+@pytest.mark.parametrize("example", cases(["llama"], ["islands"]))
 def test_a_group_that_is_killed_goes_on_with_the_job_to_its_end(tmp_path: Path, example: str) -> None:
     script, out = launching.ROOT / "examples" / f"{example}.py", tmp_path / "out"
     words = (*TINY, *MANY) if example == "llama" else ("--layers=1", "--width=32", "--heads=2", "--steps=150")
