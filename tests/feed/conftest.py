@@ -7,8 +7,26 @@ from pathlib import Path
 
 import pytest
 
+from ps_feed import subscription
+from ps_runtime import reloading
+from ps_server.relay import upstream
+from ps_server.rpc import grpc_port
 from tests.tools.cluster import Cluster
 from tests.tools.followed_trainer import FollowedTrainer
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is not answered asks again soon, and so does who follows a job that rests. Files of tokens are read again
+    soon, and a relay soon hears of a new run.
+
+    Calls that are in flight at the end of a server are those of readers, which wait for an edition: they are cut off.
+    """
+    monkeypatch.setattr(subscription, "LONGEST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(subscription, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(upstream, "FRESH_SECONDS", 0.1)
+    monkeypatch.setattr(grpc_port, "STOP_GRACE_SECONDS", 0.1)
 
 
 @pytest.fixture

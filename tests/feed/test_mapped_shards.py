@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import pytest
 import torch
 
@@ -36,6 +35,7 @@ from ps_server.shard.copied_buckets import CopiedBucket, EditionFiles
 from ps_server.shard.editions import KEPT_SECONDS
 from ps_server.shard.mapped import MappedFiles, NewFiles
 from ps_server.shard.shard import Shard
+from ps_worker.cluster import coordinator_calls
 from tests.tools.cluster import Cluster, until
 from tests.tools.feeding import BUCKETS, CELLS, Feeding, Reader, assert_sealed
 from tests.tools.followed_trainer import FollowedModel, FollowedTrainer
@@ -162,12 +162,14 @@ def test_slow_readers_hold_a_bounded_part_of_the_shards_memory_and_the_others_ge
     assert read() == 0
 
 
+# Without torch, whose import takes seconds.
 READER = """
-import sys
-import ps_torch as ps
-with ps.subscribe(sys.argv[1], sys.argv[2]) as feed:
-    feed.wait_for()
-    print(feed._subscription.received.nbytes, flush=True)
+import os, pathlib, sys
+from ps_feed.subscription import Subscription
+directory = pathlib.Path(os.environ["PS_SHARED_DIRECTORY"])
+with Subscription(sys.argv[1], sys.argv[2], shared_directory=directory) as feed:
+    feed.wait()
+    print(feed.received.nbytes, flush=True)
     sys.stdin.read()
 """
 
@@ -191,13 +193,13 @@ def test_a_reader_that_is_killed_while_it_maps_gives_its_memory_back(
 
 
 def test_a_shard_that_is_killed_takes_nothing_from_a_reader_that_has_mapped_its_memory(
-    job: str, here: Path, tmp_path: Path
+    job: str, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(coordinator_calls, "LEAVE_SECONDS", 0.1)  # nobody hears of it
     commands = Commands(tmp_path)
-    words = ("up", "--shards", "1", "--port", "0", "--metrics-port", "0", "--shared-directory", str(here))
-    command = commands.start("-m", "ps_server", *words)
-    [address] = command.says(r"ready at (\S+)")
-    [server] = psutil.Process(command.process.pid).children()
+    words = ("shard", "--with-coordinator", "--shards", "1", "--index", "0", "--port", "0", "--metrics-port", "0")
+    server = commands.start("-m", "ps_server", *words, "--shared-directory", str(here))
+    [address] = server.says(r"ready at (\S+)")
     try:
         with ps.subscribe(address, job) as feed, contextlib.suppress(ps.PSError):
             session = ps.connect(address, "sync", job=job)
@@ -205,7 +207,7 @@ def test_a_shard_that_is_killed_takes_nothing_from_a_reader_that_has_mapped_its_
             model = feed.load(FollowedModel())
             feed.wait_for(trainer.steps(2))
             with feed.reading(model) as version:
-                server.kill()
+                server.process.kill()
                 until(lambda: feed.trouble is not None, "the reader to notice")
                 assert trainer.has(dict(model.state_dict()), version)
             assert payload_bytes(feed) == 0

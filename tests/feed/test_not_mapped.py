@@ -44,16 +44,17 @@ def held(cluster: Cluster, job: str) -> int:
     return files.look() or files.held_bytes() if files is not None else 0
 
 
-# A process that reads one edition. Its words: server, job, and the user that it becomes.
+# A process that reads one edition, without torch, whose import takes seconds. Its words: server, job, and the user that
+# it becomes.
 READER = """
-import os, sys
-import ps_torch as ps
-import ps_worker.followed_model
+import os, pathlib, sys
+from ps_feed.subscription import Subscription
 if len(sys.argv) > 3:
     os.setgid(int(sys.argv[3]))
     os.setuid(int(sys.argv[3]))
-with ps.subscribe(sys.argv[1], sys.argv[2]) as feed:
-    print(feed.wait_for().version, feed._subscription.received.nbytes > 0)
+directory = pathlib.Path(os.environ["PS_SHARED_DIRECTORY"])
+with Subscription(sys.argv[1], sys.argv[2], shared_directory=directory) as feed:
+    print(feed.wait().version, feed.received.nbytes > 0)
 """
 
 

@@ -46,7 +46,9 @@ SECRET = "0123456789abcdef" * 2
 
 
 @pytest.fixture
-def near(shared: Cluster) -> Iterator[RelayServer]:
+def near(shared: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[RelayServer]:
+    """A relay that has no request wait for the first edition of a job."""
+    monkeypatch.setattr(relay_site, "FIRST_SECONDS", 0.1)
     with relay(shared.address, http_port=0) as running:
         yield running
 
@@ -421,7 +423,7 @@ def test_a_client_that_takes_nothing_is_cut_off_and_one_that_asks_nothing(
 ) -> None:
     server = ServerConfig(limits=replace(DEFAULTS, stall_seconds=1.0))
     with shared.connect("sync", job=job) as session, relay(shared.address, server, http_port=0) as near:
-        FollowedTrainer(session, bucket_bytes=2**20, width=400_000)  # 64 MB: more than sockets hold
+        FollowedTrainer(session, bucket_bytes=2**20, width=100_000)  # 16 MB: more than sockets hold
         newest(near, job, 0, "HEAD")  # this client may be slow, too
         followed = near.relayed.followed()[0]
         holds, held = followed.hold, threading.Event()
@@ -430,7 +432,10 @@ def test_a_client_that_takes_nothing_is_cut_off_and_one_that_asks_nothing(
         with monkeypatch.context() as patch, socket.create_connection((host, int(port)), 60) as idle:
             patch.setattr(downloads, "IDLE_SECONDS", 0.3)
             assert idle.recv(1) == b"", "it asked for nothing"
-        with socket.create_connection((host, int(port)), 60) as stuck:
+        with socket.socket() as stuck:
+            stuck.settimeout(60)
+            stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects: it is never more
+            stuck.connect((host, int(port)))
             stuck.sendall(f"GET /jobs/{job}/latest.safetensors HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             assert held.wait(60), "that it counts as a reader"
             until(lambda: not followed.callers(), "that it does not any more")

@@ -13,6 +13,7 @@ from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.grpc_status import error_from
 from ps_server.core.limits import Limits
+from ps_server.rpc import call_limits
 from ps_server.rpc.call_limits import BUSY_SECONDS, WAITING_FOR_EACH
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.raw_worker import joined, vector_job
@@ -21,7 +22,10 @@ WORKERS, STEPS = 6, 4
 
 
 @pytest.mark.parametrize("transport", ["grpc", "auto"])
-def test_workers_of_one_address_join_and_train_beyond_the_limit_of_its_calls(transport: str) -> None:
+def test_workers_of_one_address_join_and_train_beyond_the_limit_of_its_calls(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_limits, "BUSY_SECONDS", 0.05)
     cluster = Cluster(shards=2, limits=Limits(calls=WORKERS // 2))
 
     def train(rank: int) -> list[float]:

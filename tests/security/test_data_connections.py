@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,14 @@ from ps_runtime import reloading
 from ps_runtime.credentials import Access
 from ps_server.core.limits import Limits
 from ps_server.ops import status
+from ps_server.rpc.call_limits import CallLimits, CallsInFlight
 from ps_server.shard.shard import Shard
 from tests.tools.cluster import Cluster, until
 from tests.tools.frame_client import FrameClient, clocks_read, push_parts, ticket
 from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 CELLS = 16
+LIMITS = Limits(upload_seconds=30.0, stall_seconds=40.0)
 LEASE = 120.0  # of raw workers, which send no heartbeats: on a busy machine a test may take many seconds
 
 
@@ -423,22 +425,53 @@ def test_what_is_no_request_gets_an_error_and_the_connection_stays(
 # -- slow peers ------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_is_not_sent_to_its_end_is_cut_off(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(shards=1, limits=Limits(upload_seconds=5.0), lease=LEASE)
+class Shortened:
+    """A time limit of slow peers, which is short for the calls that begin inside a `with`. All others have their time,
+    also where this machine is busy.
+
+    begun: how many calls these are
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, uploads: float = 30.0, stalls: float = 30.0) -> None:
+        self.begun = 0
+        self._monkeypatch, self._uploads, self._stalls = monkeypatch, uploads, stalls
+
+    def __enter__(self) -> Shortened:
+        self._patch = self._monkeypatch.context()
+        within, short = CallLimits._within, {LIMITS.upload_seconds: self._uploads, LIMITS.stall_seconds: self._stalls}
+
+        def begins(limits: CallLimits, seconds: float, call: Any) -> AbstractContextManager[None]:
+            self.begun += 1
+            return within(limits, short[seconds], call)
+
+        self._patch.__enter__().setattr(CallLimits, "_within", begins)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.__exit__(*error)
+
+
+def test_a_request_that_is_not_sent_to_its_end_is_cut_off(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster(shards=1, limits=LIMITS, lease=LEASE)
     with joined(cluster.address, vector_job("job", "async", CELLS, 1)) as [worker]:
         found = ticket(cluster.address, worker)
         with FrameClient(found.port, found.ticket) as client:
             assert client.is_open()
-            client.socket.sendall(write_header(1, Kind.PUSH, 100, 4 * CELLS) + bytes(50))
-            assert client.is_closed()
+            with Shortened(monkeypatch, uploads=0.3):
+                client.socket.sendall(write_header(1, Kind.PUSH, 100, 4 * CELLS) + bytes(50))
+                assert client.is_closed()
         worker.step(torch.ones(CELLS))
         assert worker.pull().tolist() == [-1.0] * CELLS
 
 
-def test_a_worker_that_does_not_read_is_cut_off_and_holds_up_nobody(make_cluster: Callable[..., Cluster]) -> None:
+def test_a_worker_that_does_not_read_is_cut_off_and_holds_up_nobody(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its bucket is stepped by others meanwhile: what the kernel does not take is copied, not kept from them."""
     cells = 4 * 2**20
-    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=5.0), lease=LEASE)
+    cluster = make_cluster(shards=1, limits=LIMITS, lease=LEASE)
     job = vector_job("job", "async", cells, 2)
     job = job.__class__(**{**job.__dict__, "bucket_bytes": 4 * cells})
     with joined(cluster.address, job) as [slow, quick]:
@@ -446,7 +479,9 @@ def test_a_worker_that_does_not_read_is_cut_off_and_holds_up_nobody(make_cluster
         with FrameClient(found.port, found.ticket) as client:
             client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             assert client.is_open()
-            client.send(Kind.PULL, pull(slow, 0))
+            with Shortened(monkeypatch, stalls=1.0) as shortened:
+                client.send(Kind.PULL, pull(slow, 0))
+                until(lambda: shortened.begun == 2, "the answer, after the request")
             for _ in range(2):
                 quick.step(torch.ones(cells))
             assert quick.pull()[0] == -2.0
@@ -479,19 +514,19 @@ def test_a_server_that_stops_ends_connections_in_the_middle_of_calls(make_cluste
             stopping.join()
 
 
-def test_a_refused_request_that_does_not_come_ends_its_connection() -> None:
+def test_a_refused_request_that_does_not_come_ends_its_connection(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is passed over as it comes: a worker that kept it back would have the connection's thread for good."""
-    cluster = Cluster(shards=1, limits=Limits(calls=4, upload_seconds=5.0), lease=LEASE)
-    try:
-        with joined(cluster.address, vector_job("job", "async", CELLS, 1)) as [worker]:
-            found = ticket(address_of(cluster, worker), worker)
-            with FrameClient(found.port, found.ticket) as client:
-                assert client.is_open()
-                until(lambda: client.ask(Kind.PULL, pull(worker, 0)), "an answer")
-                for clock in range(10, 14):
-                    client.send(Kind.PULL, pull(worker, clock))
+    cluster = make_cluster(shards=1, limits=LIMITS, lease=LEASE)
+    with joined(cluster.address, vector_job("job", "async", CELLS, 1)) as [worker]:
+        found = ticket(address_of(cluster, worker), worker)
+        with FrameClient(found.port, found.ticket) as client:
+            assert client.is_open()
+            with Shortened(monkeypatch, uploads=0.3), monkeypatch.context() as patch:
+                patch.setattr(CallsInFlight, "begin", busy)
                 push = push_parts(gradient(worker, 1))
                 client.socket.sendall(write_header(99, Kind.PUSH, len(push.head), CELLS * 4))
+                with pytest.raises(Backlogged):
+                    client.answers(Kind.PUSH)
                 assert client.is_closed()
-    finally:
-        cluster.stop()

@@ -28,6 +28,7 @@ from ps_server.core.limits import Limits
 from ps_server.ops import dev_certs
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster, until
+from tests.tools.crowded import silent
 from tests.tools.frame_client import FrameClient, push_parts, ticket
 from tests.tools.raw_worker import joined, vector_job
 
@@ -230,11 +231,10 @@ def test_a_thousand_silent_connections_take_no_thread_and_keep_no_descriptor(
     port = free_ports(1)
     make_cluster(shards=1, tls=tls, data_port=port)
     threads, descriptors = threading.active_count() + OTHERS, len(os.listdir("/proc/self/fd")) + OTHERS
-    with ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), SECONDS)) for _ in range(1000)]
+    with silent(port, 1000, MOST_STRANGERS + 64) as strangers:
         until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 1000 + MOST_STRANGERS, "room to be made")
         assert threading.active_count() <= threads
-        assert is_closed(silent[0])
+        assert is_closed(strangers[0])
     until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors, "the end of all of them")
 
 

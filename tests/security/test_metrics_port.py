@@ -14,6 +14,12 @@ from tests.tools.browsing import ask
 from tests.tools.cluster import Cluster
 
 
+@pytest.fixture(autouse=True)
+def _pages_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is made again without a pause: that of a cluster which has been shared for long takes long."""
+    monkeypatch.setattr("ps_runtime.web.PAUSES_PER_PAGE", 0)
+
+
 @pytest.mark.parametrize("path", ["/metrics", "/sd"])
 def test_no_other_name_than_one_of_loopback_is_answered(shared: Cluster, path: str) -> None:
     """DNS rebinding: the page's own name is pointed at 127.0.0.1, and the browser sends that name."""

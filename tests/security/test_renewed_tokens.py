@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ps_protocol.errors import Unauthenticated
+from ps_runtime import reloading, retry
 from ps_runtime.credentials import Access
 from ps_server.ops import status
 from tests.tools.cases import cases
@@ -26,9 +27,15 @@ def is_known(cluster: Cluster, token: str) -> bool:
 
 @pytest.mark.parametrize(("transport", "at_once"), cases([("tcp", False), ("grpc", True)], [("shm", False)]))
 def test_a_worker_goes_on_with_a_renewed_token(
-    make_cluster: Callable[..., Cluster], tmp_path: Path, transport: str, at_once: bool
+    make_cluster: Callable[..., Cluster],
+    tmp_path: Path,
+    transport: str,
+    at_once: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """at_once: servers forget the old one before the worker has read the new one."""
+    for module in (reloading, retry):  # who shows a token that is not known waits until it has been read again
+        monkeypatch.setattr(module, "CHECK_SECONDS", 0.2)
     roles, shown = tmp_path / "roles", tmp_path / "token"
     own, old, new = (secrets.token_hex(16) for _ in range(3))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from ps_frames.frames import Kind
+from ps_frames.listener import MOST_STRANGERS
 from ps_protocol.errors import PSError
 from ps_runtime.credentials import PLAINTEXT, Access, Tls
 from ps_runtime.thread_limit import ThreadLimit, thread_limit
@@ -25,6 +25,7 @@ from ps_server.core.thread_shares import LEAST_CONNECTIONS, LEAST_OF_A_POOL, Thr
 from ps_server.ops import dev_certs
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster, until
+from tests.tools.crowded import silent
 from tests.tools.frame_client import FrameClient, push_parts, ticket
 from tests.tools.launching import Command
 from tests.tools.raw_worker import RawWorker, joined, vector_job
@@ -181,8 +182,7 @@ def test_a_thousand_silent_connections_and_waiting_calls_leave_a_server_with_few
             hosts = "127.0.0.2", "127.0.0.3"
             attack = stack.enter_context(Unfinished(address, CALLS, 64, 64 + 5, calls=128, sources=hosts))
             until(lambda: attack.begun >= 200, "the start of the calls")
-        for _ in range(SILENT):
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), 20.0))
+        stack.enter_context(silent(port, SILENT, MOST_STRANGERS + 64))
         gradient = torch.ones(16).numpy().tobytes()
         for clock in range(1, 6):
             push = partial(worker.send, worker.message(0, clock, gradient))
