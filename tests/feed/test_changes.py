@@ -17,6 +17,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.layout import DATA_TYPES
 from ps_server.shard import shared_changes
 from ps_server.shard.shared_changes import MOST_KEPT, SKIPPED, WORKING_COPIES, BucketChanges
+from tests.tools.cases import crossed
 
 NUMEL = 4096
 
@@ -56,8 +57,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return calls
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+@pytest.mark.parametrize(("itemsize", "sparse"), crossed([1, 2, 4, 8], [False, True]))
 @given(pairs=st.lists(st.tuples(st.binary(min_size=8, max_size=8), st.booleans()), min_size=1, max_size=40))
 def test_any_bits_come_back(itemsize: int, pairs: list[tuple[bytes, bool]], sparse: bool) -> None:
     new = b"".join(each + bytes(8 * index % 3000) for index, (each, _) in enumerate(pairs)) + bytes(800)
@@ -198,10 +198,12 @@ def test_changes_take_no_more_memory_than_the_bucket() -> None:
     assert len(store._kept) <= MOST_KEPT
 
 
-@pytest.mark.parametrize("is_way", [False, True], ids=["from a copy", "from a version that changes lead to"])
-@pytest.mark.parametrize("part", [50, 4, 3, 1])
-@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    ("dtype", "part", "is_way"),
+    crossed(["uint8", "bfloat16", "float32", "float64"], [50, 4, 3, 1], [True, False]),
+)
 def test_to_compute_a_change_takes_no_more_memory_than_there_has_to_be(dtype: str, part: int, is_way: bool) -> None:
+    """Only a part of the elements changes. is_way: earlier changes lead to the version from which it is computed"""
     itemsize, size, draw = DATA_TYPES[dtype].itemsize, 2**21, np.random.default_rng(1)
     elements = np.frombuffer(draw.bytes(size), f"<u{itemsize}").copy()
     made = [Copy(0, elements.tobytes())]

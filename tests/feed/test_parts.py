@@ -31,6 +31,7 @@ from ps_protocol.messages.editions import (
     write_edition_call,
     write_edition_part,
 )
+from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster
 from tests.tools.editions import CONTENTS, ORIGIN, bucket
 from tests.tools.followed_trainer import relay
@@ -39,8 +40,7 @@ SIZES = {index: CONTENTS.size(bucket) for index, bucket in CONTENTS.buckets.item
 
 
 @pytest.mark.usefixtures("far")
-@pytest.mark.parametrize("changes", [False, True])
-@pytest.mark.parametrize("relays", [0, 1])
+@pytest.mark.parametrize(("relays", "changes"), crossed([0, 1], [False, True]))
 def test_buckets_come_in_messages_as_small_as_a_reader_wants(
     shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, relays: int, changes: bool
 ) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import ps_torch as ps
+from ps_server import cli
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster
 from tests.tools.followed_trainer import FollowedTrainer
@@ -79,20 +81,28 @@ def test_a_relay_that_dies_while_it_sends_an_edition_costs_its_readers_a_reconne
         assert (feed.restores, feed.trouble) == (0, None)
 
 
-def test_a_relay_says_in_one_line_what_is_wrong_with_its_settings(commands: Commands) -> None:
-    wrong = (
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         (["--upstream", "http://a:1"], "expected HOST:PORT, without http://, got 'http://a:1'"),
         (["--upstream", "a:1", "--jobs", "x=int8"], "expected one of float32, bfloat16, float16 behind =, got 'int8'"),
         (["--upstream", "a:1", "--period", "4000"], "expected 0 to 3600 seconds, got '4000'"),
         ([], "the following arguments are required: --upstream"),
         (["--upstream", "a:1", "--host", "0.0.0.0"], "--insecure"),
-    )
-    relay = ("-c", WITHOUT_TORCH, "relay", "--port", "0", "--metrics-port", "0")
-    started = [(commands.start(*relay, *words), said) for words, said in wrong]
-    for command, said in started:
-        assert command.process.wait(60) != 0
-        assert said in command.err
-        assert len(command.err.strip().splitlines()) <= 2, command.err
+    ],
+    ids=["upstream", "wire", "period", "nothing", "host"],
+)
+def test_a_relay_says_in_one_line_what_is_wrong_with_its_settings(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ps-server", "relay", "--port", "0", "--metrics-port", "0", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    code = ended.value.code
+    assert code not in (0, None)
+    told = code if isinstance(code, str) else capsys.readouterr().err
+    assert said in told
+    assert len(told.strip().splitlines()) <= 2, told
 
 
 def test_control_c_ends_what_follows_a_job_in_a_terminal(shared: Cluster, job: str, commands: Commands) -> None:

@@ -24,21 +24,32 @@ def lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (function.end_lineno or 0) - function.lineno + 1 - docstring
 
 
-def too_large(place: str, text: str) -> Iterator[tuple[str, str]]:
+def too_large(place: str, text: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
     """What of a file is too large, and what to do about it."""
     height = text.count("\n")
     if height > MOST_FILE_LINES:
         yield place, f"has {height} lines of {MOST_FILE_LINES}: give each of its ideas a file"
-    for node in statements(syntax(text)):
+    for node in statements(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and lines(node) > MOST_FUNCTION_LINES:
             counts = f"{lines(node)} lines of {MOST_FUNCTION_LINES}"
             yield f"{place}: def {node.name}", f"has {counts} without its docstring: give each of its steps a name"
 
 
+@cache
+def looked_at() -> tuple[dict[str, str], list[tuple[str, str, int]]]:
+    """What of the packages' files is too large; and each class's name, its file, and how many public methods it has."""
+    large: dict[str, str] = {}
+    found: list[tuple[str, str, int]] = []
+    for path in modules().values():
+        place, text = path.relative_to(ROOT).as_posix(), path.read_text()
+        tree = syntax(text)
+        large |= too_large(place, text, tree)
+        found += ((cls.name, place, public_methods(cls)) for cls in classes(tree))
+    return large, found
+
+
 def test_no_function_or_file_is_too_large() -> None:
-    files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in modules().values()}
-    found = dict(pair for place, text in files.items() for pair in too_large(place, text))
-    assert found == {}
+    assert looked_at()[0] == {}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +62,7 @@ def test_no_function_or_file_is_too_large() -> None:
     ids=["function", "no function", "file"],
 )
 def test_what_is_too_large_is_found(text: str, what: list[str]) -> None:
-    assert [place for place, _ in too_large("x.py", text)] == what
+    assert [place for place, _ in too_large("x.py", text, syntax(text))] == what
 
 
 ENGINES = {"vLLM": ("vllm", "answers"), "SGLang": ("sglang", "folders"), "`transformers`": ("huggingface",)}
@@ -112,16 +123,9 @@ def public_methods(cls: ast.ClassDef) -> int:
     return sum(not names & {"property", "setter"} for names in decorators)
 
 
-@cache
-def all_classes() -> list[tuple[str, str, int]]:
-    """The name of each class of the packages, its file, and how many public methods it has."""
-    trees = {path.relative_to(ROOT).as_posix(): syntax(path.read_text()) for path in modules().values()}
-    return [(cls.name, file, public_methods(cls)) for file, tree in trees.items() for cls in classes(tree)]
-
-
 def test_no_class_has_too_many_public_methods() -> None:
     found = {}
-    for name, file, count in all_classes():
+    for name, file, count in looked_at()[1]:
         if count > MOST_PUBLIC_METHODS:
             found[name] = f"{file}: {count}, give a part of it a class"
     assert {name: text for name, text in found.items() if name not in LARGER_CLASSES} == {}
@@ -130,7 +134,7 @@ def test_no_class_has_too_many_public_methods() -> None:
 
 def test_no_two_classes_have_one_name() -> None:
     files: dict[str, list[str]] = {}
-    for name, file, _ in all_classes():
+    for name, file, _ in looked_at()[1]:
         files.setdefault(name, []).append(file)
     twice = {name: where for name, where in files.items() if len(where) > 1}
     assert twice == {}, "name each for what it is"

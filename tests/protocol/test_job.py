@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.convert import hyper_messages, hyper_parameters, job_spec, job_spec_message
@@ -243,6 +243,7 @@ def jobs(draw: st.DrawFn) -> JobSpec:
     )
 
 
+@settings(max_examples=50)
 @given(jobs())
 def test_a_job_comes_through_the_wire_as_it_was(job: JobSpec) -> None:
     data = job_spec_message(job).SerializeToString()

@@ -37,7 +37,7 @@ def changed(found: Repeated, request: bytes, clock: int) -> tuple[Repeated, dict
     return found.changed(request, clock, before)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(EXCHANGES, CLOCKS, GROUPS)
 def test_a_request_is_written_for_others_as_the_generated_class_writes_it(
     request: data_pb2.ExchangeRequest, clock: int, groups: dict[int, Any]
@@ -59,7 +59,7 @@ def test_a_request_is_written_for_others_as_the_generated_class_writes_it(
         assert repr(known[1]) == repr(groups), "also where a value is NaN"
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(EXCHANGES, EXCHANGES, st.data())
 def test_only_what_it_is_but_for_clock_and_hyper_parameters_is_known(
     request: data_pb2.ExchangeRequest, other: data_pb2.ExchangeRequest, data: st.DataObject

@@ -356,7 +356,7 @@ def test_a_step_that_is_half_out_when_it_goes_wrong_counts_for_nothing_and_train
     def work(rank: int) -> torch.Tensor:
         with shared.connect("sync", rank, 2, job=job, transport=transport) as session:
             model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-            model, optimizer = session.prepare(model, sgd(model, lr=0.01), bucket_bytes=64, overlap=True)
+            model, optimizer = session.prepare(model, sgd(model, lr=0.01), bucket_bytes=256, overlap=True)
             for step in range(7 if rank == 1 else 6):
                 bad = rank == 1 and step == 3
                 hook = model[0].weight.register_hook(lambda gradient: gradient * NAN) if bad else None

@@ -19,7 +19,7 @@ from tests.tools.cluster import Cluster
 from tests.tools.fuzz_requests import KEY, SEEDS, SPEC, WORKER
 from tests.tools.fuzzing import Target
 
-EXAMPLES = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
