@@ -101,6 +101,7 @@ def test_what_is_no_launchers_of_this_user_stays(temporary: Path) -> None:
 TRAINS = """
 if os.environ["PS_RESTART_COUNT"] == "0":
     open(os.environ["PS_STARTED_FILE"], "w").close()
+    open(os.path.join(os.path.dirname(__file__), "joined-" + os.environ["PS_RANK"]), "w").close()
 go = os.path.join(os.path.dirname(__file__), "go-")
 if os.environ["PS_RANK"] == "1":
     await_file(go + "1")
@@ -120,6 +121,8 @@ def test_a_launch_whose_folder_is_emptied_goes_on_without_a_worker(
     program = script(tmp_path, TRAINS)
     words = ("--server", "127.0.0.1:1", "--mode", "sync", "--workers", "2", "--max-restarts", "1")
     command = commands.start("-m", "ps_worker", "run", *words, program)
+    joined = [tmp_path / f"joined-{rank}" for rank in range(2)]
+    until(lambda: all(each.exists() for each in joined), "that none puts its file there again", START_SECONDS)
     until(lambda: "training begins" in command.err, "all workers", START_SECONDS)
     [folder] = temporary.glob(f"{PREFIX}*")
     (folder / "started").unlink()
