@@ -39,7 +39,7 @@ from ps_worker.cluster import coordinator_calls
 from tests.tools.cluster import Cluster, until
 from tests.tools.feeding import BUCKETS, CELLS, Feeding, Reader, assert_sealed
 from tests.tools.followed_trainer import FollowedModel, FollowedTrainer
-from tests.tools.launching import Commands
+from tests.tools.forkserver import Nursery, address_in
 
 SECRET = "0123456789abcdef" * 2
 
@@ -193,27 +193,26 @@ def test_a_reader_that_is_killed_while_it_maps_gives_its_memory_back(
 
 
 def test_a_shard_that_is_killed_takes_nothing_from_a_reader_that_has_mapped_its_memory(
-    job: str, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: str, here: Path, tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_calls, "LEAVE_SECONDS", 0.1)  # nobody hears of it
-    commands = Commands(tmp_path)
-    words = ("shard", "--with-coordinator", "--shards", "1", "--index", "0", "--port", "0", "--metrics-port", "0")
-    server = commands.start("-m", "ps_server", *words, "--shared-directory", str(here))
-    [address] = server.says(r"ready at (\S+)")
+    words = ("shard", "--with-coordinator", "--shards=1", "--index=0", "--port=0", "--metrics-port=0")
+    server = nursery.serve([*words, f"--shared-directory={here}"], tmp_path / "log")
     try:
+        address = address_in(tmp_path / "log")
         with ps.subscribe(address, job) as feed, contextlib.suppress(ps.PSError):
             session = ps.connect(address, "sync", job=job)
             trainer = FollowedTrainer(session)
             model = feed.load(FollowedModel())
             feed.wait_for(trainer.steps(2))
             with feed.reading(model) as version:
-                server.process.kill()
+                server.kill()
                 until(lambda: feed.trouble is not None, "the reader to notice")
                 assert trainer.has(dict(model.state_dict()), version)
             assert payload_bytes(feed) == 0
             session.close()
     finally:
-        commands.close()
+        server.kill()
 
 
 def test_who_may_not_read_a_job_is_handed_nothing(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,7 @@ def test_a_relay_says_in_one_line_what_is_wrong_with_its_settings(
     assert len(told.strip().splitlines()) <= 2, told
 
 
+@pytest.mark.usefixtures("ctrl_c")  # a run in the background has it ignored, and so would the command
 def test_control_c_ends_what_follows_a_job_in_a_terminal(shared: Cluster, job: str, commands: Commands) -> None:
     with shared.connect("sync", job=job) as session:
         FollowedTrainer(session)

@@ -9,8 +9,6 @@ import errno
 import gc
 import json
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -37,6 +35,7 @@ from ps_server.shard.weight_feeds import SIGN_SECONDS
 from tests.tools.cases import cases
 from tests.tools.cluster import TEST_SECONDS, Cluster, until
 from tests.tools.followed_trainer import rebuilding_loss, relay
+from tests.tools.forkserver import Nursery
 from tests.tools.remembering_trainer import RememberingTrainer, in_background
 from tests.tools.rollbacks import QUICK
 
@@ -974,12 +973,13 @@ def test_a_model_that_is_loaded_again_does_not_change_under_its_readers(
             assert torch.equal(before, trainer.past[0]["first.weight"])
 
 
-def test_a_script_ends_with_a_feed_that_it_left_open(shared: Cluster, job: str, trainer: Trainer) -> None:
-    script = "import sys, ps_torch; print(ps_torch.subscribe(sys.argv[1], sys.argv[2]).wait_for().version)"
-    ran = subprocess.run(
-        [sys.executable, "-c", script, shared.address, job], capture_output=True, text=True, timeout=TEST_SECONDS
-    )
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "0\n", "")
+def test_a_script_ends_with_a_feed_that_it_left_open(
+    shared: Cluster, job: str, trainer: Trainer, nursery: Nursery, tmp_path: Path
+) -> None:
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text("import sys, ps_torch\nprint(ps_torch.subscribe(sys.argv[1], sys.argv[2]).wait_for().version)\n")
+    ran = nursery.run(script, [shared.address, job], log, finalizes=True)
+    assert (ran.wait(TEST_SECONDS), log.read_text()) == (0, "0\n")
 
 
 @pytest.mark.parametrize(

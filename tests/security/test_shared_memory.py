@@ -27,6 +27,7 @@ from ps_protocol.segment_layout import SegmentOffer
 from ps_runtime import local_sockets
 from ps_worker.cluster.local_segment import LocalSegment
 from tests.tools.cluster import Cluster
+from tests.tools.forkserver import Nursery, address_in
 from tests.tools.launching import Commands
 from tests.tools.sharing_worker import SharingWorker
 
@@ -72,10 +73,15 @@ def server(path: Path, *prefix: str) -> Iterator[Apart]:
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+def process(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Apart]:
     """A server that tests share, each with a job of its own."""
-    with server(tmp_path_factory.mktemp("process")) as apart:
-        yield apart
+    path = tmp_path_factory.mktemp("process")
+    directory, log = path / "shared", path / "log"
+    directory.mkdir()
+    words = ("shard", "--with-coordinator", "--shards=1", "--index=0", "--port=0", "--metrics-port=0", "--lease=60")
+    running = nursery.serve([*words, f"--shared-directory={directory}"], log)
+    yield Apart(address_in(log), directory)
+    running.kill()
 
 
 def train(address: str, job: str, directory: Path) -> None:

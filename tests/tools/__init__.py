@@ -8,6 +8,7 @@ rpc_faults.py           Loses, delays and repeats calls, of gRPC and of data con
 browsing.py             A request as a browser makes it
 http2.py                Frames of HTTP/2 by hand: just enough to be taken for a caller
 slow_client.py          Clients that send one byte at a time
+crowded.py              Many connections to one port, of clients that say nothing
 frame_client.py         A data connection without a session: every frame by hand
 pythons.py              What needs no torch, on every Python that is promised and here: `make test-pythons`
 raw_worker.py           A worker without a session: a test sends every message by hand
