@@ -18,7 +18,7 @@ from bench.machine import memory
 from bench.pictures import Bar, bars
 from bench.results import MIB, Result, label, result, step_ms
 from bench.training import Task, weight_bytes
-from ps_server.ops.status import fetch
+from ps_server.ops.requests import fetch
 
 SHORT = {"layers": 4, "width": 384}
 

@@ -32,7 +32,7 @@ from bench.pictures import Bar, bars
 from bench.results import MIB, Result, result, step_ms, step_times
 from bench.training import Task
 from ps_protocol.errors import PSError
-from ps_server.ops.status import checkpoint_job, fetch
+from ps_server.ops.requests import checkpoint_job, fetch
 
 SHORT = {"mib": 64, "rounds": 2, "seconds": 10.0, "every": 5.0}
 READY_SECONDS = 60.0

@@ -50,9 +50,9 @@ from ps_protocol.errors import (
     Unsupported,
     anew,
 )
-from ps_protocol.layout import EDITION_WIRES
 from ps_protocol.messages.editions import EditionCall, RelayReport, WeightsAsked, WeightsHere
 from ps_protocol.numpy_numbers import as_python
+from ps_protocol.wire_formats import EDITION_WIRES
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.troubles import Troubles
@@ -304,7 +304,7 @@ class Subscription:
     def _run(self) -> None:
         pause = FIRST_PAUSE_SECONDS
         while not self._closing.is_set() and not self._ended:
-            before = self.received.editions  # not the edition: `_follow` may run for days
+            before = self.received.editions  # a count: the edition itself would stay in memory while `_follow` runs
             guarded("ps-feed", self._follow)
             if self.received.editions != before:
                 pause = FIRST_PAUSE_SECONDS
@@ -370,9 +370,9 @@ class Subscription:
             shards.close()
 
     def _next(self, shards: EachShard) -> None:
-        """Receives the next edition, which may take as long as the job takes to come to it.
+        """Receives the next edition; waits until the job reaches it.
 
-        Raises PSError: OutOfOrder if a shard was past the version; _StandsStill if the job does not come to it.
+        Raises PSError: OutOfOrder if a shard was past that version already, _StandsStill if the job does not reach it.
         """
         edition, self._described_at = self._edition, time.monotonic()
         self._telling.renew()

@@ -12,7 +12,7 @@ handover.py        The offer by which a reader gets memory from a relay on the s
 hyper_parameters.py  Hyper-parameters of optimizers, as plain values
 identity.py        The identity of a worker, which all its messages carry
 job.py             The specification of a job, which servers compare between workers
-layout.py          Cuts a model's parameters into buckets; the wire format of each, and its size in bytes
+layout.py          Cuts a model's parameters into buckets
 local.py           Local steps: the modes `local:H`, `local:H/F` and `local:Ts`, their rounds, and the outer optimizer
 messages/          The messages of the contract as values, and both directions of each
 modes.py           The modes of training, and the one rule behind four of them
@@ -27,4 +27,5 @@ stages.py          Stages of a script that changes its optimizers: the optimizer
 tables.py          The specification of a table of rows, which servers compare between workers
 tensors.py         Tensors as bytes: as they lie in memory, without copying, and in the wire formats of buckets
 versions.py        The versions of the protocol, and their compatibility
+wire_formats.py    The wire formats of buckets: their names, and the size of a bucket in each, in bytes
 """

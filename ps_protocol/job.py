@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.layout import ALIGNMENT_BYTES, BLOCK_FORMATS, DATA_TYPES, FORMATS, ParameterSpec
+from ps_protocol.layout import ALIGNMENT_BYTES, DATA_TYPES, ParameterSpec
 from ps_protocol.local import OUTER_OPTIMIZER, Local
 from ps_protocol.modes import Consistency, check_quorum
 from ps_protocol.pieces import validate_pieces, whole_parameters
 from ps_protocol.tables import JobTable, validate_table
+from ps_protocol.wire_formats import BLOCK_FORMATS, FORMATS
 
 MAX_BUCKET_BYTES = 16 * 2**20
 # A message is a bucket with its header, or a control message. The largest of these is a job of MAX_PARAMETERS.

@@ -87,6 +87,13 @@ class Consistency:
         return self.one_clock
 
     @property
+    def assigns_once(self) -> bool:
+        """Whether all workers begin with the same weights, so that what scripts set before their first step counts from
+        the worker of the lowest rank alone.
+        """
+        return self.aggregate
+
+    @property
     def mixes_clocks(self) -> bool:
         """Whether an update may be made without some live workers, whose contributions count in a later one. The
         contributions of one update then may differ in their clocks.

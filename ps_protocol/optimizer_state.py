@@ -1,4 +1,7 @@
-"""The state that torch.optim's optimizers keep for each parameter, by name. It needs no torch; see optimizers.py."""
+"""The state that torch.optim's optimizers keep for each parameter, and which have fused kernels, by name.
+
+This file needs no torch. optimizers.py has the optimizers themselves.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,11 @@ _SCALAR_STATE: dict[str, tuple[str, ...]] = {
 }
 
 KNOWN = tuple(_ELEMENTWISE_STATE)  # the optimizers that shards run
+FUSED_ON_CPU = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})  # torch implements `fused` on a CPU for these, in float32
+# The optimizers that tables can run, too. A table keeps tensors of row size alone, and counts its steps itself, so an
+# optimizer with another number for a parameter is left out. NAdam has one, a product over all of the parameter's steps
+# (mu_product), and rows do not take part in every step.
+FOR_TABLES = tuple(name for name in KNOWN if set(_SCALAR_STATE[name]) <= {"step"})
 
 
 def is_scalar_state(optimizer: str, state: str) -> bool:

@@ -44,8 +44,6 @@ _INSTEAD = {
     "Rprop": "it is meant for full-batch training; use RMSprop",
 }
 
-FUSED_ON_CPU = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})  # torch implements `fused` on a CPU for these, in float32
-
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     """Returns the optimizer's step without the decorators that torch puts around it.

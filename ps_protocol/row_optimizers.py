@@ -7,12 +7,10 @@ from collections.abc import Mapping
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.optimizer_state import tensors_kept
-from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters
+from ps_protocol.optimizer_state import FOR_TABLES, tensors_kept
+from ps_protocol.optimizers import check_hyper_parameters
 
-# NAdam's state has a product over all of a parameter's steps (mu_product). Rows do not take part in every step, and
-# tables keep tensors of row size only.
-TORCH_OPTIMIZERS = tuple(name for name in ELEMENTWISE if name != "NAdam")
+TORCH_OPTIMIZERS = FOR_TABLES  # torch.optim's that can step rows
 # The hyper-parameters with their defaults; each must be finite and at least 0.
 TABLE_OPTIMIZERS: Mapping[str, Mapping[str, float]] = {
     "RowWiseAdagrad": {"lr": 0.01, "eps": 1e-10, "initial_accumulator_value": 0.0},

@@ -18,15 +18,8 @@ import torch
 
 from ps_protocol.framing import Buffer
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import (
-    BLOCK_FORMATS,
-    DATA_TYPES,
-    BlockFormat,
-    BucketSpec,
-    CastFormat,
-    gradient_format,
-    weight_format,
-)
+from ps_protocol.layout import DATA_TYPES, BucketSpec
+from ps_protocol.wire_formats import BLOCK_FORMATS, BlockFormat, CastFormat, gradient_format, weight_format
 
 if sys.byteorder != "little":
     raise ImportError("tensors travel as little-endian bytes; this host is big-endian")
@@ -117,8 +110,8 @@ def is_finite(values: torch.Tensor) -> bool:
 
 # -- codecs ------------------------------------------------------------------------------------------------------------
 
-# A codec encodes a bucket's elements as a payload, and decodes them; layout.py has the sizes of the same formats. A
-# payload is bytes that only its codec can interpret: servers and workers ask the codec for their size, and to encode
+# A codec encodes a bucket's elements as a payload, and decodes them. wire_formats.py has the sizes of the same formats.
+# A payload is bytes that only its codec can interpret: servers and workers ask the codec for their size, and to encode
 # and decode them. `gradient_codec` and `weight_codec` choose the codec of a bucket from the job alone. Shared memory
 # keeps the bucket's own type (`plain_codec`): narrowing would save no transfer and cost a pass over memory.
 #

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
-from ps_protocol.layout import EDITION_WIRES
+from ps_protocol.wire_formats import EDITION_WIRES, FORMATS
 from ps_runtime import audit, logs
 from ps_runtime.channel import DEFAULT_PORT
 from ps_runtime.command_line import CommandLine
@@ -229,7 +229,7 @@ def _add_plan(add: Callable[..., CommandLine]) -> None:
         "--link", type=magnitude, metavar="BITS", help="bits a second of each link, as in 10G [default: one machine]"
     )
     plan.add_argument(
-        "--wire", default="float32", metavar="FORMAT", help="float32, bfloat16, float16, int8 or int4 [default float32]"
+        "--wire", default="float32", metavar="FORMAT", help=f"one of {', '.join(FORMATS)} [default float32]"
     )
     plan.add_argument("--transport", default="auto", metavar="NAME", help="auto, shm, tcp or grpc [default auto]")
     plan.add_argument("--tls", action="store_true", help="what travels is encrypted")
@@ -404,13 +404,13 @@ def _ask(arguments: argparse.Namespace) -> int:
             follow(*what, as_json=arguments.json)
         return 0
 
-    from ps_server.ops import status
+    from ps_server.ops import requests, status_text
     from ps_server.rpc.plain import json_text
 
     if arguments.command == "checkpoint":
-        print(status.checkpoint_job(arguments.server, arguments.job, allowed))
+        print(requests.checkpoint_job(arguments.server, arguments.job, allowed))
     elif arguments.command == "report":
-        print(status.report_shard_end(arguments.server, arguments.index, arguments.process, allowed))
+        print(requests.report_shard_end(arguments.server, arguments.index, arguments.process, allowed))
     elif arguments.command == "page":
         from ps_server.ops.page import serve_page
 
@@ -422,10 +422,10 @@ def _ask(arguments: argparse.Namespace) -> int:
         with contextlib.suppress(KeyboardInterrupt):  # its ordinary end
             screen.watch(arguments.server, allowed, arguments.watch, arguments.json)
     elif arguments.command == "end":
-        status.end_job(arguments.server, arguments.job, allowed)
+        requests.end_job(arguments.server, arguments.job, allowed)
     else:
-        running = status.fetch(arguments.server, allowed)
-        print(json_text(running, indent=2) if arguments.json else status.table(running, _window()))
+        running = requests.fetch(arguments.server, allowed)
+        print(json_text(running, indent=2) if arguments.json else status_text.table(running, _window()))
     return 0
 
 

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ps_protocol.layout import EDITION_WIRES
+from ps_protocol.wire_formats import EDITION_WIRES
 from ps_runtime.credentials import Access, TokenFile, require_encryption
 from ps_runtime.logs import log_settings
 from ps_runtime.settings import (

@@ -19,8 +19,8 @@ import torch
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.optimizer_state import tensors_kept
-from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step
+from ps_protocol.optimizer_state import FUSED_ON_CPU, tensors_kept
+from ps_protocol.optimizers import ELEMENTWISE, bare_step
 from ps_protocol.row_optimizers import ROW_OPTIMIZERS, TABLE_OPTIMIZERS, TORCH_OPTIMIZERS
 from ps_tables.row_arrays import RowArray, RowNumbers
 from ps_tables.steps import BLOCK_ELEMENTS, row_wise_adagrad, sgd

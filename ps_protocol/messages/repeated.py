@@ -48,7 +48,7 @@ class Repeated:
     rest_of_header: int
 
     def at(self, clock: int) -> bytes | None:
-        """Returns the bytes of the request at a clock; None for a clock past the 64 bits that it has on the wire."""
+        """Returns the bytes of the request at a clock; None if the clock does not fit into its 64 bits on the wire."""
         if clock > _LAST_CLOCK:
             return None
         number, before, buckets, groups = varint(clock), self.before, self.buckets, self.groups

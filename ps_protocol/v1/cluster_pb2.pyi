@@ -51,7 +51,7 @@ class ShardStatus(_message.Message):
     def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., reachable: _Optional[bool] = ..., jobs: _Optional[_Iterable[_Union[_shard_pb2.ShardJobStatus, _Mapping]]] = ..., restart_count: _Optional[int] = ..., figures: _Optional[_Union[_figures_pb2.ShardFigures, _Mapping]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("name", "consistency", "world_size", "started", "parameter_bytes", "bucket_count", "imbalance", "workers", "restore_count", "lost_step_count", "redone_step_count", "last_checkpoint", "rejoining_ranks", "loaders", "run", "local_steps", "trained_bytes", "round_duration", "local_fragments", "absent_ranks", "group_size")
+    __slots__ = ("name", "consistency", "world_size", "started", "parameter_bytes", "bucket_count", "imbalance", "workers", "restore_count", "lost_step_count", "redone_step_count", "last_checkpoint", "rejoining_ranks", "loaders", "run", "local_steps", "trained_bytes", "round_duration", "local_fragments", "absent_ranks", "group_size", "mode")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class JobStatus(_message.Message):
     LOCAL_FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     ABSENT_RANKS_FIELD_NUMBER: _ClassVar[int]
     GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     name: str
     consistency: _job_pb2.Consistency
     world_size: int
@@ -94,7 +95,8 @@ class JobStatus(_message.Message):
     local_fragments: int
     absent_ranks: _containers.RepeatedScalarFieldContainer[int]
     group_size: int
-    def __init__(self, name: _Optional[str] = ..., consistency: _Optional[_Union[_job_pb2.Consistency, _Mapping]] = ..., world_size: _Optional[int] = ..., started: _Optional[bool] = ..., parameter_bytes: _Optional[int] = ..., bucket_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., restore_count: _Optional[int] = ..., lost_step_count: _Optional[int] = ..., redone_step_count: _Optional[int] = ..., last_checkpoint: _Optional[_Union[_jobs_pb2.Checkpoint, _Mapping]] = ..., rejoining_ranks: _Optional[_Iterable[int]] = ..., loaders: _Optional[_Iterable[_Union[LoaderStatus, _Mapping]]] = ..., run: _Optional[str] = ..., local_steps: _Optional[int] = ..., trained_bytes: _Optional[int] = ..., round_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_fragments: _Optional[int] = ..., absent_ranks: _Optional[_Iterable[int]] = ..., group_size: _Optional[int] = ...) -> None: ...
+    mode: str
+    def __init__(self, name: _Optional[str] = ..., consistency: _Optional[_Union[_job_pb2.Consistency, _Mapping]] = ..., world_size: _Optional[int] = ..., started: _Optional[bool] = ..., parameter_bytes: _Optional[int] = ..., bucket_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., restore_count: _Optional[int] = ..., lost_step_count: _Optional[int] = ..., redone_step_count: _Optional[int] = ..., last_checkpoint: _Optional[_Union[_jobs_pb2.Checkpoint, _Mapping]] = ..., rejoining_ranks: _Optional[_Iterable[int]] = ..., loaders: _Optional[_Iterable[_Union[LoaderStatus, _Mapping]]] = ..., run: _Optional[str] = ..., local_steps: _Optional[int] = ..., trained_bytes: _Optional[int] = ..., round_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_fragments: _Optional[int] = ..., absent_ranks: _Optional[_Iterable[int]] = ..., group_size: _Optional[int] = ..., mode: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("rank", "incarnation", "clock", "pid", "host", "metrics_address", "lease_duration", "launch", "join_time", "figures")

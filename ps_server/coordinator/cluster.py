@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ps_protocol.job import JobSpec
 from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.policy import CheckpointPolicy
@@ -13,6 +14,7 @@ from ps_server.coordinator.shards import MakeExecutor, Shards
 from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.coordinator.timing import Clock, Timing
 from ps_server.core.limits import Limits
+from ps_server.core.membership import Membership
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.directory_lock import lock_directory
 from ps_server.storage.files import Files
@@ -61,6 +63,20 @@ class Cluster:
     make_executor: MakeExecutor
     events: EventLog
     rounds_room: SharedRoom
+
+
+def new_membership(spec: JobSpec, cluster: Cluster, last_incarnation: int = 0) -> Membership:
+    """Returns the membership of a job without workers.
+
+    last_incarnation: the highest that a worker of the job has had
+    """
+    return Membership(
+        spec.world_size,
+        cluster.lease,
+        last_incarnation=last_incarnation,
+        absence=cluster.timing.absence,
+        group_size=spec.group_size,
+    )
 
 
 class Registry(Protocol):

@@ -37,7 +37,7 @@ from ps_protocol.messages.workers import Continued, JoinRequest
 from ps_runtime.dates import described
 from ps_runtime.quantities import ranks_text
 from ps_runtime.troubles import Troubles
-from ps_server.coordinator.cluster import Cluster, Registry
+from ps_server.coordinator.cluster import Cluster, Registry, new_membership
 from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.heard import HeardFigures
 from ps_server.coordinator.job_checkpoints import JobCheckpoints
@@ -93,8 +93,7 @@ class CoordinatedJob:
         self.members = JobMembers(
             spec.name,
             placed.run,
-            membership
-            or Membership(spec.world_size, cluster.lease, absence=cluster.timing.absence, group_size=spec.group_size),
+            membership or new_membership(spec, cluster),
             cluster,
             pending_removals,
             restore_count,
@@ -164,6 +163,7 @@ class CoordinatedJob:
             run=self.placed.run,
             trained_bytes=self.placed.trained_bytes,
             group_size=self.spec.group_size,
+            mode=self.spec.mode,
             local_steps=0 if local is None or local.seconds is not None else local.steps,
             local_seconds=0.0 if local is None else local.seconds or 0.0,
             local_fragments=0 if local is None or local.fragments is None else local.fragments.count,

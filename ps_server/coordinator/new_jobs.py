@@ -10,14 +10,13 @@ from dataclasses import replace
 
 from ps_protocol.errors import JobMismatch, LimitExceeded, PSError, RunEnded, TryLater
 from ps_protocol.job import JobSpec
-from ps_server.coordinator.cluster import Cluster, Registry
+from ps_server.coordinator.cluster import Cluster, Registry, new_membership
 from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.refusals import try_soon
 from ps_server.coordinator.runs import Runs
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.limits import share
-from ps_server.core.membership import Membership
 from ps_server.core.placement import place_job
 from ps_server.core.validation import check_job_spec
 
@@ -130,20 +129,12 @@ class NewJobs:
                 self._cluster.shards.call_all(lambda shard: shard.api.drop_job(spec.name, placed.run))
             raise
         manifest = restored.manifest
-        lease, absence = self._cluster.lease, self._cluster.timing.absence
-        membership = Membership(
-            spec.world_size,
-            lease,
-            last_incarnation=restored.last_incarnation,
-            absence=absence,
-            group_size=spec.group_size,
-        )
         job = CoordinatedJob(
             replace(placed, continues=(manifest.run, manifest.name)),
             {},
             self._cluster,
             self._registry,
-            membership,
+            new_membership(spec, self._cluster, restored.last_incarnation),
             restore_count=manifest.restore_count + 1,
         )
         job.continue_from(restored, shards.values())

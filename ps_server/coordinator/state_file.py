@@ -17,12 +17,12 @@ from typing import Any
 
 from ps_protocol.errors import InvalidRequest, TryLater
 from ps_protocol.job import JobSpec
-from ps_server.coordinator.cluster import Cluster, Registry
+from ps_server.coordinator.cluster import Cluster, Registry, new_membership
 from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.core.accounting import StepAccounting
 from ps_server.core.data_commits import Span
-from ps_server.core.membership import LiveWorker, Membership
+from ps_server.core.membership import LiveWorker
 from ps_server.core.placement import place_job
 from ps_server.core.rounds import Round, newest
 from ps_server.failpoints import failpoint
@@ -271,10 +271,7 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
     until, count = cluster.clock.now() + 2 * cluster.lease, cluster.shards.count
     # No incarnation twice: the file may be an earlier copy, and workers that joined after it was made may be alive.
     last_incarnation = max(saved.last_incarnation, int(cluster.clock.since_1970() * 1e3))
-    absence = cluster.timing.absence
-    membership = Membership(
-        spec.world_size, cluster.lease, last_incarnation=last_incarnation, absence=absence, group_size=spec.group_size
-    )
+    membership = new_membership(spec, cluster, last_incarnation)
     for worker in saved.workers:
         membership.join(replace(worker, expires=until))
     membership.started = saved.started
@@ -282,7 +279,7 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
     membership.ever_joined = membership.ever_joined or saved.last_incarnation > 0
     membership.rejoining = dict.fromkeys(saved.rejoining, until)
     membership.away = {worker.rank: replace(worker, expires=cluster.clock.now()) for worker in saved.away}
-    back_by = cluster.clock.now() + absence
+    back_by = cluster.clock.now() + membership.absence
     membership.absent = {worker.rank: replace(worker, expires=back_by) for worker in saved.absent}
     membership.resume(set(saved.done), cluster.clock.now())
     placed = replace(place_job(spec, count, saved.run), continues=saved.continues)

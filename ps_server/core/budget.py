@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from ps_protocol.errors import Backlogged
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import BLOCK_FORMATS, bucket_layout, weight_format
+from ps_protocol.layout import bucket_layout
 from ps_protocol.optimizer_state import tensors_kept
+from ps_protocol.wire_formats import BLOCK_FORMATS, weight_format
 
 
 class PrincipalBudget:

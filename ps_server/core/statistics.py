@@ -144,6 +144,7 @@ class JobStatistics:
     local_seconds: seconds of a round of mode local:Ts; 0 in other modes
     local_fragments: the number of fragments in mode local:H/F; 0 in other modes
     group_size:   processes of each worker: more than one where workers are groups
+    mode:         the name of its mode
     """
 
     name: str
@@ -170,6 +171,7 @@ class JobStatistics:
     trained_bytes: int = 0
     absent: tuple[int, ...] = ()
     group_size: int = 1
+    mode: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ plan_costs.py   Measured processor time of a step
 plan_tables.py  The memory of tables of rows
 page.py         The page on which a browser shows a cluster; and `ps-server page`
 race.py         The race of a job's workers, for a terminal
+requests.py     Requests of operators to a running cluster: `ps-server status`, `end`, `checkpoint` and `report`
 screen.py       `ps-server status --watch`: what limits each job, the race and the processes, drawn again and again
 relay_gauges.py A relay's editions and readers, as gauges
 security_gauges.py The exposure of a server process, as gauges
-status.py       `ps-server status`, `end` and `checkpoint`: queries and requests to a running cluster
+status_text.py  The state of a cluster as text: the output of `ps-server status`
 """

@@ -18,7 +18,7 @@ from ps_runtime.credentials import PLAINTEXT, Access, is_loopback
 from ps_runtime.retry import Peer
 from ps_runtime.signals import await_event
 from ps_runtime.web import Site, serve
-from ps_server.rpc.coordinator_client import OperatorClient
+from ps_server.rpc.operator_client import OperatorClient
 from ps_server.rpc.plain import json_text, plain
 from ps_server.rpc.position import Position
 

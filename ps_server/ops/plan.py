@@ -13,9 +13,10 @@ from typing import Any
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import FORMATS, BlockFormat, CastFormat, ParameterSpec, bucket_layout
+from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizer_state import KNOWN
+from ps_protocol.wire_formats import FORMATS, BlockFormat, CastFormat
 from ps_runtime.quantities import counted, number_text, size_text, time_text
 from ps_server.core.budget import room_for
 from ps_server.core.extent import check_extent
@@ -45,7 +46,7 @@ class Question:
     transport:    how, as --transport of workers; tls: encrypted
     tables:       tables of rows, as they are when they are full
     lookups:      distinct ids of each table in a worker's step; 0: not known, and not counted
-    step_seconds: of a worker's forward and backward pass; None: not known
+    step_seconds: the seconds of a worker's forward and backward pass; None: they are not known
     straggler:    how many times as long the slowest worker takes
     stalls:       the fraction of steps in which some worker is that slow; None: one worker is, in every step
     """

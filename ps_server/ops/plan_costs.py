@@ -7,6 +7,7 @@ plan only needs to tell whether the processor or the link is the limit.
 from __future__ import annotations
 
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.optimizer_state import FUSED_ON_CPU
 
 MIB = 2**20
 # Milliseconds of a core at one end for 1 MiB of gradients and 1 MiB of weights, both as float32: half of what both ends
@@ -19,7 +20,6 @@ MS_A_BUCKET, MS_A_STEP = 0.24, 0.12
 # its state. torch has fused kernels for some optimizers. The others take UNFUSED times as long, because they make a
 # pass over memory for each operation.
 APPLY_MS, UNFUSED = 0.1, 3.5
-FUSED = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})
 # Milliseconds of a core for a heartbeat, measured with 1500 of one worker, one after the other. Each worker sends four
 # in a lease.
 HEARTBEAT_MS = 0.45
@@ -55,7 +55,7 @@ def travel_seconds(way: str, wire_bytes: int, buckets: int, steps: int) -> float
 
 def apply_seconds(optimizer: str, states: int, weight_bytes: int) -> float:
     """Returns the seconds of a core of an optimizer's step. states: tensors that it keeps of each weight"""
-    slower = 1.0 if optimizer in FUSED else UNFUSED
+    slower = 1.0 if optimizer in FUSED_ON_CPU else UNFUSED
     return slower * APPLY_MS * (1 + states) * weight_bytes / MIB / 1e3
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ps_server.ops.columns import cut, printable
-from ps_server.ops.status import clock_unit
+from ps_server.ops.status_text import clock_unit
 
 SHOWN = 12  # up to so many workers are all shown, in the order of their ranks, if there is room
 SLOWEST, FASTEST = 8, 2  # of more workers, so many of the slowest and of the fastest are shown

@@ -17,11 +17,11 @@ from ps_runtime.quantities import duration_text
 from ps_runtime.retry import Peer
 from ps_server.ops.columns import cut, printable, wrapped
 from ps_server.ops.race import race
-from ps_server.ops.status import job_lines, mode_text, process_lines, steps_text
-from ps_server.rpc.coordinator_client import OperatorClient
+from ps_server.ops.status_text import job_lines, mode_text, process_lines, steps_text
+from ps_server.rpc.operator_client import OperatorClient
 from ps_server.rpc.plain import json_text, plain
 
-LEAST_RACE = 5  # lines of a job's race, in however low a window: its head, two workers, how many more, and the fastest
+LEAST_RACE = 5  # lines of a job's race even in a low window: its head, two workers, how many more, and the fastest
 TRY_AGAIN_SECONDS = 1.0
 HOME, END_OF_LINE, END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 

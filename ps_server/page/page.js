@@ -128,18 +128,11 @@ function takeSamples(history) {
 
 // -- the head ---------------------------------------------------------------------------------------------------------
 
-function mode({ consistency, local_steps: localSteps, local_fragments: fragments, round_duration: time }) {
-  if (time) return `local:${time}s`;
-  if (fragments) return `local:${localSteps}/${fragments}`;
-  if (localSteps) return `local:${localSteps}`;
-  const quorum = consistency.quorum ?? null;
-  if (quorum !== null) return `sync, quorum ${quorum > 0 ? quorum : `all${quorum}`}`;
-  if (consistency.aggregate) return "sync";
-  return consistency.max_staleness === null ? "async" : `ssp:${consistency.max_staleness}`;
-}
+// The name of a job's mode. A coordinator of an earlier version does not send it.
+const mode = (job) => job.mode || "unknown mode";
 
 // What a worker's clock counts.
-const counted = (job) => (mode(job).startsWith("local") ? "rounds" : "steps");
+const counted = (job) => (job.local_steps || job.round_duration ? "rounds" : "steps");
 
 function drawHead(job, view) {
   $("title").textContent = `${job.name} · ${mode(job)} · ${view.state}`;

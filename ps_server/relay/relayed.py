@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
-from ps_protocol.layout import EDITION_WIRES
 from ps_protocol.messages.editions import EditionCall, RelayReport, WeightsAsked, WeightsHere, is_relay_name
+from ps_protocol.wire_formats import EDITION_WIRES
 from ps_runtime.background import guarded, start
 from ps_server.core.limits import check_feeds
 from ps_server.relay.followed import FollowedJob

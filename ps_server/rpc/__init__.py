@@ -3,7 +3,6 @@
 auth.py             Identifies the principal of a call, by its bearer token or its certificate's name
 call_limits.py      Authenticates and limits every call, and cancels slow peers
 cluster_service.py  The coordinator's service for shards and operators
-coordinator_client.py How operators and shards call the coordinator
 data_service.py     Serves pushes and pulls
 feed_methods.py     The methods of FeedService, for shards and relays
 feed_service.py     Serves readers that follow a job while it trains
@@ -13,6 +12,7 @@ health.py           Serves the health of each server, and reflection
 health_client.py    Checks a server's health, for probes
 interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
 job_service.py      The coordinator's service for whole jobs: registers, saves and ends them
+operator_client.py  How operators and shards call the coordinator
 own_ports.py        Checks whether this process serves, by calls to its own ports
 permissions.py      Permissions: one table of every method with the roles that may call it, and principals
 plain.py            Messages as plain data, and as JSON

@@ -33,7 +33,7 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d)?Z)?")
 class _TokenEntry:
     """One token of the file, kept as its digest, with its line and its permissions.
 
-    name:  its holder's name; empty: it has none
+    name:  the name of the token's holder; empty: the holder has no name
     until: when it expires, in seconds since 1970
     """
 

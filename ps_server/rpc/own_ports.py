@@ -28,7 +28,7 @@ class OwnPorts:
     """Makes the calls to the ports of this process. Thread-safe.
 
     host, port, data_port: its addresses; data_port 0: no data connections over TCP
-    tls:     its server credentials; None: plaintext
+    tls:     the server's credentials; None: its ports are in plaintext
     name:    its host name, which its certificate must have
     threads: the threads without which it does not serve
     """

@@ -39,7 +39,7 @@ class Role(enum.Enum):
 
 Roles = frozenset[Role]
 
-EVERYONE: Roles = frozenset()  # the caller need not be known: probes show nothing
+EVERYONE: Roles = frozenset()  # the caller need not be known: probes send no credentials
 _WORKERS: Roles = frozenset({Role.WORKER})
 _LOOKING: Roles = frozenset({Role.READER, Role.ADMIN, Role.CLUSTER})
 _CLUSTER: Roles = frozenset({Role.CLUSTER})

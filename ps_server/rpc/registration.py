@@ -14,7 +14,7 @@ from ps_runtime.background import guarded, start
 from ps_runtime.retry import Peer
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
-from ps_server.rpc.coordinator_client import OperatorClient
+from ps_server.rpc.operator_client import OperatorClient
 
 log = logging.getLogger("ps_server")
 

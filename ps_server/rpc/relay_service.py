@@ -94,6 +94,7 @@ class RelayClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ign
 def _job(name: str, spec: JobSpec | None) -> cluster_pb2.JobStatus:
     message = cluster_pb2.JobStatus(name=name)
     if spec is not None:
+        message.mode = spec.mode
         message.consistency.CopyFrom(consistency_message(spec.consistency))
     return message
 

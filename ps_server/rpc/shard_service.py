@@ -28,9 +28,10 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
     """A shard's methods for the coordinator.
 
     process: the number of this process
-    pool: its methods run here; None: in the server's own pool. A server that is also the coordinator has a separate
-          pool: the coordinator's joins fill the server's pool while they wait for calls of this service, in the same
-          process. With 26 threads and 32 joins at once these calls ran into their deadlines, and a join took 10 s.
+    pool: the threads in which its methods run; None: those of the server's own pool. A server that is also the
+          coordinator has a separate pool: the coordinator's joins fill the server's pool while they wait for calls of
+          this service, in the same process. With 26 threads and 32 joins at once these calls ran into their
+          deadlines, and a join took 10 s.
     """
 
     NAME = shard_pb2.DESCRIPTOR.services_by_name["ShardService"].full_name

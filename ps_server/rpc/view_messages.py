@@ -151,7 +151,7 @@ def shard_status(
 ) -> cluster_pb2.ShardStatus:
     """Returns a shard's status with the jobs that a caller may see.
 
-    statistics: its last answer; None: it has not answered
+    statistics: the shard's last answer; None: it has not answered yet
     silent:     seconds since its last answer, if it does not answer now
     """
     jobs, figures = (statistics.jobs, statistics.figures) if statistics is not None else ({}, None)
@@ -172,6 +172,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
     status = cluster_pb2.JobStatus(
         name=job.name,
         run=job.run,
+        mode=job.mode,
         consistency=consistency_message(job.consistency),
         local_steps=job.local_steps,
         local_fragments=job.local_fragments,

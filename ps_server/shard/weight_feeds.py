@@ -19,7 +19,7 @@ from ps_protocol.changes import Change
 from ps_protocol.errors import InvalidRequest, OutOfOrder, PSError, TryLater, anew
 from ps_protocol.handover import MappingOffer
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import EDITION_WIRES, BucketSpec
+from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.editions import (
     BucketPlace,
     EditionBegin,
@@ -30,6 +30,7 @@ from ps_protocol.messages.editions import (
     WeightsHere,
 )
 from ps_protocol.tensors import PLAIN
+from ps_protocol.wire_formats import EDITION_WIRES
 from ps_server.failpoints import failpoint
 from ps_server.shard.bucket_messages import BucketMessages
 from ps_server.shard.copied_buckets import CopiedBucket, Piece, piece_of, shared_pieces

@@ -13,11 +13,10 @@ from typing import BinaryIO, Protocol
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer
 from ps_server.storage.disk import MAX_READ_BYTES, Disk
-from ps_server.storage.objects import Objects
+from ps_server.storage.objects import SCHEMES, Objects
 
 _REMOTE = re.compile(r"(?P<scheme>[^/]*)://(?P<rest>.*)", re.DOTALL)
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*(/[\w.=+@-]+)*/?", re.ASCII)
-SCHEMES = ("s3", "gs")
 
 
 class Files(Protocol):

@@ -28,7 +28,8 @@ CLAIM = ".begun"  # the object that makes a directory
 PART_BYTES = 2**25  # size of a part of an upload, which may have 10,000 parts: so a file may have 320 GB
 READ_AHEAD_BYTES = 2**23
 _OPTIONS: dict[str, Any] = {}  # further options of fsspec's file system; `Objects` adds those that disable its caches
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # by protocol, the package that fsspec needs for it
+SCHEMES = tuple(_PACKAGES)  # the protocols before :// in a path
 
 
 class Objects:

@@ -250,7 +250,7 @@ class Assignments:
         if not weights and states is None:
             return
         lowest = min(ranks, default=rank)
-        if self._spec.consistency.aggregate and rank != lowest and not later:
+        if self._spec.consistency.assigns_once and rank != lowest and not later:
             self._relied_on = lowest
             return
         for bucket in self._model.layout.buckets:
@@ -265,7 +265,7 @@ class Assignments:
     def rely_on(self, lowest: int, rank: int) -> None:
         """Leaves it to the worker of the lowest rank to send what this one's step would take along, where the mode has
         its assignments alone count."""
-        if self.has_some and self._spec.consistency.aggregate and rank != lowest:
+        if self.has_some and self._spec.consistency.assigns_once and rank != lowest:
             self._relied_on, self._of_step, self._states_of_step = lowest, [], {}
 
     def send(self, connection: Connection, begun: int | None = None) -> bool:

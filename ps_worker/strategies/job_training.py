@@ -100,7 +100,7 @@ class JobTraining:
         self._counted: int | None = None  # the clock of the last step of this process that counts
         self._restore_count = participation.connection.place.restore_count  # the rollbacks that this worker has made
         self.rolled_back = self._closing = False
-        self._left: tuple[int, SetByScript] | None = None  # its clock, and what the script had set, in a lost place
+        self._left: tuple[int, SetByScript] | None = None  # between two places: the clock, and what the script had set
         self._beside = beside
         self.kind = kind(self)
         self.checkpoint = self.kind.make_checkpoint(device, self._sender.send)
@@ -565,7 +565,7 @@ class JobTraining:
         rule = self.model.spec.consistency
         if self._closing or self.model.spec.local is not None:
             return
-        if not rule.aggregate or rule.quorum is not None:
+        if not rule.one_clock:
             wanted: list[bool] = []
             fetch = partial(fetch_weights, self.participation, self.assignments, self.model, self._metrics)
             while self.in_place(lambda: wanted.append(fetch())) is not None:

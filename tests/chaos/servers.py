@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_protocol.errors import PSError
-from ps_server.ops.status import fetch
+from ps_server.ops.requests import fetch
 from tests.chaos.cluster import free_ports
 from tests.chaos.links import Link, Links
 from tests.chaos.processes import Kept, argument, children, send

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import Fenced
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_worker import Session
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
 from tests.tools.raw_worker import RawWorker, joined, vector_job
@@ -132,10 +132,10 @@ def test_sync_waits_for_every_live_worker_and_says_for_whom(shared: Cluster, job
             model, optimizer = session.prepare(model, model.optimizer(), bucket_bytes=BUCKET_BYTES)
             if rank == 1:
                 until(lambda: shared.waits(job) == {0: (1, [1]), 2: (1, [1])})
-                reason = status.waits(status.fetch(shared.address), job)[2][0]["reason"]
+                reason = status_text.waits(requests.fetch(shared.address), job)[2][0]["reason"]
                 assert "clock 1 of every live worker is needed" in reason
                 assert "worker 1 is at clock 0" in reason
-                assert f"worker 1 ({reason})" in status.table(status.fetch(shared.address))
+                assert f"worker 1 ({reason})" in status_text.table(requests.fetch(shared.address))
                 assert torch.equal(model.cells, torch.zeros(WORKERS * STEPS))
                 may_step.set()
             model.cells.grad = torch.full((WORKERS * STEPS,), -float(rank))
@@ -239,7 +239,7 @@ def test_a_session_that_is_replaced_while_it_waits_says_so(shared: Cluster, job:
                     new.leave()
 
     in_parallel(2, work)
-    status.end_job(shared.address, job)
+    requests.end_job(shared.address, job)
 
 
 # -- exactly once ----------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import ps_torch as ps
 from ps_protocol.errors import NotFound, PSError
 from ps_server import failpoints
 from ps_server.failpoints import POINTS
-from ps_server.ops import status
+from ps_server.ops import requests
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.chaos.cluster import free_ports
 from tests.simulation.faults import AT_SHARDS, AT_THE_COORDINATOR
@@ -68,7 +68,7 @@ class Servers:
 
     def _are_up(self) -> bool:
         try:
-            return len(status.fetch(self.address)["shards"]) == 2
+            return len(requests.fetch(self.address)["shards"]) == 2
         except PSError:
             return False
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ps_runtime.retry import Peer
 from ps_server.ops import screen
-from ps_server.rpc.coordinator_client import OperatorClient
+from ps_server.rpc.operator_client import OperatorClient
 from ps_server.rpc.plain import plain
 from ps_server.rpc.position import Position
 from ps_server.view.finished import KEPT, End, FinishedJobs

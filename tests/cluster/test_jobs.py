@@ -15,7 +15,7 @@ from torch import nn
 
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker
 from ps_server.coordinator.state_file import StateFile
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_worker import Session
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.raw_worker import RawWorker, vector_job
@@ -141,13 +141,13 @@ def test_a_job_that_is_ended_from_outside_tells_its_workers(cluster: Cluster) ->
     with cluster.connect("sync") as session:
         worker = Worker(session)
         worker.step(1.0)
-        status.end_job(cluster.address, "default")
+        requests.end_job(cluster.address, "default")
         assert holds_nothing(cluster)
         with pytest.raises(PSError, match=r"no job 'default'|job 'default' ended"):
             worker.step(1.0)
         assert worker.value == 1.0
     with pytest.raises(NotFound, match="job 'default' ended"):
-        status.end_job(cluster.address, "default")
+        requests.end_job(cluster.address, "default")
 
 
 def test_a_waiting_worker_is_told_when_its_job_is_ended(cluster: Cluster) -> None:
@@ -159,7 +159,7 @@ def test_a_waiting_worker_is_told_when_its_job_is_ended(cluster: Cluster) -> Non
                 first.step(1.0)
         else:
             until(lambda: cluster.waits("default") == {0: (1, [1])})
-            status.end_job(cluster.address, "default")
+            requests.end_job(cluster.address, "default")
 
     in_parallel(2, work)
     first.session.close()
@@ -174,7 +174,11 @@ def test_training_begins_when_every_declared_worker_is_there(cluster: Cluster) -
 
     def work(rank: int) -> int:
         if rank == 1:
-            until(lambda: "1 of 2 workers; waits for ranks 1 to join" in status.table(status.fetch(cluster.address)))
+            until(
+                lambda: (
+                    "1 of 2 workers; waits for ranks 1 to join" in status_text.table(requests.fetch(cluster.address))
+                )
+            )
             assert not begun.is_set()
         with cluster.connect("async", rank, 2) as session:
             Worker(session)

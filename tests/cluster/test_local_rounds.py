@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ps_worker
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_worker import Session
 from ps_worker.state import inner
 from tests.tools import counted_rounds
@@ -202,9 +202,9 @@ def test_a_newcomer_begins_at_a_round_with_the_steps_of_the_job(
             assert scrape(second.metrics_address)["ps_worker_clock"] == 8
             assert "begins without its state" in caplog.text
         assert scrape(first.metrics_address)["ps_worker_fresh_inner_state_total"] == 0
-        [known] = [known for known in status.fetch(shared.address)["jobs"] if known["name"] == job]
+        [known] = [known for known in requests.fetch(shared.address)["jobs"] if known["name"] == job]
         assert known["local_steps"] == 3
-        assert f"job {job}: local:3, " in status.table(status.fetch(shared.address))
+        assert f"job {job}: local:3, " in status_text.table(requests.fetch(shared.address))
 
 
 # -- inner state -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from ps_protocol.errors import OutOfOrder
 from ps_server.core.snapshot import Part, SnapshotRequest
-from ps_server.ops import status
+from ps_server.ops import requests
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, until
 from tests.tools.raw_worker import RawWorker, vector_job
@@ -26,7 +26,7 @@ def cluster(make_cluster: MakeCluster, tmp_path: Path) -> Cluster:
 
 
 def lost(cluster: Cluster) -> int:
-    [found] = status.fetch(cluster.address)["jobs"]
+    [found] = requests.fetch(cluster.address)["jobs"]
     return int(found["lost_step_count"])
 
 
@@ -77,7 +77,7 @@ def test_of_a_worker_that_was_gone_before_the_shard_was_the_steps_are_counted_to
             cluster.end_lease(1, "job")
 
         def gone() -> bool:
-            [job] = status.fetch(cluster.address)["jobs"]
+            [job] = requests.fetch(cluster.address)["jobs"]
             return [worker["rank"] for worker in job["workers"]] == [0]
 
         until(gone, "worker 1 being gone")

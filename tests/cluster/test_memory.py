@@ -9,7 +9,7 @@ import pytest
 
 from ps_protocol.v1 import data_pb2
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
-from ps_server.ops.status import fetch
+from ps_server.ops.requests import fetch
 from tests.tools.cluster import until
 from tests.tools.launching import python, resident
 from tests.tools.raw_worker import RawWorker, vector_job

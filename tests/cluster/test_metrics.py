@@ -32,7 +32,7 @@ from ps_runtime.metrics import serve_metrics
 from ps_runtime.version import version
 from ps_runtime.web import PAUSES_PER_PAGE, serve
 from ps_server.config import ServerConfig
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_server.ops.dev_certs import write
 from ps_server.server import Server
 from ps_server.shard.metrics import STALENESS_BUCKETS
@@ -213,7 +213,7 @@ def test_the_time_waited_is_told_with_the_rank_that_was_waited_for(cluster: Clus
 
     def seconds_waited() -> float:
         """For how long rank 0 has waited on every shard, as `ps-server status` says."""
-        return min(wait["wait_duration"] for wait in status.waits(status.fetch(cluster.address), "j")[0])
+        return min(wait["wait_duration"] for wait in status_text.waits(requests.fetch(cluster.address), "j")[0])
 
     def waited_for(rank: int) -> float:
         return total(cluster, f'ps_waited_for_seconds_total{{job="j",rank="{rank}"}}')
@@ -252,7 +252,7 @@ def test_a_round_is_split_into_steps_and_the_exchange_that_a_worker_waits_for(
     sessions, rounds, late = [shared.connect(mode, rank, 2, job=job) for rank in range(2)], 3, HELD_SECONDS
 
     def waited() -> float:
-        waits = status.waits(status.fetch(shared.address), job).get(0, [])
+        waits = status_text.waits(requests.fetch(shared.address), job).get(0, [])
         return max((wait["wait_duration"] for wait in waits), default=0.0)
 
     def work(rank: int) -> dict[str, float]:
@@ -393,11 +393,11 @@ def test_every_process_says_what_it_runs(shared: Cluster, job: str) -> None:
             labels = f'protocol="{VERSION}",torch="{version("torch")}",version="{version()}"'
             assert runs == {f"ps_build_info{{{labels}}}": 1.0}
             assert "# TYPE ps_background_errors_total counter" in page(address, "/metrics")
-    running = status.fetch(shared.address)
+    running = requests.fetch(shared.address)
     assert running["coordinator"]["software_version"] == version()
-    assert status.table(running).endswith(f"\nthe coordinator runs ps-torch {version()}")
+    assert status_text.table(running).endswith(f"\nthe coordinator runs ps-torch {version()}")
     running["coordinator"]["software_version"] = ""
-    assert "the coordinator runs" not in status.table(running), "an earlier one does not say"
+    assert "the coordinator runs" not in status_text.table(running), "an earlier one does not say"
 
 
 def test_the_standard_grpc_counters_are_there(cluster: Cluster) -> None:

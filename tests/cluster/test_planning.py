@@ -22,7 +22,7 @@ from ps_runtime.quantities import number_text, size_text, time_text
 from ps_server.ops.plan import Question, advise, as_json, job_spec, plan, table
 from ps_server.ops.plan_costs import MS_A_BUCKET, MS_A_MIB
 from ps_server.ops.plan_tables import most_rows, table_memory, table_question
-from ps_server.ops.status import fetch
+from ps_server.ops.requests import fetch
 from ps_tables.contributions import RowGradients
 from ps_tables.sizes import record_bytes
 from ps_tables.table import Table

@@ -18,8 +18,8 @@ from ps_protocol.v1 import figures_pb2, membership_pb2
 from ps_runtime.quantities import duration_text
 from ps_runtime.retry import Peer
 from ps_server.core.server_figures import check_worker_figures
-from ps_server.ops import screen, status
-from ps_server.rpc.coordinator_client import OperatorClient
+from ps_server.ops import requests, screen, status_text
+from ps_server.rpc.operator_client import OperatorClient
 from ps_server.rpc.plain import plain
 from ps_server.rpc.position import Position
 from ps_worker import Session
@@ -67,12 +67,12 @@ def test_steps_percent_and_time_are_told_to_those_who_watch(lively: Callable[...
     trains[0](10)
     trains[1](20)
     job, seen = told(cluster, lambda seen: seen["done_fraction"] == (10 / 40 + 20 / 40) / 2)
-    assert status.steps_text(job) == "step 10-20 of 40"
+    assert status_text.steps_text(job) == "step 10-20 of 40"
     assert 0 < seen["age_duration"] < 300
     text = "\n".join(screen.screen(view(cluster.address)))
     assert "step 10-20 of 40 · 38 %" in text
     assert "running for " in text
-    assert "; step 10-20 of 40" in status.table(status.fetch(cluster.address))
+    assert "; step 10-20 of 40" in status_text.table(requests.fetch(cluster.address))
     assert scrape(sessions[0].metrics_address)["ps_worker_total_steps"] == 40
 
     trains[0](5)
@@ -97,7 +97,7 @@ def test_steps_are_steps_where_the_clock_counts_rounds(lively: Callable[..., Clu
             optimizer.step()
         assert (session.clock, session.round) == (8, 2)
         job, _ = told(cluster, lambda seen: seen["done_fraction"] == 0.5)
-        assert status.steps_text(job) == "step 8 of 16"
+        assert status_text.steps_text(job) == "step 8 of 16"
 
 
 def test_a_job_whose_script_says_nothing_has_no_total(lively: Callable[..., Cluster]) -> None:
@@ -105,7 +105,7 @@ def test_a_job_whose_script_says_nothing_has_no_total(lively: Callable[..., Clus
     with cluster.connect("async", job="j") as session:
         prepared(session)(3)
         job, seen = told(cluster, lambda seen: seen["workers"] and seen["workers"][0]["steps_per_second"] is not None)
-        assert (seen["done_fraction"], seen["left_duration"], status.steps_text(job)) == (None, None, "")
+        assert (seen["done_fraction"], seen["left_duration"], status_text.steps_text(job)) == (None, None, "")
         assert " left" not in "\n".join(screen.screen(view(cluster.address)))
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest, JobMismatch
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_worker import Session
 from tests.chaos.oracle import SIGNS
 from tests.tools.cases import cases
@@ -186,8 +186,8 @@ def test_a_late_worker_that_got_newer_weights_by_then_is_late_no_more(shared: Cl
 def test_status_says_the_quorum_and_unlike_workers_are_told(shared: Cluster, job: str) -> None:
     spec = vector_job(job, "sync quorum all-1 grace 0.5", cells=16, world_size=2)
     with joined(shared.address, spec):
-        assert f"job {job}: sync, quorum all-1, grace 0.5 s, 2 of 2 workers" in status.table(
-            status.fetch(shared.address)
+        assert f"job {job}: sync, quorum all-1, grace 0.5 s, 2 of 2 workers" in status_text.table(
+            requests.fetch(shared.address)
         )
         with pytest.raises(JobMismatch, match=r"the mode is sync, quorum all-1, .* in the registered job and sync in"):
             RawWorker(shared.address, vector_job(job, "sync", cells=16, world_size=2), 0)

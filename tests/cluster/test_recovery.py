@@ -14,7 +14,7 @@ from ps_runtime.free_ports import free_port
 from ps_server.config import ServerConfig
 from ps_server.coordinator.state_file import SavedJob, StateFile
 from ps_server.core.statistics import RecoveryStatistics
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_server.server import Server
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cases import cases, crossed
@@ -50,7 +50,7 @@ def test_in_sync_a_job_goes_back_to_the_one_clock_of_its_checkpoint(
         assert state == (b"state of %d" % clock, clock)
         assert torch.equal(worker.pull(), torch.full((CELLS,), float(clock))), "every shard is at that clock"
         assert torch.equal(train(worker, 3), torch.full((CELLS,), clock + 3.0))
-        [found] = status.fetch(cluster.address)["jobs"]
+        [found] = requests.fetch(cluster.address)["jobs"]
         assert (found["restore_count"], found["redone_step_count"], found["lost_step_count"]) == (1, before - clock, 0)
         worker.leave()  # or the servers would wait for the checkpoint that is due next
 
@@ -68,9 +68,9 @@ def test_without_a_common_clock_the_others_keep_theirs_and_what_is_lost_is_count
         mine = torch.cat([torch.full((16,), float(shard)) for shard in worker.shard_of])
         assert torch.equal(found, torch.where(mine == 1, 3.0, 7.0))
         assert torch.equal(train(worker, 1), found + 1)
-        [said] = status.fetch(cluster.address)["jobs"]
+        [said] = requests.fetch(cluster.address)["jobs"]
         assert (said["restore_count"], said["redone_step_count"], said["lost_step_count"]) == (0, 0, 4)
-        assert "4 steps lost with shards" in status.table(status.fetch(cluster.address))
+        assert "4 steps lost with shards" in status_text.table(requests.fetch(cluster.address))
 
 
 @pytest.mark.parametrize(("mode", "shards"), crossed(["sync", "ssp:2", "async"], [1, 3]))
@@ -143,7 +143,7 @@ def test_the_workers_wait_for_each_other_after_the_job_was_set_back(cluster: Clu
         join_again(zero)
         job = cluster.coordinator.jobs()["job"]
         assert job.members.roster() == ([0], 2, False), "one of two is back"
-        assert "waits for worker 1 to join again" in status.table(status.fetch(cluster.address))
+        assert "waits for worker 1 to join again" in status_text.table(requests.fetch(cluster.address))
         join_again(one)
         assert job.members.roster() == ([0, 1], 2, True)
 

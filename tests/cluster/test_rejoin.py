@@ -20,7 +20,7 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.errors import Fenced, FinishedWithout, NotFound
-from ps_server.ops import status
+from ps_server.ops import requests
 from ps_worker import Session
 from tests.tools.cable import LEASE, Cable, live, lose, session_at
 from tests.tools.cases import cases
@@ -167,7 +167,7 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
                 until(lambda: 0 not in live(cluster))
 
     in_parallel(2, work)
-    status.end_job(cluster.address, "default")
+    requests.end_job(cluster.address, "default")
 
 
 def test_buckets_that_leave_during_backward_count_once_though_the_place_is_lost(cluster: Cluster, cable: Cable) -> None:
@@ -301,7 +301,7 @@ def test_a_worker_whose_job_is_gone_says_so(cluster: Cluster, cable: Cable) -> N
     with session_at(cable.address, "async", 0, world_size=1) as session:
         worker = Worker(session)
         lose(cluster, cable)
-        status.end_job(cluster.address, "default")
+        requests.end_job(cluster.address, "default")
         cable.heal()
         with pytest.raises(NotFound, match="job 'default' ended: `ps-server end` ended it"):
             worker.step()

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import ps_worker
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_worker import Session
 from ps_worker.state import inner
 from ps_worker.strategies import fragment_exchange
@@ -196,9 +196,9 @@ def test_status_names_the_mode(shared: Cluster, job: str) -> None:
     with shared.connect(MODE, job=job) as session:
         model = make_net()
         session.prepare(model, adamw(model), bucket_bytes=128)
-        [known] = [known for known in status.fetch(shared.address)["jobs"] if known["name"] == job]
+        [known] = [known for known in requests.fetch(shared.address)["jobs"] if known["name"] == job]
         assert (known["local_steps"], known["local_fragments"]) == (6, 3)
-        assert f"job {job}: local:6/3, " in status.table(status.fetch(shared.address))
+        assert f"job {job}: local:6/3, " in status_text.table(requests.fetch(shared.address))
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

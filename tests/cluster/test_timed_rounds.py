@@ -18,7 +18,7 @@ import ps_worker
 from ps_protocol.convert import job_spec, job_spec_message
 from ps_protocol.errors import InvalidRequest, JobMismatch
 from ps_protocol.local import Local
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
 from tests.tools.cases import cases
@@ -94,8 +94,8 @@ def test_a_round_ends_with_the_first_step_after_its_time_and_weighs_its_steps(
                 assert session.clock == sum(steps[rank][: number + 1]), "its own steps"
             assert scrape(session.metrics_address)["ps_worker_clock"] == session.clock
             session.barrier()
-            known = status.fetch(shared.address)
-            assert f"job {job}: {MODE}, " in status.table(known)
+            known = requests.fetch(shared.address)
+            assert f"job {job}: {MODE}, " in status_text.table(known)
             session.barrier()
 
     in_parallel(2, work)

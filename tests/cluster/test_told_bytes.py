@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ps_protocol.tensors import BLOCKS
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_worker import Session
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 
@@ -103,10 +103,10 @@ def test_how_alike_workers_move_in_a_round_is_told(
             ]
             assert told == pytest.approx([agreement] * len(told))
             assert told
-            known = status.fetch(shared.address)
-            assert status.round_agreement(known, job) == pytest.approx(agreement)
+            known = requests.fetch(shared.address)
+            assert status_text.round_agreement(known, job) == pytest.approx(agreement)
             assert f"workers agree to {agreement:.2f} in their last round: 1 is alike, 0.50 unrelated" in (
-                status.table(known)
+                status_text.table(known)
             )
             session.barrier()
 
@@ -119,7 +119,7 @@ def test_one_worker_agrees_with_nobody_and_gradients_are_not_looked_at(shared: C
             with shared.connect(mode, rank, workers, job=f"{job}-{workers}") as session:
                 trained(session, [torch.ones(CELLS)] * 2)
                 session.barrier()
-                assert status.round_agreement(status.fetch(shared.address), f"{job}-{workers}") is None
+                assert status_text.round_agreement(requests.fetch(shared.address), f"{job}-{workers}") is None
                 session.barrier()
 
         in_parallel(workers, work)
@@ -148,12 +148,12 @@ def test_status_tells_the_bytes_of_a_step_beside_those_of_sync_in_float32(
             session.barrier()
 
             def all_told() -> bool:
-                [known] = status.fetch(cluster.address)["jobs"]
+                [known] = requests.fetch(cluster.address)["jobs"]
                 return [worker["figures"]["step_count"] for worker in known["workers"] if worker["figures"]] == [8, 8]
 
             until(all_told, "heartbeats with the figures of eight steps")
-            known = status.fetch(cluster.address)
-            assert said in status.table(known) + "\n"
+            known = requests.fetch(cluster.address)
+            assert said in status_text.table(known) + "\n"
             assert known["jobs"][0]["trained_bytes"] == 4 * CELLS
             ratios = [worker["figures"]["residual_ratio"] for worker in known["jobs"][0]["workers"]]
             assert all((ratio is not None) == (wire == "int4") for ratio in ratios)

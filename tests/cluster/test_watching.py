@@ -27,8 +27,8 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
 from ps_runtime.retry import Peer
 from ps_server.core.limits import Limits
-from ps_server.ops import screen, status
-from ps_server.rpc.coordinator_client import OperatorClient
+from ps_server.ops import requests, screen
+from ps_server.rpc.operator_client import OperatorClient
 from ps_server.rpc.plain import json_text, plain
 from ps_server.rpc.position import Position
 from ps_worker import Session
@@ -60,7 +60,7 @@ def figures_of(address: str, job: str, ready: Callable[[dict[str, Any]], object]
     """A job's first worker's figures, once they are as wanted."""
 
     def look() -> dict[str, Any] | None:
-        jobs = {each["name"]: each for each in status.fetch(address)["jobs"]}
+        jobs = {each["name"]: each for each in requests.fetch(address)["jobs"]}
         workers = jobs[job]["workers"] if job in jobs else []
         return workers[0]["figures"] if workers and workers[0]["figures"] and ready(workers[0]["figures"]) else None
 
@@ -155,7 +155,7 @@ def test_a_shard_says_what_it_measured_of_itself_and_of_each_job(cluster: Cluste
     in_parallel(2, lambda rank: train(sessions[rank], 6))
 
     def answered() -> dict[str, Any] | None:  # by all shards: on a busy machine one may need longer than a status waits
-        found = status.fetch(cluster.address)
+        found = requests.fetch(cluster.address)
         return found if all(shard["reachable"] for shard in found["shards"]) else None
 
     running = until(answered, "an answer of both shards") or {}
@@ -433,7 +433,7 @@ def test_status_json_is_json_whatever_is_logged(lively: Callable[..., Cluster]) 
         def refuse(word: str) -> None:
             raise AssertionError(f"{word} is no JSON")
 
-        text = json_text(status.fetch(cluster.address))
+        text = json_text(requests.fetch(cluster.address))
         [job] = json.loads(text, parse_constant=refuse)["jobs"]
         values = {value["name"]: value["last"] for value in job["workers"][0]["figures"]["values"]}
         assert (values["broken"], values["endless"]) == ("NaN", "-Infinity")

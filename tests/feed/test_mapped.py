@@ -32,7 +32,7 @@ from ps_runtime import memory_files
 from ps_runtime.local_sockets import listen, reach
 from ps_runtime.memory_files import MemoryFile
 from ps_server.config import ServerConfig
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_server.relay import relayed
 from ps_server.relay.room import EditionRoom
 from ps_server.shard import mapped
@@ -185,11 +185,13 @@ def test_operators_see_how_many_readers_map_a_relays_memory_and_what_these_keep(
             size = held.arrays.spaces["float32"].nbytes  # frozen tensors are in the newest edition, too
             until(lambda: seen("ps_edition_held_bytes") == size, "the memory that one reader keeps")
             said = r"2 readers, 2 readers with its memory mapped, .* more that readers keep mapped, "
-            until(lambda: re.search(said, status.table(status.fetch(near.address))), "that both wait for the next")
+            until(
+                lambda: re.search(said, status_text.table(requests.fetch(near.address))), "that both wait for the next"
+            )
         del held, feed, other, each
         until(lambda: gc.collect() >= 0 and seen("ps_feed_mapped_readers") == 0, "that both are gone")
         assert seen("ps_edition_held_bytes") == 0
-        assert "memory mapped" not in status.table(status.fetch(near.address))
+        assert "memory mapped" not in status_text.table(requests.fetch(near.address))
 
 
 def test_a_reader_removes_the_sockets_of_dead_ones_once_and_looks_at_no_socket_again(here: Path) -> None:

@@ -29,7 +29,7 @@ from ps_protocol.messages.editions import EditionBucket, EditionPart
 from ps_protocol.tensors import bytes_of, tensor_from
 from ps_runtime.memory_files import SharedFile, WrittenFile
 from ps_server.core.limits import Limits
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_server.shard import mapped
 from ps_server.shard.copied_buckets import CopiedBucket, EditionFiles
 from ps_server.shard.editions import KEPT_SECONDS
@@ -154,7 +154,7 @@ def test_slow_readers_hold_a_bounded_part_of_the_shards_memory_and_the_others_ge
     assert came == [False] * (mapped.MOST_HELD + 1) + [True] * 2
     held = mapped_of(alone.shards[0], job)
     said = rf"{mapped.MOST_HELD + 1} readers with its memory mapped, .* more that readers keep mapped, "
-    until(lambda: re.search(said, status.table(status.fetch(alone.address))), "what readers keep")
+    until(lambda: re.search(said, status_text.table(requests.fetch(alone.address))), "what readers keep")
     assert all(trained.has(each.state_dict(), each.version) for each in slow)
     slow.clear()
     gc.collect()

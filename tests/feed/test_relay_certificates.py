@@ -15,7 +15,7 @@ import ps_torch as ps
 from ps_protocol.errors import Forbidden, InvalidRequest
 from ps_runtime.credentials import Tls, access
 from ps_server.config import ServerConfig
-from ps_server.ops import dev_certs, status
+from ps_server.ops import dev_certs, requests
 from tests.tools.cluster import Cluster, until
 from tests.tools.followed_trainer import FollowedTrainer, relay
 
@@ -105,6 +105,6 @@ def test_a_relay_reads_by_its_certificate_and_serves_readers_and_may_do_nothing_
             other.wait_for(0)
         held = tmp_path / "relay"
         shown = access(held / "relay.pem", held / "relay.key", held / "ca.pem")
-        assert status.fetch(cluster.address, shown)["shards"]
+        assert requests.fetch(cluster.address, shown)["shards"]
         with pytest.raises(Forbidden):
-            status.end_job(cluster.address, "default", shown)
+            requests.end_job(cluster.address, "default", shown)

@@ -28,7 +28,7 @@ from ps_protocol.messages.editions import WeightsAsked
 from ps_runtime.credentials import PLAINTEXT
 from ps_server.config import ServerConfig
 from ps_server.core.limits import DEFAULTS
-from ps_server.ops import feed_screen, status
+from ps_server.ops import feed_screen, requests, status_text
 from ps_server.relay import relayed
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, scrape, until
@@ -309,7 +309,7 @@ def test_a_token_that_is_withdrawn_is_told_by_name(tmp_path: Path) -> None:
             until(is_told, "that its token is not known any more", every=0.1)
             with ps.subscribe(near.address) as late:
                 assert late.wait_for().version == job.describe(False).lowest, "the last edition stays"
-            shown = status.fetch(near.address)["shards"][0]["jobs"][0]["feed"]
+            shown = requests.fetch(near.address)["shards"][0]["jobs"][0]["feed"]
             assert "bearer token is not known" in shown["trouble"]
     finally:
         running.stop()
@@ -337,8 +337,8 @@ def test_a_relay_says_what_it_is_and_what_it_has(shared: Cluster, job: str, trai
     with relay(shared.address) as near, ps.subscribe(near.address, job) as feed:
         last = trainer.steps(3)
         feed.wait_for(last)
-        until(lambda: status.fetch(near.address)["shards"][0]["jobs"][0]["feed"]["reader_count"], "that it waits")
-        said = status.fetch(near.address)
+        until(lambda: requests.fetch(near.address)["shards"][0]["jobs"][0]["feed"]["reader_count"], "that it waits")
+        said = requests.fetch(near.address)
         assert said["coordinator"]["upstream"] == shared.address
         held = said["shards"][0]["jobs"][0]
         assert held["job"] == job
@@ -364,7 +364,7 @@ def test_status_of_a_relay_says_in_words_what_it_has(shared: Cluster, job: str, 
     with relay(shared.address) as near, ps.subscribe(near.address, job) as feed:
         last = trainer.steps(2)
         feed.wait_for(last)
-        said = status.table(status.fetch(near.address))
+        said = status_text.table(requests.fetch(near.address))
     assert re.search(rf"^relay +0 .* {re.escape(job)} .*{last}", said, re.MULTILINE)
     assert re.search(
         rf"^job {re.escape(job)}: edition {last}, \d\.\d s old, 0 updates behind, \d readers?, ", said, re.M

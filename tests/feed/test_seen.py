@@ -18,7 +18,7 @@ from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsAsk
 from ps_protocol.v1 import shard_pb2
 from ps_runtime.credentials import PLAINTEXT
 from ps_server.core.feed_figures import FeedFigures, of_all_wires
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_server.rpc.feed_status import feed_figures, feed_message
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.documented_metrics import documented
@@ -30,7 +30,7 @@ SAME |= {"ps_feed_sent_bytes_total", "ps_feed_element_bytes_total", "ps_feed_map
 
 def shown(cluster: Cluster, job: str) -> str:
     """What status says of who reads a job's weights; empty: nothing."""
-    lines = status.table(status.fetch(cluster.address)).splitlines()
+    lines = status_text.table(requests.fetch(cluster.address)).splitlines()
     begin = next(at for at, line in enumerate(lines) if line.startswith(f"job {job}:"))
     own = [line for line in lines[begin + 1 :] if line.startswith("  weights are read: ")]
     return own[0].removeprefix("  weights are read: ") if own else ""

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import ps_torch as ps
-from ps_server.ops import status
+from ps_server.ops import requests
 from tests.tools import launching
 from tests.tools.cluster import Cluster, until
 from tests.tools.launching import ROOT, Command, Commands, kill_family
@@ -178,7 +178,7 @@ def test_the_model_is_served_while_it_trains_and_when_trainer_and_servers_are_go
     second = until(lambda: lower(first["loss"] - 0.5), "a served model that has learnt")
     assert second["version"] > first["version"]
 
-    [pid] = [each["pid"] for each in status.fetch(server)["shards"] if each["index"] == 1]
+    [pid] = [each["pid"] for each in requests.fetch(server)["shards"] if each["index"] == 1]
     psutil.Process(pid).suspend()  # cut off for as long as this test wants, in place of the second that a restart takes
     until(lambda: ask(address, "/healthz")[0] == 503, "the service's saying that it is behind")
     assert "nothing has come for 1 s" in ask(address, "/healthz")[2]["trouble"]

@@ -30,7 +30,7 @@ from ps_protocol.messages.editions import (
 from ps_protocol.v1 import feed_pb2
 from ps_server.config import ServerConfig
 from ps_server.core.feed_figures import AllRelays, FeedFigures, RelayFigures
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_server.rpc.feed_status import feed_figures, feed_message
 from ps_server.shard import told_relays
 from ps_server.shard.told_relays import MOST_RELAYS, MOST_SHOWN, ToldRelays
@@ -45,7 +45,7 @@ HOST = socket.gethostname()
 
 def shown(cluster: Cluster, job: str) -> list[str]:
     """The lines of status about a job's relays."""
-    lines = status.table(status.fetch(cluster.address)).splitlines()
+    lines = status_text.table(requests.fetch(cluster.address)).splitlines()
     begin = next(at for at, line in enumerate(lines) if line.startswith(f"job {job}:"))
     end = next((at for at, line in enumerate(lines[begin + 1 :], begin + 1) if line.startswith("job ")), len(lines))
     return [line.strip() for line in lines[begin:end] if re.match("    (relay|and) ", line)]
@@ -53,7 +53,7 @@ def shown(cluster: Cluster, job: str) -> list[str]:
 
 def readers(cluster: Cluster, job: str) -> list[int]:
     """How many readers each shard has that is read: they have an edition, or wait for one."""
-    held = [held for shard in status.fetch(cluster.address)["shards"] for held in shard["jobs"]]
+    held = [held for shard in requests.fetch(cluster.address)["shards"] for held in shard["jobs"]]
     return [each["feed"]["reader_count"] for each in held if each["job"] == job and each["feed"]]
 
 
@@ -86,7 +86,10 @@ def test_the_servers_show_a_relay_its_readers_and_those_of_relays_behind_it(
         for server in shared.servers:
             until(lambda: scrape(server.metrics_address).get(name) == 4, "the metric")  # noqa: B023
         behind = f"    relay {named(far.address)} tells of 2 readers; its edition {last} is 0 updates behind"
-        until(lambda: behind in status.table(status.fetch(near.address)).splitlines(), "at the relay, the one behind")
+        until(
+            lambda: behind in status_text.table(requests.fetch(near.address)).splitlines(),
+            "at the relay, the one behind",
+        )
 
 
 class Heard:
@@ -402,9 +405,9 @@ def test_status_has_eight_relays_with_a_line_each_and_one_of_all_others() -> Non
         held = [{"job": "job", "feed": {"relays": relays, **more}} for relays in shards]
         others = {"job": "other", "feed": {"relays": [told("x:1", 9, 9)], "relay_count": 9, "relayed_reader_count": 9}}
         said = {"shards": [*({"jobs": [each]} for each in held), {"jobs": [{"job": "job", "feed": None}, others]}]}
-        return status.relay_lines(said, "job")
+        return status_text.relay_lines(said, "job")
 
-    assert status.relay_lines({"shards": []}, "job") == lines() == lines([]) == []
+    assert status_text.relay_lines({"shards": []}, "job") == lines() == lines([]) == []
     assert lines([told("a:1", 2, 7, 1), told("b:1", 1, None)], [told("a:1", 2, 8)], count=2, readers=3) == [
         "    relay a:1 tells of 2 readers; its edition 8 is 0 updates behind",
         "    relay b:1 tells of 1 reader, and of no edition",

@@ -19,7 +19,7 @@ from ps_protocol.messages.editions import (
     write_weights_asked,
 )
 from ps_protocol.v1 import feed_pb2
-from ps_server.ops import status
+from ps_server.ops import requests
 from tests.tools.cluster import until
 from tests.tools.followed_trainer import FollowedTrainer
 from tests.tools.launching import Commands, resident
@@ -44,7 +44,7 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 
 def readers(server: str) -> int:
     """How many the only shard has of the only job; -1: all that ask it keep it from answering `status` in time."""
-    jobs = status.fetch(server)["shards"][0]["jobs"]
+    jobs = requests.fetch(server)["shards"][0]["jobs"]
     if not jobs:
         return -1
     return jobs[0]["feed"]["reader_count"] if jobs[0]["feed"] else 0
@@ -58,7 +58,7 @@ def test_a_thousand_readers_that_never_read_take_two_editions_and_a_message_each
     with ps.connect(server, "sync", rank=0, world_size=1) as session:
         trainer = FollowedTrainer(session, BUCKET_BYTES, WIDTH)
         trainer.step()
-        [shard] = status.fetch(server)["shards"]
+        [shard] = requests.fetch(server)["shards"]
         size = sum(each.nbytes for each in trainer.model.state_dict().values())
         before = resident(shard["pid"])
         unread: list[Any] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, model_state_dict, optimizer_state_dict
 from tests.scripts.train_in_group import LOST_STEP, Options, make_model, make_optimizer
@@ -176,7 +176,7 @@ def test_a_group_that_lost_a_member_leaves_and_the_others_go_on_until_it_starts_
     cluster = make_cluster(lease=LEASE, absence_seconds=0.0)
     with Groups(nursery, cluster.address, job, tmp_path, Options(steps=12, holds=[4, 8])) as groups:
         until(lambda: groups.are_held(4), "all to stand at clock 4")
-        seen = status.table(status.fetch(cluster.address))
+        seen = status_text.table(requests.fetch(cluster.address))
         assert re.findall(r"^group of 2 +(\d) ", seen, re.MULTILINE) == ["0", "1"]
         groups.processes[1, 1].kill()
         groups.let_go(4)

@@ -22,7 +22,7 @@ import ps_server.cli
 import ps_worker.cli
 from ps_runtime.launch_id import FINISHED_WITHOUT_CODE
 from ps_runtime.quantities import counted, size_text
-from ps_server.ops import status
+from ps_server.ops import requests
 from ps_server.rpc.health_client import is_serving
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.launching import (
@@ -53,7 +53,7 @@ def start_up(start: Start, shards: int = 1) -> tuple[Command, str]:
 
 def shards_of(address: str) -> dict[int, dict[str, Any]]:
     """The shards that `ps-server status` knows, by index."""
-    return {shard["index"]: shard for shard in status.fetch(address)["shards"]}
+    return {shard["index"]: shard for shard in requests.fetch(address)["shards"]}
 
 
 def answered(found: dict[str, Any]) -> dict[str, Any] | None:
@@ -100,7 +100,7 @@ def test_up_prints_where_to_point_workers_and_prometheus(up: tuple[Command, str]
     assert "ps_shards" not in scrape(pages[1])
     assert command.says(r"ps-server: the page, for a browser on this machine: (\S+)\n") == [f"http://{pages[0]}/"]
     assert command.out.count("\n") == 4, "four lines, and nothing else"
-    found = until(lambda: answered(status.fetch(address)), "an answer of all shards")
+    found = until(lambda: answered(requests.fetch(address)), "an answer of all shards")
     assert [shard["index"] for shard in found["shards"]] == [0, 1]
     assert {p["pid"] for p in (found["coordinator"], *found["shards"])} == {child.pid for child in command.family()}
     assert [shard["metrics_address"] for shard in found["shards"]] == pages
@@ -120,7 +120,7 @@ def test_torchrun_and_variables_start_the_same_script(up: tuple[Command, str], s
     for rank in range(2):
         assert f"worker {rank} of 2: ssp:1 Everything AdamW\n" in torchrun.out
         assert (tmp_path / f"ssp:1-{rank}.safetensors").exists()
-    until(lambda: not status.fetch(address)["jobs"])
+    until(lambda: not requests.fetch(address)["jobs"])
 
 
 @pytest.mark.long
@@ -137,7 +137,7 @@ def test_ctrl_c_ends_workers_and_takes_them_off_the_job(up: tuple[Command, str],
     until(training)
     assert workers.end(signal.SIGINT) == 128 + signal.SIGINT
     assert_quiet(workers)
-    until(lambda: not status.fetch(address)["jobs"])  # at once, not when the lease is over
+    until(lambda: not requests.fetch(address)["jobs"])  # at once, not when the lease is over
     assert is_serving(address), "the cluster is there for the next job"
 
 

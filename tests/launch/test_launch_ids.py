@@ -27,7 +27,7 @@ from ps_server.coordinator.state_file import SavedJob, StateFile
 from ps_server.coordinator.timing import Timing
 from ps_server.core import membership
 from ps_server.core.membership import LiveWorker
-from ps_server.ops import status
+from ps_server.ops import requests
 from ps_server.storage.manifest import seal
 from ps_worker import Session
 from ps_worker.cluster import own_membership
@@ -337,7 +337,7 @@ def test_a_launch_is_known_after_the_coordinators_restart(
     with launched(cluster, "a") as session:
         model, optimizer = prepared(session)
         step(model, optimizer)
-        status.checkpoint_job(cluster.address, "default")
+        requests.checkpoint_job(cluster.address, "default")
         cluster.start_again(0)  # with a shard, so that the job is rolled back as well: nobody holds a rank for a moment
         with launched(cluster, "b") as stranger, pytest.raises(JobInUse):
             prepared(stranger)
@@ -371,7 +371,7 @@ def test_status_says_which_launch_a_worker_is_of_and_since_when(
 ) -> None:
     with launched(shared, "a", job=job) as session:
         prepared(session)
-        [worker] = next(known["workers"] for known in status.fetch(shared.address)["jobs"] if known["name"] == job)
+        [worker] = next(known["workers"] for known in requests.fetch(shared.address)["jobs"] if known["name"] == job)
         assert worker["launch"] == "a"
         assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:.]+Z", worker["join_time"])
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ps_server.ops import status
+from ps_server.ops import requests
 from tests.chaos.cluster import free_ports
 from tests.tools.cases import cases
 from tests.tools.cluster import until
@@ -43,7 +43,7 @@ def await_clock(address: str, clock: int) -> None:
     """Waits until a worker has come so far."""
 
     def reached() -> bool:
-        workers = [worker for job in status.fetch(address)["jobs"] for worker in job["workers"]]
+        workers = [worker for job in requests.fetch(address)["jobs"] for worker in job["workers"]]
         return any(worker["clock"] >= clock for worker in workers)
 
     until(reached, f"a worker at clock {clock}", START_SECONDS)
@@ -53,7 +53,7 @@ def kill_shard(address: str, index: int) -> None:
     """Kills a shard's process, once the shard has answered which one that is."""
 
     def process() -> int | None:
-        [shard] = [each for each in status.fetch(address)["shards"] if each["index"] == index]
+        [shard] = [each for each in requests.fetch(address)["shards"] if each["index"] == index]
         return int(shard["pid"]) if shard["reachable"] else None
 
     psutil.Process(until(process, f"an answer of shard {index}", START_SECONDS)).kill()
@@ -175,7 +175,7 @@ def test_a_shard_that_dies_comes_back_and_the_workers_go_on(start: Start, tmp_pa
     command = start(*flags, str(SCRIPT), str(tmp_path), FOR_EVER)
     address = address_of(command)
     until(lambda: whole_checkpoints(kept), "a checkpoint", START_SECONDS)
-    [job] = status.fetch(address)["jobs"]
+    [job] = requests.fetch(address)["jobs"]
     kill_shard(address, 1)
     until(lambda: "shard 1 is back (restart 1)" in command.err, "the shard", START_SECONDS)
     await_clock(address, max(worker["clock"] for worker in job["workers"]) + 5)
@@ -281,7 +281,7 @@ def test_each_node_holds_a_shard_until_the_job_has_ended_also_one_that_is_done_f
     [waiting] = until(lambda: [each for each in second.family() if waits(each)], "a wait for the end")
     waiting.kill()
     until(lambda: "cannot learn when the job ends: the servers go on" in second.err, "the launcher's word")
-    until(lambda: all(shard["reachable"] for shard in status.fetch(address)["shards"]), "an answer of both shards")
+    until(lambda: all(shard["reachable"] for shard in requests.fetch(address)["shards"]), "an answer of both shards")
     (tmp_path / "enough").touch()
     assert [node.process.wait(START_SECONDS) for node in (first, second)] == [0, 0], first.err + second.err
     _, left = psutil.wait_procs(families, timeout=END_SECONDS)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ps_protocol.errors import NotFound
-from ps_server.ops import status
+from ps_server.ops import requests
 from ps_worker.cluster.launcher_reports import report_shard_end, report_worker_end
 from tests.tools.cluster import Cluster, until
 from tests.tools.launching import START_SECONDS, Start, python
@@ -50,7 +50,7 @@ def clock(directory: Path, rank: int) -> int:
 
 def process_of(address: str, index: int) -> int | None:
     """The process of a shard; None where the shard did not answer in time."""
-    shard = next(each for each in status.fetch(address)["shards"] if each["index"] == index)
+    shard = next(each for each in requests.fetch(address)["shards"] if each["index"] == index)
     return int(shard["pid"]) if shard["reachable"] else None
 
 
@@ -100,7 +100,7 @@ def test_a_shard_at_another_address_takes_over_when_its_end_is_reported(start: S
     third = start(*words)
     [place] = third.says(r"shard 1 ready at (\S+)")
     assert "already served" not in third.err
-    assert {shard["index"]: shard["address"] for shard in status.fetch(address)["shards"]}[1] == place
+    assert {shard["index"]: shard["address"] for shard in requests.fetch(address)["shards"]}[1] == place
 
 
 @pytest.mark.long

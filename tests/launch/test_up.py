@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ps_protocol.errors import PSError
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from tests.chaos.cluster import free_ports
 from tests.tools.cases import cases
 from tests.tools.cluster import scrape, until
@@ -72,7 +72,7 @@ def process(command: Command, index: int, *not_these: int) -> psutil.Process:
 def shards_of(address: str) -> dict[int, dict[str, Any]]:
     """The shards that answer, by index; none while the coordinator does not."""
     with suppress(PSError):
-        return {shard["index"]: shard for shard in status.fetch(address)["shards"] if shard["reachable"]}
+        return {shard["index"]: shard for shard in requests.fetch(address)["shards"] if shard["reachable"]}
     return {}
 
 
@@ -144,7 +144,7 @@ def test_all_shards_die_at_once_and_the_log_and_the_status_say_how_often(up: Sta
     last = await_return(address, after, 1)
     assert [shard["restart_count"] for shard in last.values()] == [1, 2]
     assert [scrape(shard["metrics_address"])["ps_shard_restarts_total"] for shard in last.values()] == [1, 2]
-    head, *rows = [row.split() for row in status.table(status.fetch(address)).splitlines()]
+    head, *rows = [row.split() for row in status_text.table(requests.fetch(address)).splitlines()]
     column = head.index("RESTARTS")
     assert [row[column] for row in rows if row[0] in ("coordinator", "shard")] == ["-", "1", "2"]
 

@@ -68,7 +68,7 @@ BRINGS_ROWS = f"""
 import os, signal, threading
 import torch
 import ps_worker
-from ps_server.ops import status
+from ps_server.ops import requests
 
 ids = torch.arange({ROWS})
 
@@ -85,7 +85,7 @@ def trained(session, state):
 
 def dies_in_the_middle():
     while True:
-        shards = status.fetch(os.environ["PS_SERVER"])["shards"]
+        shards = requests.fetch(os.environ["PS_SERVER"])["shards"]
         rows = [table["row_count"] for shard in shards for job in shard["jobs"] for table in job["tables"]]
         if rows and 0 < sum(rows) < {ROWS}:
             print("has brought some of its rows, and dies", flush=True)

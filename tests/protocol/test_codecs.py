@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import DATA_TYPES, FORMATS, ParameterSpec, bucket_layout
+from ps_protocol.layout import DATA_TYPES, ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.tensors import BLOCKS, PLAIN, bytes_of, gradient_codec, weight_codec
 from ps_protocol.v1 import types_pb2
+from ps_protocol.wire_formats import FORMATS
 
 
 def job(gradient_wire: str, weight_wire: str) -> JobSpec:

@@ -24,10 +24,11 @@ from ps_protocol.job import (
     difference,
     validate,
 )
-from ps_protocol.layout import DATA_TYPES, FORMATS, ParameterSpec
+from ps_protocol.layout import DATA_TYPES, ParameterSpec
 from ps_protocol.modes import MAX_STALENESS, Consistency
 from ps_protocol.tables import JobTable, TableSpec
 from ps_protocol.v1 import job_pb2
+from ps_protocol.wire_formats import FORMATS
 
 WEIGHT = ParameterSpec("layer.weight", (3, 4), "float32", 0)
 BIAS = ParameterSpec("layer.bias", (3,), "float32", 1)

@@ -16,7 +16,7 @@ from ps_runtime import audit, reloading
 from ps_runtime.audit import LONGEST_SECONDS, MOST_KINDS, Audit, AuditEntry
 from ps_runtime.credentials import Access
 from ps_runtime.logs import Speaker
-from ps_server.ops import status
+from ps_server.ops import requests
 from tests.tools.cluster import Cluster, until
 
 TOKENS = {role: f"{role}-token-of-some-length" for role in ("worker", "reader", "admin", "cluster")}
@@ -71,7 +71,7 @@ def test_it_tells_who_joined_saved_left_and_ended_a_job(
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         assert "mine" in cluster.coordinator.jobs()
-        status.end_job(cluster.address, "mine", carrying("admin"))
+        requests.end_job(cluster.address, "mine", carrying("admin"))
     found = lines()
     told = [(line["what"], line["principal"], line["host"], line["job"]) for line in found]
     assert ("join", "token:alice", "ipv4:127.0.0.1", "mine") in told
@@ -98,10 +98,10 @@ def test_it_tells_of_each_refusal_by_role_and_of_a_stranger_by_its_host(
 ) -> None:
     caplog.set_level("INFO")
     with pytest.raises(Forbidden):
-        status.end_job(cluster.address, "mine", carrying("reader"))
+        requests.end_job(cluster.address, "mine", carrying("reader"))
     for _ in range(5):
         with pytest.raises(Unauthenticated):
-            status.fetch(cluster.address, STRANGER)
+            requests.fetch(cluster.address, STRANGER)
     refused = [line for line in lines() if line["what"] == "refused"]
     assert [(line["principal"], line["host"]) for line in refused[:2]] == [
         ("token:rita", "ipv4:127.0.0.1"),
@@ -131,11 +131,11 @@ def test_it_tells_of_changed_credentials_and_no_secret_is_in_it(
 
     write(text.replace("reader ", "reader:mine "))
     with pytest.raises(Unauthenticated):
-        status.fetch(cluster.address, STRANGER)
+        requests.fetch(cluster.address, STRANGER)
     until(lambda: any(line["what"] == "credentials" for line in lines()), "a line")
     write(text + "captain a-third-token-of-some-length\n")
     with pytest.raises(Unauthenticated):
-        status.fetch(cluster.address, STRANGER)
+        requests.fetch(cluster.address, STRANGER)
     changed = [line["detail"] for line in lines() if line["what"] == "credentials"]
     assert changed[0].endswith("tokens changed and is used from now on")
     assert any("cannot be used" in detail for detail in changed)

@@ -35,7 +35,7 @@ from ps_protocol.v1 import data_pb2
 from ps_runtime import reloading
 from ps_runtime.credentials import Access
 from ps_server.core.limits import Limits
-from ps_server.ops import status
+from ps_server.ops import requests
 from ps_server.rpc.call_limits import CallLimits, CallsInFlight
 from ps_server.shard.shard import Shard
 from tests.tools.cluster import Cluster, until
@@ -228,7 +228,7 @@ def test_a_ticket_of_a_place_that_is_lost_opens_nothing(shared: Cluster, worker:
 
 
 def test_connections_end_with_their_job(shared: Cluster, worker: RawWorker, client: FrameClient) -> None:
-    status.end_job(shared.address, worker.spec.name)
+    requests.end_job(shared.address, worker.spec.name)
     assert client.is_closed()
 
 

@@ -24,7 +24,7 @@ from ps_runtime import reloading
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access, Tls, access
 from ps_runtime.grpc_status import error_from
-from ps_server.ops import dev_certs, status
+from ps_server.ops import dev_certs, requests
 from ps_server.rpc import call_limits
 from ps_server.rpc.auth import parse_access_list
 from ps_server.rpc.call_limits import HEARTBEAT
@@ -159,11 +159,11 @@ def test_a_worker_trains_its_own_job_and_no_other(guarded: Cluster, folder: Path
 
 
 def test_a_reader_sees_the_status_and_cannot_end_a_job(guarded: Cluster) -> None:
-    assert status.fetch(guarded.address, carrying("reader"))["jobs"] == []
+    assert requests.fetch(guarded.address, carrying("reader"))["jobs"] == []
     with pytest.raises(Forbidden):
-        status.end_job(guarded.address, "of no worker", carrying("reader"))
+        requests.end_job(guarded.address, "of no worker", carrying("reader"))
     with pytest.raises(LookupError):
-        status.end_job(guarded.address, "of no worker", carrying("admin"))
+        requests.end_job(guarded.address, "of no worker", carrying("admin"))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_who_may_report_a_workers_end(guarded: Cluster, folder: Path, role: str,
         with pytest.raises(NotFound if may and role != "worker:mine" else Forbidden):
             report("another")
         assert [
-            worker["rank"] for worker in status.fetch(guarded.address, carrying("reader"))["jobs"][0]["workers"]
+            worker["rank"] for worker in requests.fetch(guarded.address, carrying("reader"))["jobs"][0]["workers"]
         ] == [0]
 
 
@@ -211,11 +211,11 @@ def test_tokens_are_read_again_when_they_change(
     cluster = make_cluster(tokens=tokens)
     tokens.write_text(f"cluster {TOKENS['cluster']}\nadmin {TOKENS['reader']}\n")
     with pytest.raises(LookupError):
-        status.end_job(cluster.address, "mine", carrying("reader"))
+        requests.end_job(cluster.address, "mine", carrying("reader"))
     with pytest.raises(Unauthenticated):
-        status.fetch(cluster.address, carrying("admin"))
+        requests.fetch(cluster.address, carrying("admin"))
     tokens.write_text("nonsense")
-    assert status.fetch(cluster.address, carrying("reader"))
+    assert requests.fetch(cluster.address, carrying("reader"))
 
 
 def test_a_certificate_says_who_calls(make_cluster: MakeCluster, tmp_path: Path) -> None:
@@ -234,15 +234,15 @@ def test_a_certificate_says_who_calls(make_cluster: MakeCluster, tmp_path: Path)
     assert isinstance(error_from(caught.value, "it"), Forbidden)
     for other in (worker, reader):
         with pytest.raises(Forbidden):
-            status.end_job(cluster.address, "another's", other)
+            requests.end_job(cluster.address, "another's", other)
         with pytest.raises(Forbidden):
-            status.checkpoint_job(cluster.address, "another's", other)
+            requests.checkpoint_job(cluster.address, "another's", other)
     with pytest.raises(Forbidden):
-        status.fetch(cluster.address, worker)
+        requests.fetch(cluster.address, worker)
     for looks in (reader, admin):
-        assert status.fetch(cluster.address, looks)["shards"]
+        assert requests.fetch(cluster.address, looks)["shards"]
     with pytest.raises(LookupError):
-        status.end_job(cluster.address, "another's", admin)
+        requests.end_job(cluster.address, "another's", admin)
     with pytest.raises(Forbidden):
         _train(cluster, "more", **{key: Path(str(path).replace("worker", "admin")) for key, path in files.items()})
     (certs / "roles").write_text("cn:another admin\ncn:ps-server cluster\n")
@@ -269,7 +269,7 @@ def test_tokens_are_in_no_repr_and_in_no_log(guarded: Cluster, folder: Path, cap
     caplog.set_level("DEBUG")
     _train(guarded, "mine", token_file=folder / "worker:mine")
     with pytest.raises(Forbidden):
-        status.end_job(guarded.address, "mine", carrying("reader"))
+        requests.end_job(guarded.address, "mine", carrying("reader"))
     shown = repr(parse_access_list((folder / "tokens").read_text(), "tokens")) + repr(
         access(token_file=folder / "admin")
     )
@@ -290,10 +290,10 @@ def test_a_token_file_may_be_a_link_that_is_turned_to_another_file(
     link.symlink_to("old")
     mine = access(token_file=link)
     with pytest.raises(Unauthenticated):
-        status.fetch(guarded.address, mine)
+        requests.fetch(guarded.address, mine)
     (tmp_path / "turned").symlink_to("new")
     (tmp_path / "turned").replace(link)
-    assert status.fetch(guarded.address, mine)["jobs"] == []
+    assert requests.fetch(guarded.address, mine)["jobs"] == []
 
 
 def test_a_token_does_not_leave_this_machine_in_plaintext() -> None:

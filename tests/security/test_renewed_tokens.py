@@ -12,14 +12,14 @@ import torch
 from ps_protocol.errors import Unauthenticated
 from ps_runtime import reloading, retry
 from ps_runtime.credentials import Access
-from ps_server.ops import status
+from ps_server.ops import requests
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster
 
 
 def is_known(cluster: Cluster, token: str) -> bool:
     try:
-        status.fetch(cluster.address, Access(token=lambda: token))
+        requests.fetch(cluster.address, Access(token=lambda: token))
     except Unauthenticated:
         return False
     return True

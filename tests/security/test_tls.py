@@ -30,7 +30,7 @@ from ps_protocol.errors import InvalidRequest, Untrusted
 from ps_runtime import reloading
 from ps_runtime.credentials import Access, Tls, access, certificate_expiry, require_encryption
 from ps_runtime.tls_contexts import client_context, server_context
-from ps_server.ops import dev_certs, status
+from ps_server.ops import dev_certs, requests
 from ps_server.rpc.health_client import is_serving
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster, until
@@ -94,7 +94,7 @@ def test_a_worker_with_a_certificate_trains_over_mutual_tls(make_cluster: MakeCl
     for transport in ("grpc", "tcp", "shm"):
         assert one_step(cluster, transport=transport, **files(certs)) == -1.0
     until(
-        lambda: status.fetch(cluster.address, client(certs))["shards"][0]["reachable"]
+        lambda: requests.fetch(cluster.address, client(certs))["shards"][0]["reachable"]
     )  # within 2 s, or it is said not to be
     assert is_serving(cluster.address, client(certs))
 
@@ -188,7 +188,7 @@ def test_what_the_two_ends_do_not_agree_on_is_said_in_one_line(
 ) -> None:
     pair = (certs / f"{cert}.pem", certs / f"{cert}.key") if cert else (None, None)
     with pytest.raises(Untrusted, match=says) as caught:
-        status.fetch(f"{host}:{port_of(encrypted)}", access(*pair, certs / ca if ca else None))
+        requests.fetch(f"{host}:{port_of(encrypted)}", access(*pair, certs / ca if ca else None))
     assert "\n" not in str(caught.value)
 
 
@@ -204,7 +204,7 @@ def test_the_command_says_what_is_wrong_in_one_line_and_nothing_else(encrypted: 
 
 def test_a_client_that_wants_tls_is_told_of_a_server_that_has_none(shared: Cluster, certs: Path) -> None:
     with pytest.raises(Untrusted, match="speaks no TLS"):
-        status.fetch(shared.address, client(certs))
+        requests.fetch(shared.address, client(certs))
 
 
 def test_a_worker_says_at_once_that_it_is_not_trusted(encrypted: Cluster) -> None:
@@ -240,9 +240,9 @@ def test_certificates_change_under_a_running_cluster(
     assert one_step(cluster, **files(used)) == -1.0
     shutil.copytree(certs / "others", used, dirs_exist_ok=True)  # another CA, and everything it signed
     assert one_step(cluster, **files(certs / "others")) == -1.0
-    assert status.fetch(cluster.address, kept)["jobs"] == []
+    assert requests.fetch(cluster.address, kept)["jobs"] == []
     with pytest.raises(Untrusted):
-        status.fetch(cluster.address, client(certs))
+        requests.fetch(cluster.address, client(certs))
 
 
 def test_files_that_are_half_replaced_leave_what_was_there(
@@ -309,9 +309,9 @@ def test_no_server_can_pass_for_another(make_cluster: MakeCluster, tmp_path: Pat
     held = tmp_path / own
     cluster = make_cluster(shards=1, host="0.0.0.0", tls=server_tls(held))
     reader = access(*(tmp_path / "reader" / name for name in ("reader.pem", "reader.key", "ca.pem")))
-    until(lambda: status.fetch(f"{own}:{port_of(cluster)}", reader)["shards"][0]["reachable"])
+    until(lambda: requests.fetch(f"{own}:{port_of(cluster)}", reader)["shards"][0]["reachable"])
     with pytest.raises(Untrusted, match=f"not for the host name '{re.escape(other)}'"):
-        status.fetch(f"{other}:{port_of(cluster)}", reader)
+        requests.fetch(f"{other}:{port_of(cluster)}", reader)
 
 
 @pytest.mark.parametrize("host", ["worker", "ca", "a/b", "..", "x" * 60])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ps_server
-from ps_server.ops import plan, screen, status
+from ps_server.ops import plan, screen, status_text
 from ps_server.ops.columns import lines_of, wrapped
 from tests.tools.crowd import SILENT, clock_of, seen
 
@@ -35,6 +35,12 @@ def drawn(view: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def ranks(lines: list[str]) -> list[int]:
     """The ranks of the race, from its first line to its last."""
     return [int(found[1]) for line in lines if (found := re.match(r" +(\d+)  +\d+  [─●]+", line))]
+
+
+def test_a_coordinator_of_an_earlier_version_sends_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = seen(4)
+    view["status"]["jobs"][0]["mode"] = ""
+    assert drawn(view, monkeypatch)[0].startswith("demo · unknown mode · training · ")
 
 
 @pytest.mark.parametrize("workers", [4, 64, 512])
@@ -81,10 +87,10 @@ def test_the_table_is_no_wider_than_the_window(workers: int) -> None:
     view["status"]["coordinator"]["software_version"] = "0.1.0"
     [job] = view["status"]["jobs"]
     job["started"], job["world_size"] = False, 2 * workers + 5
-    lines = status.table(view["status"], COLUMNS).splitlines()
+    lines = status_text.table(view["status"], COLUMNS).splitlines()
     assert max(map(len, lines)) <= COLUMNS
     assert f"waits for ranks {workers}-{2 * workers + 4} to join" in " ".join(line.strip() for line in lines)
-    whole = status.table(view["status"]).splitlines()
+    whole = status_text.table(view["status"]).splitlines()
     assert max(map(len, whole[: workers + 4])) < 250
     [row] = [line.split() for line in whole if line.split()[:2] == ["shard", "0"]]
     head = whole[0].split()
@@ -95,11 +101,11 @@ def test_a_group_of_processes_is_one_line_that_says_how_many_they_are() -> None:
     view = seen(2)
     [job] = view["status"]["jobs"]
     job["group_size"] = 4
-    text = status.table(view["status"])
+    text = status_text.table(view["status"])
     assert re.findall(r"^group of 4 +(\d) ", text, re.MULTILINE) == ["0", "1"]
     assert "2 of 2 workers, each a group of 4 processes; " in text
     job["group_size"] = 1
-    assert "group" not in status.table(view["status"])
+    assert "group" not in status_text.table(view["status"])
 
 
 def test_a_plan_is_no_wider_than_the_window_and_says_the_same() -> None:

@@ -17,7 +17,7 @@ from ps_protocol.row_ids import shards_of
 from ps_protocol.tables import JobTable
 from ps_server.core.limits import Limits
 from ps_server.core.placement import Place
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_server.storage.row_files import RowFiles
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.row_gradients import summed
@@ -57,7 +57,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def rows_in_files(cluster: Cluster) -> int:
-    return int(status.tables(status.fetch(cluster.address), "default")["item"]["file_row_count"])
+    return int(status_text.tables(requests.fetch(cluster.address), "default")["item"]["file_row_count"])
 
 
 def test_servers_with_files_train_and_restore_to_the_same_bits(
@@ -79,7 +79,7 @@ def test_servers_with_files_train_and_restore_to_the_same_bits(
         found = scrape(cluster.servers[0].metrics_address)
         assert found['ps_table_cold_lookups_total{job="default",table="item"}'] > 0
         assert found['ps_table_file_bytes{job="default",table="item"}'] > 0
-        assert "in files of" in status.table(status.fetch(cluster.address))
+        assert "in files of" in status_text.table(requests.fetch(cluster.address))
     cluster.stop()  # the end of the job has made a checkpoint
     cluster = make_cluster(shards=3, **with_files, restore=True)
     with cluster.connect("sync") as session:

@@ -11,7 +11,7 @@ import torch
 
 import ps_worker
 from ps_server.core.limits import Limits
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_worker.row_feed import RowFeed
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster
@@ -37,7 +37,7 @@ class Trainer:
 
 def figures(cluster: Cluster, job: str) -> tuple[int, int]:
     """Rows, and how many have made room."""
-    found = status.tables(status.fetch(cluster.address), job)["table"]
+    found = status_text.tables(requests.fetch(cluster.address), job)["table"]
     return int(found["row_count"]), int(found["evicted_row_count"])
 
 

@@ -13,7 +13,7 @@ import ps_worker
 from ps_protocol.errors import PSError
 from ps_runtime.quantities import size_text
 from ps_server.core.server_figures import OTHER_TABLES, TABLES_TOLD, RowCounts, TableFigures, told
-from ps_server.ops import screen, status
+from ps_server.ops import requests, screen, status_text
 from ps_server.rpc.plain import plain
 from ps_server.rpc.shard_messages import table_figures, table_message
 from ps_tables.choosing import library_in_use
@@ -112,7 +112,7 @@ def total(cluster: Cluster, name: str) -> float:
 
 
 def of_tables(cluster: Cluster, job: str) -> dict[str, dict[str, Any]]:
-    return status.tables(status.fetch(cluster.address), job)
+    return status_text.tables(requests.fetch(cluster.address), job)
 
 
 def settled(cluster: Cluster, job: str, pushed: int = ASKED) -> dict[str, dict[str, Any]]:
@@ -159,7 +159,7 @@ def test_the_memory_of_tables_is_part_of_what_is_told_of_a_job(shared: Cluster, 
         assert sum(held) == sum(table["size_bytes"] for table in found.values())
         for server, nbytes in zip(shared.servers, held, strict=True):
             assert scrape(server.metrics_address)[f'ps_job_bytes{{job="{job}",kind="tables"}}'] == nbytes
-        text = status.table(status.fetch(shared.address))
+        text = status_text.table(requests.fetch(shared.address))
     head, *rows = text.splitlines()
     place = head.index("TABLES")
     in_column = [row[place:].split("  ")[0] for row in rows if row.startswith("shard") and f" {job} " in row]
@@ -209,14 +209,14 @@ def test_status_has_a_line_for_each_table_and_one_for_lookups(
         looked_up = 3 * (15 + 10 + 6)
 
         def look() -> dict[str, Any] | None:
-            found = status.fetch(cluster.address)
+            found = requests.fetch(cluster.address)
             [worker] = found["jobs"][0]["workers"]
             return found if worker["figures"] and worker["figures"]["looked_up_id_count"] == looked_up else None
 
         found = until(look, "a heartbeat after the last step")
         assert found is not None
-        lines = status.table(found).splitlines()
-        size = size_text(status.tables(found, "j")["choosy"]["size_bytes"])
+        lines = status_text.table(found).splitlines()
+        size = size_text(status_text.tables(found, "j")["choosy"]["size_bytes"])
         assert f"  table choosy: 1 row, {size}; 10 admitted, 9 expired, 0 evicted; 23.1 % of 26 ids found" in lines
         assert [line.split()[1] for line in lines if line.startswith("  table ")] == ["plain:", "choosy:", "small:"]
         assert f"  an id comes {looked_up / (3 * ASKED):.1f} times in a lookup, on average" in lines

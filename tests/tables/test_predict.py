@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 import ps_worker
-from ps_server.ops import status
+from ps_server.ops import requests
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools import launching
 from tests.tools.cluster import until
@@ -96,7 +96,7 @@ def test_predictions_follow_training_and_outlive_a_shard(commands: Commands, tmp
         second = until(lambda: follows(later), "predictions after more training")
         assert first != second
         until(lambda: CheckpointStore(checkpoints).names("default"), "a checkpoint")
-        [pid] = [each["pid"] for each in status.fetch(server)["shards"] if each["index"] == 1]
+        [pid] = [each["pid"] for each in requests.fetch(server)["shards"] if each["index"] == 1]
         os.kill(pid, signal.SIGKILL)
         assert ask(address, "/predict", body)[0] == 200, "with the rows that it has"
         clock = trainer.steps(8)

@@ -16,7 +16,7 @@ import ps_worker
 from ps_protocol.errors import LimitExceeded
 from ps_server.core.limits import Limits
 from ps_server.core.shard_table import ShardTable
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_server.shard.shard import Shard
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export
@@ -335,7 +335,7 @@ def test_more_rows_than_memory_holds_go_to_the_file(
     cluster = make_cluster(cold_rows_dir=tmp_path, limits=Limits(table_bytes=120_000))
     with cluster.connect("sync") as session:
         model, optimizer = session.prepare(own, torch.optim.Adagrad(own.parameters(), lr=0.1))
-        found = status.tables(status.fetch(cluster.address), "default")["item"]
+        found = status_text.tables(requests.fetch(cluster.address), "default")["item"]
         assert int(found["file_row_count"]) > 100, "before anything is trained"
         assert same(own.state_dict(), state)
         for number in range(10, 14):

@@ -15,7 +15,7 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest, JobMismatch, NonFiniteGradient, UnknownWorker, Unsupported
-from ps_server.ops import status
+from ps_server.ops import requests
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export
 from tests.chaos.cluster import free_ports
@@ -384,7 +384,7 @@ def test_in_sync_a_lost_shard_takes_rows_back_to_the_one_clock_of_the_checkpoint
                     cluster.start_again(1)
                     lost.set()
                 worker.step(IDS)
-            [found] = status.fetch(cluster.address)["jobs"]
+            [found] = requests.fetch(cluster.address)["jobs"]
             meet.wait()
             return [count / session.clock for count in worker.counted(IDS)], found["restore_count"]
 

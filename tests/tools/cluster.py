@@ -18,7 +18,7 @@ from ps_protocol.tensors import bytes_of
 from ps_runtime.free_ports import free_port
 from ps_server.config import ServerConfig
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_server.server import Server
 from ps_server.shard.shard import Shard
 from ps_worker import Session
@@ -136,7 +136,7 @@ class Cluster:
 
     def waits(self, job: str) -> dict[int, tuple[int, list[int]]]:
         """Who waits, as `ps-server status` tells it: by rank, its clock and the ranks it waits for."""
-        waits = status.waits(status.fetch(self.address), job)
+        waits = status_text.waits(requests.fetch(self.address), job)
         return {rank: (first["clock"], first["awaited_ranks"]) for rank, (first, *_) in waits.items()}
 
     def stop(self) -> None:

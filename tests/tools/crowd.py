@@ -50,6 +50,7 @@ def response(workers: int, shards: int = 2) -> cluster_pb2.WatchStatusResponse:
         name="demo", world_size=workers, started=True, parameter_bytes=10**8, bucket_count=12, imbalance=1.0, run="1"
     )
     job.consistency.CopyFrom(job_pb2.Consistency(max_staleness=4))
+    job.mode = "ssp:4"
     job.workers.extend(worker(rank) for rank in range(workers))
     view = cluster_pb2.JobView(
         job="demo",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ps_worker
-from ps_server.ops import status
+from ps_server.ops import requests
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.chaos.cluster import read_weights
 from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, missing, too_stale
@@ -163,7 +163,7 @@ class Run:
                 ended.found.append(Violation("updates that are not saved", "rank 0's weights are not the servers'", {}))
 
     def _look(self, model: Model) -> Ended:
-        now = status.fetch(self._address)
+        now = requests.fetch(self._address)
         if self._rules.averaged:
             weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
             return Ended(weights, self._found + judge(model.view(), self._lives, self._rules), status=now)

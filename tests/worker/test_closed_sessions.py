@@ -18,7 +18,7 @@ from ps_runtime.channel import ChannelClosed, open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.grpc_status import error_from
 from ps_runtime.retry import Peer
-from ps_server.rpc.coordinator_client import OperatorClient
+from ps_server.rpc.operator_client import OperatorClient
 from ps_server.rpc.shard_client import ShardClient
 from ps_worker import Session
 from ps_worker.cluster.calls import ShardCalls

@@ -32,7 +32,7 @@ from ps_protocol.errors import (
 from ps_protocol.v1 import rounds_pb2
 from ps_runtime.grpc_status import error_from
 from ps_server.core.limits import Limits
-from ps_server.ops import status
+from ps_server.ops import requests
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
 from ps_worker.cluster import value_rounds as rounds
@@ -627,7 +627,7 @@ def test_a_job_that_is_ended_ends_the_waiting(shared: Cluster, job: str) -> None
 
     def end(peer: RawWorker) -> None:
         until(lambda: in_round(shared, job))
-        status.end_job(shared.address, job)
+        requests.end_job(shared.address, job)
 
     beside_a_raw_worker(shared, "async", work, end, job, connect_timeout=2.0)
 

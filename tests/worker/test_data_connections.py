@@ -23,7 +23,7 @@ from ps_frames.server import FrameSender
 from ps_protocol.errors import InvalidRequest, Unreachable
 from ps_protocol.framing import Parts
 from ps_runtime.grpc_status import CallFailed
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_worker import Session
 from ps_worker.cluster import calls
 from tests.tools.cases import cases
@@ -79,7 +79,7 @@ def test_where_the_port_is_closed_off_grpc_is_used_and_status_says_so(
     with cluster.connect("sync", job="auto", shared_directory="/dev/shm") as session:
         trained(session, 1)
         assert connections(session) == [None, None]
-        assert "buckets travel by gRPC (ranks 0)" in status.table(status.fetch(cluster.address))
+        assert "buckets travel by gRPC (ranks 0)" in status_text.table(requests.fetch(cluster.address))
     assert "it has no port for them (--no-data-port); buckets travel by gRPC" in caplog.text
 
 
@@ -91,7 +91,7 @@ def test_status_metrics_and_the_workers_log_say_how_buckets_travel(
         with shared.connect("sync", job=f"{job}-{transport}", transport=transport) as session:
             trained(session, 1)
             assert f"buckets travel {says} to shards 0-1" in caplog.text
-            assert f"  buckets travel {says} (ranks 0)" in status.table(status.fetch(shared.address))
+            assert f"  buckets travel {says} (ranks 0)" in status_text.table(requests.fetch(shared.address))
             for server in shared.servers:
                 counted = 'ps_shard_workers{{job="{}",transport="{}"}}'.format
                 samples = scrape(server.metrics_address)
@@ -123,7 +123,7 @@ def test_a_port_that_is_closed_at_first_is_tried_again(
                 until(lambda: None not in connections(session), "connections")
 
         trained(session, 3, wait)
-        assert "over data connections" in status.table(status.fetch(shared.address))
+        assert "over data connections" in status_text.table(requests.fetch(shared.address))
 
 
 # -- what ends -------------------------------------------------------------------------------------------------------

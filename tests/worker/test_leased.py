@@ -15,7 +15,7 @@ import ps_worker
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
 from ps_protocol.v1.types_pb2 import DataRange
 from ps_server.coordinator.timing import Timing
-from ps_server.ops import status
+from ps_server.ops import requests, status_text
 from ps_worker import Session
 from tests.tools import counting
 from tests.tools.cases import cases
@@ -51,7 +51,7 @@ def assert_each_once(found: torch.Tensor) -> None:
 
 def progress(cluster: Cluster, job: str) -> dict[str, int]:
     """How far the job's first loader is, as `ps-server status` tells it."""
-    [known] = [known for known in status.fetch(cluster.address)["jobs"] if known["name"] == job]
+    [known] = [known for known in requests.fetch(cluster.address)["jobs"] if known["name"] == job]
     loader: dict[str, int] = known["loaders"][0]
     return loader
 
@@ -268,7 +268,7 @@ def test_without_gradients_a_loader_yields_a_share_and_commits_nothing(
     with torch.no_grad():
         seen = [int(x) for loader in loaders for batch in loader for x in batch]
     assert sorted(seen) == list(range(SAMPLES))
-    [known] = [known for known in status.fetch(shared.address)["jobs"] if known["name"] == job]
+    [known] = [known for known in requests.fetch(shared.address)["jobs"] if known["name"] == job]
     assert known["loaders"] == []
 
 
@@ -294,7 +294,7 @@ def test_status_and_metrics_say_how_far_the_data_is(shared: Cluster, job: str) -
     with elastic(shared, job) as session:
         Loop(session).train(most=3)
         samples = scrape(shared.servers[0].metrics_address)
-        text = status.table(status.fetch(shared.address))
+        text = status_text.table(requests.fetch(shared.address))
         back = progress(shared, job)["returned_count"]
         assert f"loader 0: pass 0, 12 of {SAMPLES} samples committed, 0 leased; {back} came back so far" in text
         label = f'job="{job}",loader="0"'

@@ -1,62 +1,17 @@
-"""`ps-server status`, `end` and `checkpoint`: queries and requests to a running cluster."""
+"""The state of a cluster as text: the output of `ps-server status`."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
-from ps_protocol.errors import PSError, Unreachable
-from ps_protocol.modes import Consistency
-from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.quantities import counted, ranges, ranks_text, size_text
-from ps_runtime.retry import Peer
 from ps_server.core.agreement import Agreement
 from ps_server.ops.columns import folded, lines_of, printable
-from ps_server.rpc.coordinator_client import OperatorClient
-from ps_server.rpc.plain import plain
 
 MOST_RELAYS = 8  # relays of a job that have a line of their own
 FEWER = 1.05  # the least ratio that is shown: below it the bytes are those of sync, with some padding
-
-
-def fetch(server: str, access: Access = PLAINTEXT) -> dict[str, Any]:
-    """Returns the cluster's state: a GetStatusResponse in the form of plain(). Raises Unreachable or PSError."""
-    with _coordinator(server, access) as coordinator:
-        return plain(coordinator.status())
-
-
-def end_job(server: str, job: str, access: Access = PLAINTEXT) -> None:
-    """Ends a job, even while workers train it. Raises Unreachable, NotFound or PSError."""
-    with _coordinator(server, access) as coordinator:
-        coordinator.end_job(job)
-
-
-def report_shard_end(server: str, index: int, process: int, access: Access = PLAINTEXT) -> str:
-    """Reports the end of a shard's process; returns the result as text. Raises Unreachable or PSError."""
-    with _coordinator(server, access) as coordinator:
-        known = coordinator.report_shard_end(index, process)
-    return f"shard {index}: its end is noted" if known else f"process {process} is not shard {index}: nothing changed"
-
-
-def checkpoint_job(server: str, job: str, access: Access = PLAINTEXT) -> str:
-    """Makes a checkpoint of a job; returns its description as text once it is complete. Raises Unreachable, NotFound or
-    PSError.
-    """
-    with _coordinator(server, access) as coordinator:
-        made = coordinator.checkpoint_job(job)
-    missing = f", without the state of workers {list(made.missing_ranks)}" if made.missing_ranks else ""
-    return f"job {job}: checkpoint {made.name} at clock {made.clock}, {made.size_bytes} bytes{missing}"
-
-
-@contextlib.contextmanager
-def _coordinator(server: str, access: Access) -> Iterator[OperatorClient]:
-    with OperatorClient(Peer("coordinator", server, access)) as coordinator:
-        try:
-            yield coordinator
-        except PSError as error:
-            raise (Unreachable(str(error)) if error.retryable else error) from None
 
 
 def waits(status: dict[str, Any], job: str) -> dict[int, list[dict[str, Any]]]:
@@ -251,11 +206,7 @@ def _wait(waits: list[dict[str, Any]]) -> str:
 
 def mode_text(job: dict[str, Any]) -> str:
     """Returns a job's mode, as scripts call it."""
-    if job["round_duration"]:
-        return f"local:{job['round_duration']:g}s"
-    if job["local_fragments"]:
-        return f"local:{job['local_steps']}/{job['local_fragments']}"
-    return f"local:{job['local_steps']}" if job["local_steps"] else str(Consistency(**job["consistency"]))
+    return job["mode"] or "unknown mode"  # a coordinator of an earlier version does not send it
 
 
 def clock_unit(job: dict[str, Any]) -> str:
