@@ -26,10 +26,10 @@ _ALIGNMENT = 8
 class TensorFile:
     """An edition as a safetensors file, without tensors that a state_dict leaves out.
 
-    parts:  its header, then its tensors, in the order of the file. A tensor that the edition has in pieces is joined
-            whenever it is sent, so it takes memory only while it leaves
-    nbytes: of all parts together
-    joined_bytes: of the largest tensor that has to be joined; 0: there is none
+    parts:  the header, then the tensors in the order of the file. A tensor that the edition holds in pieces is joined
+            only while it is sent
+    nbytes: the size of all parts together
+    joined_bytes: the most memory that joining takes: the size of the largest tensor in pieces; 0: none is in pieces
     """
 
     def __init__(self, edition: EditionArrays, job: str) -> None:

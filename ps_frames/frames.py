@@ -100,7 +100,7 @@ class Header(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        """The size of the payload's elements in bytes."""
+        """The total size of the payload's elements, in bytes."""
         return self.size - self.head
 
 

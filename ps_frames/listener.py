@@ -345,11 +345,14 @@ class DataListener:
 
     @property
     def thread(self) -> threading.Thread:
-        """The one that takes connections."""
+        """The thread that accepts connections."""
         return self._handshakes.thread
 
     def listen(self, where: Where) -> None:
-        """Begins to listen. Raises InvalidRequest if the port cannot be had; a directory may take no socket."""
+        """Begins to listen. Raises InvalidRequest if the port is taken.
+
+        If no socket can be made in the directory, it logs this, and listens on the port alone.
+        """
         port = 0 if where.port is None else self._listen_tcp(where.host, where.port, where.tls)
         self.offer = Offer(port, *self._listen_here(where.directory))
         self._handshakes.start()

@@ -1,9 +1,9 @@
 """A server's end of a data connection: the calls that one worker makes over a connection of frames.
 
 A ticket binds a connection to the gRPC call that asked for it: to its caller, and to one incarnation of a worker. Every
-request then passes the same permissions, limits and counters as one that comes by gRPC. Both kinds of calls are a
-`ServerCall` to them. A thread that reads (reading.py) receives a request and carries it out: none waits for another
-worker. Answers leave by `FrameSender`.
+request then passes the same permissions, limits and counters as one that comes by gRPC: their code sees both kinds of
+call as a `ServerCall`. A thread that reads (reading.py) receives a request and carries it out: no request waits for
+another worker. Answers leave by `FrameSender`.
 """
 
 from __future__ import annotations

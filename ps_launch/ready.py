@@ -18,5 +18,5 @@ def ready_line(address: str, metrics: str, page: str, process: int) -> str:
 
 
 def addresses_in(line: str) -> dict[str, str] | None:
-    """Returns the content of a ready line; None for any other line."""
+    """Parses the line that a server prints when it is ready. Returns its addresses, or None for any other line."""
     return dict(json.loads(line)) if line.startswith(_BEGIN) else None

@@ -97,7 +97,7 @@ def written(settings: Sequence[Setting], values: Mapping[str, Any], origins: Map
 
 
 def _literal(value: Any) -> str:
-    """Returns a value as TOML has it."""
+    """Returns a value as a TOML literal."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):

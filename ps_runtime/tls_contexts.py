@@ -32,7 +32,8 @@ def server_context(tls: Tls, what: str) -> ssl.SSLContext:
 
 
 def client_context(tls: Tls) -> ssl.SSLContext:
-    """Returns the TLS context of a client. As for gRPC, without a CA it trusts the certificate in its own file.
+    """Returns the TLS context of a client. Without a CA it trusts the certificate in the client's own file, as this
+    project's gRPC channels do.
 
     Raises InvalidRequest if the files cannot be used.
     """

@@ -36,7 +36,8 @@ class Troubles:
     """The recurring errors of one object. Methods may be called from any thread.
 
     kind: the label under which they are counted, see docs/metrics.md; None: another metric counts them
-    open: by key, the errors that are not over. Nearly always there are none, and `over` need not be called
+    open: the errors that are not over, by key. Code that runs often looks here first, and calls `over` only if there
+          are some
     """
 
     def __init__(self, log: logging.Logger, kind: str | None) -> None:

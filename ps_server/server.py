@@ -237,7 +237,8 @@ class Server:
         self.health.service.enter_graceful_shutdown()
         if self._registration is not None:
             self._registration.stop()
-        # The pools come last: a call for one that is shut down would end gRPC's thread with an exception.
+        # The pools are shut down last: a call that needs a pool which is shut down would end gRPC's thread with an
+        # exception.
         stop_grpc(self._grpc, self._stops, self._last_stops)
 
     def _make_coordinator(self) -> Coordinator:

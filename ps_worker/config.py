@@ -50,7 +50,7 @@ def wire_formats(text: str) -> str:
 
 
 def quorum_text(text: str) -> str:
-    """Checks a quorum: Q or all-N."""
+    """Returns the text of a quorum, Q or all-N. Raises ArgumentTypeError for another text."""
     try:
         parse_quorum(text)
     except InvalidRequest as error:

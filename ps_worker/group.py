@@ -39,7 +39,7 @@ from ps_worker.neighbours import Neighbours
 log = logging.getLogger("ps_worker")
 
 T = TypeVar("T")
-Members = tuple[int, ...]  # some of a group, the lowest first
+Members = tuple[int, ...]  # some members of a group, in ascending order
 Collectives = Generator[Any, None, T]  # an exchange: yields its collectives, one after the other, as each has begun
 
 NOTICE_SECONDS = 30.0  # after which a member says that it waits for the others
@@ -154,8 +154,9 @@ class Group:
             while not work.is_completed():
                 with suppress(RuntimeError):  # the time is over, or it has failed: then the last line says how
                     work.wait(timedelta(seconds=HEARD_SECONDS))
-                with undisturbed():  # it takes a lock, which a signal must not leave taken
-                    self.neighbours.check()  # in `prepare` no heartbeat's thread does
+                # `check` takes a lock, and a signal's handler must not end it in between, with the lock held.
+                with undisturbed():
+                    self.neighbours.check()  # during `prepare` there is no thread of heartbeats that checks them
         except BaseException:
             # The others may never come, and a process group waits for its collectives when it is freed, also at the end
             # of the process: it is never freed.

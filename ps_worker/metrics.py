@@ -215,7 +215,7 @@ def _model_gauges(now: Callable[[], ModelNumbers]) -> Gauges[ModelNumbers]:
 
 
 def added(sizes: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Returns bytes added up, by wire format."""
+    """Returns the sums of counts of bytes, by wire format."""
     total: dict[str, int] = {}
     for each in sizes:
         _add(total, each)
@@ -272,7 +272,8 @@ class RoundTimer:
 class WorkerMetrics:
     """Counters and histograms of one worker, and the port they are served on.
 
-    timer:     of steps; rounds: of rounds of local steps
+    timer:     times the phases of a step
+    rounds:    times the rounds of local steps
     address:   HOST:PORT at which /metrics is served; empty before `serve`
     announced: the same, if scrapers elsewhere can reach it; otherwise empty
     """

@@ -69,7 +69,7 @@ class JobScript:
         """Keeps a live worker's report of its script's settings. Raises InvalidRequest if it has over MAX_SCRIPT_BYTES.
 
         request: the number of the request that it answers
-        told:    its clock and its settings; None: it has nothing to report
+        told:    the worker's clock and its settings; None: the worker has nothing to report
         """
         if told is not None and len(told[1]) > MAX_SCRIPT_BYTES:
             raise InvalidRequest(f"what a script has set may have {MAX_SCRIPT_BYTES} bytes, got {len(told[1])}")

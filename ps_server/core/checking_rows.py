@@ -173,7 +173,10 @@ class RowChecker:
         return part
 
     def wanted(self, pull: RowsPull, payload: Buffer | None = None) -> Ids:
-        """Returns the ids that a pull asks for. payload: those in the worker's segment; None: see the message"""
+        """Returns the ids that a pull asks for.
+
+        payload: the ids in the worker's segment; None: the ids are in the message
+        """
         table, payload = self.table(pull.table), pull.payload if payload is None else payload
         if len(payload) % ID_BYTES:
             raise InvalidRequest(f"expected ids of {ID_BYTES} bytes each, got {len(payload)} bytes")

@@ -28,13 +28,12 @@ REPLACED_KEPT = 16  # launches kept of those that took a rank over one after the
 
 @dataclass(frozen=True)
 class Counted:
-    """A shard's state when it counts a worker.
+    """A shard's answer to AddWorker: how far the job, and workers of this rank, had come there.
 
     frontier: the highest clock that any worker has reached
-    pushed:   the last clock that workers of this rank have pushed to all trained buckets. Such a step of an earlier
-              incarnation counts, even if the worker did not get the answer. None: the shard trains no bucket
-    further:  by bucket or table, the last clock pushed to it, if it is later than `pushed`: the unit has had a step
-              that others lack. None: unknown
+    pushed:   the last clock at which some incarnation of this rank had pushed every trained bucket of this shard. That
+              step counts, even if its worker never got the answer. None: the shard trains no bucket
+    further:  by bucket or table, a later clock that was pushed to this unit alone. None: unknown
     """
 
     frontier: int
@@ -44,7 +43,10 @@ class Counted:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A worker that a shard must begin to count. clock: from which clock on; None: from the shard's own frontier"""
+    """A worker that a shard must begin to count.
+
+    clock: the first clock at which it counts; None: the shard's own frontier
+    """
 
     rank: int
     incarnation: int
@@ -435,7 +437,7 @@ class Membership:
         """Removes a worker. Returns False if it was removed already.
 
         done:    its script has ended
-        expired: its lease has run out, or its process has ended; False: it leaves by itself
+        expired: the worker's lease has run out, or its process has ended; False: the worker leaves by itself
         A worker that a rollback had removed is no longer expected to join again. Nor is one in doubt whose script has
         ended.
         """

@@ -133,7 +133,8 @@ def sized(spec: JobSpec, one_machine: bool, limit: int) -> JobSpec:
     """Returns the job with a bucket size: its own, or else a chosen one.
 
     one_machine: shards and workers are all on one machine
-    limit:       the most buckets of a job. A chosen size keeps it if DEFAULT_BUCKET_BYTES would
+    limit:       the most buckets that a job may have. A chosen size respects it, unless buckets of DEFAULT_BUCKET_BYTES
+                 would already be too many
     """
     if spec.bucket_bytes:
         return spec

@@ -76,7 +76,7 @@ class Sum:
             self.total = self._scratch.take(values.numel(), values.dtype).copy_(values)
             self._owns = self._is_scratch = True
         elif self.total is None:
-            self.total, self._owns = values, own  # not copied: with one term it is only read
+            self.total, self._owns = values, own  # no copy: a sum of one term is only read
         elif is_last and {values.dtype, self.total.dtype} <= SUMMED_AS_FLOAT32:
             self.last, self._owns_last = values, own
         else:

@@ -2,8 +2,8 @@
 
 A relay keeps the last `MOST` editions. It sends the newest to each reader that asks for its version or a lower one.
 While both are being read, a newer edition waits until one of them is given back. Readers that hold it up for
-`HELD_SECONDS` lose theirs. So a job takes the memory of four editions at most: two that are read, one that waits, and
-one that is being received. The changes between some of these take at most as much as one more.
+`HELD_SECONDS` lose the edition that they read. So a job takes the memory of four editions at most: two that are read,
+one that waits, and one that is being received. The changes between some of these take at most as much as one more.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class CopiedBucket:
     """A bucket of an edition: its index, the updates that it has, and its elements as they travel.
 
     is_trained:  an optimizer steps it
-    wire_format: of the elements; empty: the bucket's own type
+    wire_format: the wire format of the elements; empty: the bucket's own type
     space:       the flat space in which it lies
     place:       where it is to lie in a memory file; None: in memory of its own
     lies:        where it does

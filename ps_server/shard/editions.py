@@ -68,7 +68,7 @@ class TakenEdition:
 
     version:  see WantedEdition
     has_room: makes room before a bucket is copied, if there is none yet. Raises PSError if there can be none
-    files:    those in which it is to lie, as far as it is copied from now on; None: in none
+    files:    the files into which buckets are copied from now on; None: into no file
     """
 
     def __init__(self, version: int | None, has_room: Callable[[TakenEdition, float], None]) -> None:
@@ -363,7 +363,7 @@ class Editions:
         """Drops editions, and the changes between them, that no reader has used for KEPT_SECONDS.
 
         The newest edition stays as long as a reader that asks for changes follows the job. The edition before it stays
-        while the newest is being read: what is sent of that may be what changed since.
+        while the newest is being read, because readers may get what has changed since that edition.
         """
         if not self._kept and not self._pieces and not self._mapped:
             return
@@ -449,7 +449,7 @@ class Editions:
         return edition
 
     def close(self, error: PSError) -> None:
-        """Forgets all, and takes nothing more: the job is no longer here, or goes back to a checkpoint."""
+        """Drops all editions, and takes no more: the shard no longer has the job, or it goes back to a checkpoint."""
         with self._lock:
             self._closed = error
             kept, self._kept, self.waiting = self._kept, [], ()

@@ -306,8 +306,8 @@ class HostedJob:
         return PushedRows(here.data, copy_numbers(there[head:].view(np.float32), here[head:].view(np.float32)))
 
     def pulled(self, pull: RowsPull, places: PullPlaces, memory: RowMemory) -> tuple[Buffer, torch.Tensor]:
-        """Returns a copy of the ids of a pull, and the memory for their rows: [n, dim]. Both lie in the worker's
-        segment.
+        """Reads a pull from the worker's segment. Returns a copy of its ids, and the memory in the segment for their
+        rows: [n, dim].
         """
         dim = self.state.row_checker.table(pull.table).rows.dim
         ids = memory.array(places.ids, ID_BYTES * places.id_count, np.uint8).copy()

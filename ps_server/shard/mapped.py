@@ -34,7 +34,7 @@ from ps_runtime.troubles import Troubles
 log = logging.getLogger("ps_server")
 
 MOST_HELD = 3  # mapped editions, beside the one that is being shared
-MOST_READERS = 1024  # files that are mapped, counted for each reader
+MOST_READERS = 1024  # mapped files; one that several readers have mapped counts once for each reader
 _NAME = re.compile(re.escape(SOCKET_PREFIX) + r"[0-9a-f]{32}")
 _IN_MESSAGES = "readers of this host get editions in messages, and not as memory: %s"
 

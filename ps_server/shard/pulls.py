@@ -475,7 +475,10 @@ def _check_buckets(job: HostedJob, call: PullCall) -> None:
 
 
 def _with_owed(unit: HostedUnit[Any], by_mode: Admission, owed: Mapping[int, int] | None) -> Admission:
-    """Returns the admission of a pull, given that of its mode. owed: what the unit must have besides"""
+    """Returns the admission of a pull, given the admission by its mode.
+
+    owed: by rank, the clock of a contribution that the unit must have, too
+    """
     return ALL_STAGED_APPLIED if owed and by_mode.admitted and not unit.rule.has(owed) else by_mode
 
 

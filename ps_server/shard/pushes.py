@@ -252,7 +252,7 @@ class Pushes:
         fresh:   takes the buckets that are staged, also those before another that was refused
         checked: what is known of a call that has differed in its clock and hyper-parameters alone; None: nothing
         is_live: the worker was found to be live just now. If it is not any more, its commands are refused
-        segment: of a worker that is live; None: not looked up yet, or the payload is in the message
+        segment: the segment of a live worker; None: it is not looked up yet, or the payload is in the message
         """
         answers: list[Staged] = []
         try:

@@ -28,9 +28,10 @@ from ps_server.failpoints import failpoint
 from ps_server.shard.threads import Threads
 from ps_tables.copies import TableCopy
 
-PIECE_BYTES = 4 * 2**20  # that are copied between two updates
-# Of a table's rows, in one part of changes, and in all after the part that has all rows: beyond, there is another of
-# these, which takes little longer to write, and less to read.
+PIECE_BYTES = 4 * 2**20  # the bytes that are copied between two updates
+# A checkpoint has all rows of a table, and not only those that changed, if more than MOST_CHANGED of the rows changed,
+# or more than MOST_CHANGED_IN_ALL in all increments since the last full one: that takes little longer to write, and
+# less to read.
 MOST_CHANGED, MOST_CHANGED_IN_ALL = 0.5, 1.0
 
 
@@ -179,8 +180,9 @@ class Refusals:
     seconds: float = 0.0
 
     def worker_added(self, incarnation: int) -> None:
-        """Ends the refusal if a worker has joined after it began. A worker whose join was under way before does not end
-        it.
+        """Ends the refusal if a worker has joined after the refusal began.
+
+        A worker whose join was under way before does not end it.
         """
         refusal = self.current
         if refusal is not None and refusal.last_incarnation is not None and incarnation > refusal.last_incarnation:

@@ -74,7 +74,7 @@ def export(
 ) -> str:
     """Writes the files. Returns a description of their content.
 
-    name: of the checkpoint; None: the last intact one, from which a restore would continue
+    name: the name of the checkpoint; None: the last intact checkpoint, from which a restore would continue
     tables_as: the format of tables/: safetensors, parquet or npy
     told: called with each checkpoint that was skipped, and the reason
     fallback: False: a damaged checkpoint is an error, and no earlier one is exported instead

@@ -297,7 +297,7 @@ class ShardCalls:
 
     def _land_by_grpc(self, method: str, landing: Landing) -> None:
         stream = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")
-        # Kept: a call without a reference to it is cancelled, and its end is still to come.
+        # gRPC cancels a call that nothing refers to, and this one has not ended when the loop is left.
         self._last = stream(landing.request(), timeout=PULL_SECONDS)
         for message in self._last:
             landing.message(message)

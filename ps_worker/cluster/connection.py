@@ -192,7 +192,7 @@ class Connection:
     def tell(self, bucket: BucketSpec, number: int, payload: memoryview) -> Future[PushResult]:
         """Sends a bucket that no optimizer steps, for readers of the weights. No step waits for it.
 
-        number: the step that it is of; shards keep what has the highest
+        number: the step that the values are of; shards keep the values with the highest number
         """
         return self._network[self._shard_of[bucket.index]].tell(number, bucket, payload)
 
@@ -374,10 +374,10 @@ class Connection:
         self._under_way += calls
 
     def fail(self, clock: int | None = None) -> None:
-        """Records that a call of the last step has failed: some shards may have the step, and others not.
+        """Marks the last step as failed: some shards may have it, and others not.
 
-        clock: of that step, where it may have failed before this worker had sent anything of it, and other members of
-               its group have: None: it was sent
+        clock: the clock of the failed step. It is needed if this process had sent nothing of that step yet, but other
+               members of its group may have. None: the failed step is the one that this process sent last
         """
         self.clock = self.clock if clock is None else clock
         self._last.has_failed = True

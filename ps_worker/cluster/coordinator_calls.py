@@ -117,8 +117,8 @@ class CoordinatorClient:
     def register(self, spec: JobSpec, launch: str = "", memory_place: str = "") -> Registration:
         """Registers a job, or finds an equal one. Raises VersionMismatch if the servers are too old.
 
-        launch:       this worker's launch: JobFinished is raised if it took part in the job, and this has finished;
-                      empty: the job may begin anew
+        launch:       this worker's launch. JobFinished is raised if the launch took part in the job, and the job has
+                      finished; empty: a finished job may begin anew
         memory_place: names the memory that this worker can share with shards; empty: none
         """
         request = jobs_pb2.RegisterJobRequest(

@@ -147,7 +147,7 @@ def _await_end(connection: socket.socket, until: float) -> None:
         elif kind == _PING and not flags & _ACK:
             connection.sendall(frame(_PING, _ACK, 0, payload))
         elif kind in (_GOAWAY, _RST_STREAM) or (kind in (_HEADERS, _DATA) and flags & _END_STREAM):
-            return  # of this call: the connection has no other
+            return  # the connection carries this call alone
 
 
 # -- the worker's process --------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class OwnMembership:
     script:          answers requests for the settings of this worker's script
 
     place: the last place that it got; None before the first join
-    lost:  in a group, a lost place, until this member has the next one; None: there is none
+    lost:  in a group, a lost place until this member has the next one; None: no place is lost
     error: the error that ended its part in the job for good; None: it takes part
     """
 

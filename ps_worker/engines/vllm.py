@@ -109,7 +109,7 @@ class FeedTransferEngine(base.WeightTransferEngine[FollowInfo, WantedVersion]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Raises Unsupported. vLLM has it for engines to which a trainer sends weights: here the servers do."""
+        """Raises Unsupported. vLLM calls this method of an engine to which a trainer sends the weights."""
         raise Unsupported("parameter servers send the weights: a trainer has nothing to send")
 
     def _end_update(self) -> None:

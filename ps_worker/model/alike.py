@@ -178,8 +178,10 @@ class HeldAlike:
     # -- gradients, and state ----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises InvalidRequest, on all members, if a gradient is not the same on all that hold its parameter, in the
-        first step in which it is not zero. A missing gradient, of a frozen or unused parameter, counts as zero."""
+        """Checks, in the first step in which a parameter's gradient is not zero, that all members that hold the
+        parameter have the same gradient. Otherwise raises InvalidRequest on every member. A missing gradient (of a
+        frozen or unused parameter) counts as zero.
+        """
         if not self._unchecked:
             return
         unchecked = sorted(self._unchecked)

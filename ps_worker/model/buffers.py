@@ -419,7 +419,8 @@ class Gradients:
             elif gradient.data_ptr() == views[index].data_ptr():
                 continue
             if self._adopt(index):
-                # The script has replaced it. (Or it is backward's own, on another device: these cannot be told apart.)
+                # The script has replaced the gradient. (Or backward has left a gradient on another device: the two
+                # cannot be told apart.)
                 self._finite.pop(index, None)
         return absent
 

@@ -199,7 +199,7 @@ class LocalRound:
 
     def leave_out(self, clock: int, first: int) -> list[BucketPush]:
         """Returns empty pushes of the fragments from `first` on, which have not been pushed in the current round, for a
-        worker that leaves. So all fragments reach the same round.
+        worker that leaves. All fragments then reach the same round.
         """
         rest = self.buckets(first, self.fragments.count - 1)
         self.pushed = self.fragments.count

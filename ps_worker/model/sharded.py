@@ -157,7 +157,7 @@ def _first_of_context(mesh: Any, dimension: int, group: Any) -> dict[int, int]:
 
 
 def _root_of(mesh: Any) -> Any:
-    """Returns the mesh that a mesh was sliced or flattened from; itself, if from none."""
+    """Returns the mesh that a mesh was sliced or flattened from, or the mesh itself."""
     ask = getattr(mesh, "_get_root_mesh", None)
     if ask is not None:
         return ask()

@@ -44,7 +44,7 @@ class EndedStep:
     groups:      the hyper-parameters of each group of the job
     drafts_hold: the drafts sent during backward are unchanged, and count
     rows:        the step's push to each table
-    weight:      its weight in the mean; 0: all weigh the same
+    weight:      the step's weight in the mean; 0: all steps weigh the same
     """
 
     optimizer: int | None

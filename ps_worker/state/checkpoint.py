@@ -59,7 +59,7 @@ class LastStep:
 class WorkerCheckpoint:
     """One worker's own state, captured when a checkpoint asks for it and restored when the job is rolled back.
 
-    device: whose random state is captured
+    device: the device whose random state is captured
     save: takes a clock and the bytes of its state; returns at once
     steps: the number of steps of this process, which a rollback does not change
     stage: the stage of the script, the number of times that it has changed optimizers

@@ -88,7 +88,7 @@ def _tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -
 def _is_written(dtype: torch.dtype) -> bool:
     """Whether the installed safetensors knows an element type. Tensors of other types are written as bytes."""
     try:
-        load(save({"t": torch.empty((), dtype=dtype)}))  # what it writes, it need not read
+        load(save({"t": torch.empty((), dtype=dtype)}))  # a safetensors may write types that it cannot read
     except (KeyError, SafetensorError):
         return False
     return True

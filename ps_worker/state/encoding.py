@@ -1,7 +1,7 @@
 """The state of a worker without the weights, as values and as bytes.
 
 values  The position in the data, random states, schedulers, hyper-parameters, and the model's buffers.
-bytes   A document of documents.py.
+bytes   The same, as a document (documents.py).
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class NoInner:
 class InnerStates:
     """The state of the script's own optimizers. Only the training thread uses it.
 
-    fresh:  called when they begin without state in a running job
+    fresh:  called when the optimizers begin without state in a running job
     on_all: given a condition of this member, returns whether it holds on all members of the worker's group
     """
 

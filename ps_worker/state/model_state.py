@@ -63,7 +63,7 @@ class ModelState:
     """A model's own state in a worker's checkpoints.
 
     frozen: the tensors that no optimizer steps, by index among the job's parameters
-    residuals: of its buckets; None: the wire format has none
+    residuals: the residuals of the model's buckets; None: the wire format has no residuals
     teller: called after each step; None: there is none
     """
 
@@ -161,7 +161,7 @@ class FrozenTensor:
         return parts_of(self._tensor).to("cpu", copy=True)
 
     def takes(self, value: torch.Tensor) -> bool:
-        """Whether a value fits."""
+        """Whether a value has the shape and the type of the tensor."""
         parts = parts_of(self._tensor)
         return value.shape == parts.shape and value.dtype == parts.dtype
 

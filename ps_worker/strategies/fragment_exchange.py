@@ -285,7 +285,7 @@ class FragmentExchange:
         first = at_hand.pushed
         if self.flight is not None and not self.flight.pulls:  # this member could not push it, and others have
             first = self.flight.fragment
-        # Members of a group may have agreed on a fragment, and a signal has ended this one before it has pushed it.
+        # Members of a group may have agreed on a fragment that this one, ended by a signal, has not pushed.
         is_group = self._loop.participation.group is not None
         if at_hand.pushed or (is_group and self._leaving == at_hand.number):
             calls += connection.push_apart(at_hand.leave_out(at_hand.number, first))

@@ -50,7 +50,7 @@ def outer_optimizer(local: Local, optimizers: Sequence[torch.optim.Optimizer]) -
     own.
     """
     held = {id(tensor): tensor for each in optimizers for group in each.param_groups for tensor in group["params"]}
-    groups = [{"params": list(held.values())}]  # none, in a member of a group that holds nothing that trains
+    groups = [{"params": list(held.values())}]  # empty in a member of a group that holds no trained parameter
     return torch.optim.SGD(groups, **local.outer(local.warm_up + 1))  # type: ignore[arg-type]
 
 
@@ -250,7 +250,8 @@ class LocalRounds:
     def _stepped(self) -> None:
         """Ends a step of one of the script's optimizers, and with the last step of a round the round."""
         if self._loop.is_past:
-            # One of the remaining steps of a batch: the job was rolled back to before its first.
+            # The job was rolled back during this batch. The loader will yield the batch again, so the remaining steps
+            # of this one do not count.
             self._round.begin_anew()
             return
         if self._fragments is not None and self._round.is_streamed:

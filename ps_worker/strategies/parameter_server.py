@@ -311,7 +311,11 @@ def join(
 def _those_of_servers(
     own: Sequence[torch.optim.Optimizer], options: PrepareOptions, group: Group | None
 ) -> Sequence[torch.optim.Optimizer]:
-    """Returns the optimizers of a job. own: the script's; in local modes they step in this process"""
+    """Returns the optimizers that the servers run: the script's own, or, in local modes, the one outer optimizer. The
+    script's optimizers then step in this process.
+
+    own: the script's optimizers
+    """
     if options.local is None:
         return own
     if group is not None:

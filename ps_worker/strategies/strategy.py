@@ -86,12 +86,12 @@ class Strategy(Protocol):
         """Returns the optimizers to go on with. They replace all optimizers that had any of their parameters."""
 
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> Batches:
-        """Returns the loader with this worker's share of its data; `seed` is that of the shuffle."""
+        """Returns the loader with this worker's share of its data. seed: the seed of the shuffle"""
 
     def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
         """Saves and restores objects with a state_dict, such as schedulers, together with the worker from now on.
 
-        own: those whose state belongs to this worker alone; that of the others is also sent to workers that join late
+        own: the objects whose state belongs to this worker alone; workers that join late get the state of all others
         """
 
     def no_sync(self) -> AbstractContextManager[None]:

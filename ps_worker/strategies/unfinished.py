@@ -52,7 +52,7 @@ class Unfinished:
     begun: int | None = None
 
     def counts(self, now: JoinResult) -> bool:
-        """Whether every shard has had all of it. now: the place that follows the lost one"""
+        """Whether every shard has had all of the step. now: the place that follows the lost one"""
         return self.begun is not None and now.pushed is not None and now.pushed >= self.begun
 
     def goes_on_from(self, now: JoinResult) -> None:

@@ -15,8 +15,8 @@ LARGEST = torch.iinfo(torch.int64).max
 class IdMap(nn.Module):
     """The map from ids to row numbers: [...] of int64 or int32, to [...] int64; unknown ids get the last row.
 
-    ids: [n + 1], ascending. The last one is the largest int64: a search ends at it at the latest. If that number is
-         also an id, the search ends at the id, which comes first.
+    ids: [n + 1], ascending, with the largest int64 as a sentinel at the end. If that number is an id itself, a search
+         finds the id first.
     """
 
     ids: Tensor

@@ -229,11 +229,10 @@ class Embedding(nn.Module):
         return ", ".join([str(self.weight.shape[1]), *changed])
 
     def _each(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the row of each id, [...] to [..., dim], and a mask of the ids that are padding; None without
+        """Returns a row for each id, [...] to [..., dim], and a mask of the padding ids, or None if there is no
         padding.
 
-        A row is returned for each id, not for each distinct one: `expanded` adds up their gradients in the order of the
-        ids.
+        Equal ids get rows of their own, so that `expanded` adds their gradients in the order of the ids.
         """
         rows, places, padding = self._find(ids)
         each = expanded(rows, places)

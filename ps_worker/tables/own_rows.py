@@ -103,7 +103,10 @@ class Rows(Protocol):
         """Replaces all rows by those that another `state` has returned. Raises InvalidRequest for other bytes."""
 
     def share(self, exchange: Exchange | None, rank: int) -> None:
-        """Begins to step together with other ranks, all with the rows of rank 0; None: this process steps alone."""
+        """Begins to step together with other ranks, all with the rows of rank 0.
+
+        exchange: exchanges values between the ranks; None: this process steps alone
+        """
 
 
 class LocalRows:
@@ -282,7 +285,10 @@ class LocalRows:
         self._given = []
 
     def share(self, exchange: Exchange | None, rank: int) -> None:
-        """Begins to step together with other ranks, all with the rows of rank 0; None: this process steps alone."""
+        """Begins to step together with other ranks, all with the rows of rank 0.
+
+        exchange: exchanges values between the ranks; None: this process steps alone
+        """
         self.exchange = exchange
         if exchange is not None:
             rows = exchange(self.state() if rank == 0 else b"", f"the rows of table {self.name!r}")[0]

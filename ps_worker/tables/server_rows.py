@@ -309,8 +309,9 @@ class ServerTables:
         self._taken = []
 
     def give_back(self) -> None:
-        """Restores the gradients that were not sent to the modules, as other parameters still have theirs. The step was
-        refused, before or after `take`, and the script may repair it and step again.
+        """Gives the gradients that were not sent back to the modules, because other parameters still have theirs.
+
+        The step was refused, before or after `take`. The script may repair the step and make it again.
         """
         pushes = self._taken or [rows.take() for rows in self._rows]
         for module, push in zip(self._modules.values(), pushes, strict=True):
