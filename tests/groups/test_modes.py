@@ -33,11 +33,11 @@ def test_one_group_ends_as_one_process_in_each_mode(
 
 @pytest.mark.parametrize("mode", cases(["async"], ["ssp:1"]))
 def test_two_groups_learn_as_in_sync(nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str) -> None:
-    options = Options(mode=mode, steps=60, learns=True)
+    options = Options(mode=mode, steps=40, learns=True)
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         found = groups.ended()
     before, in_sync = mean_loss(one_process(replace(options, steps=0))), mean_loss(one_process(options))
-    assert in_sync < before / 20
+    assert in_sync < before / 10
     assert mean_loss(found[0]) < 1.5 * in_sync  # by hand, with workers in any order: 0.7 to 0.8 of it
     met = [(tmp_path / f"met-{group}-{member}").read_text() for group, member in groups.each]
     assert all("[[0, 0], [0, 1], [1, 0], [1, 1]], 0.5, [0, 1]" in each for each in met)
@@ -85,30 +85,29 @@ def test_a_step_in_which_the_place_is_lost_counts_once(
     assert relative_distance(found[0], one_process(options)) <= 1e-6
 
 
-@pytest.mark.parametrize("mode", cases(["async", "local:2", "local:4/2"], ["ssp:2"]))
+@pytest.mark.parametrize("mode", cases(["local:4/2"], ["async", "local:2", "ssp:2"]))
 def test_a_group_that_lost_a_member_leaves_and_comes_back(
-    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, mode: str
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
 ) -> None:
-    cluster = make_cluster(lease=LEASE, absence_seconds=0.0)
     later = 9 if mode == "local:4/2" else 10  # at 9 a round of local:4/2 is over
     options = Options(mode=mode, steps=12, holds=[4, later], prepared={"outer": {"warm_up": 0}})
-    with Groups(nursery, cluster.address, job, tmp_path, options) as groups:
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         until(lambda: groups.are_held(4), "all to stand at step 4")
         groups.processes[1, 1].kill()
         groups.let_go(4)
         assert groups.processes[1, 0].wait(WAIT_SECONDS) != 0  # its collectives end
         until(lambda: groups.are_held(later, (0,)), "group 0 to go on alone")
-        members = cluster.coordinator.job(job).members
+        members = shared.coordinator.job(job).members
         assert {member.rank for member in members.all()} == {0}
         short = replace(options, steps=4, holds=[])
-        with Groups(nursery, cluster.address, job, tmp_path / "again", short, only=1) as again:
+        with Groups(nursery, shared.address, job, tmp_path / "again", short, only=1) as again:
             until(lambda: {member.rank for member in members.all()} == {0, 1}, "group 1 to come back")
             until(lambda: len(list((tmp_path / "again").glob("begun-*"))) == 2, "group 1 to have the weights")
             groups.let_go(later)
             found = [*groups.ended(0), *again.ended()]
     assert int(found[0]["clock"]) == int(found[1]["clock"]) >= 12  # of rounds it may make an empty one for the other
     assert found[2]["clock"] == found[3]["clock"]
-    assert cluster.coordinator.jobs() == {}
+    assert job not in shared.coordinator.jobs()
 
 
 def test_all_members_save_their_state_where_one_hears_by_a_refresh_that_a_checkpoint_wants_it(
@@ -131,13 +130,13 @@ def test_all_members_save_their_state_where_one_hears_by_a_refresh_that_a_checkp
         groups.ended()
 
 
-@pytest.mark.parametrize(("up", "down"), cases([("bfloat16", "bfloat16"), ("int4", "int8")], [("int8", "int8")]))
+@pytest.mark.parametrize(("up", "down"), cases([("int4", "int8")], [("bfloat16", "bfloat16"), ("int8", "int8")]))
 def test_narrow_wires_learn_as_wide_ones(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, up: str, down: str
 ) -> None:
     """All processes have the same bits, as workers of one process have: weights in blocks come as what is added."""
     prepared, over = {"gradient_wire": up, "weight_wire": down}, {"transport": "tcp"}
-    options = Options(optimizer="SGD", steps=60, learns=True, prepared=prepared, connected=over)
+    options = Options(optimizer="SGD", steps=24, learns=True, prepared=prepared, connected=over)
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         found = groups.ended()
     assert mean_loss(found[0]) < mean_loss(one_process(replace(options, steps=0))) / 5
@@ -147,7 +146,7 @@ def test_narrow_wires_learn_as_wide_ones(
 
 def test_a_step_counts_once_on_a_narrow_wire(nursery: Nursery, shared: Cluster, job: str, tmp_path: Path) -> None:
     prepared = {"gradient_wire": "int8", "weight_wire": "int8"}
-    options = Options(prepared=prepared, loses="before", optimizer="SGD", steps=60, learns=True)
+    options = Options(groups=1, prepared=prepared, loses="before", optimizer="SGD", steps=24, learns=True)
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         found = groups.ended()
     assert groups.logs().count("lost its place") == 2
@@ -337,10 +336,10 @@ def test_members_go_on_from_one_clock_where_servers_refuse_the_push_of_one(
     nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
 ) -> None:
     cluster = make_cluster(lease=LEASE, limits=Limits(push_norm=100.0))
-    options = Options(poison=3, poison_value=1e6)
+    options = Options(groups=1, poison=3, poison_value=1e6)
     with Groups(nursery, cluster.address, job, tmp_path, options) as groups:
         found = groups.ended()
     assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
     assert "max-push-norm" in (tmp_path / "refused-0-0").read_text()
-    assert [int(each["clock"]) for each in found] == [options.steps] * 4
+    assert [int(each["clock"]) for each in found] == [options.steps] * 2
     assert all(same(each, found[0]) for each in found)

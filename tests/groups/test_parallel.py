@@ -34,7 +34,7 @@ SHARDED = Options(groups=1, members=4, shards=True, even=True, clip=0.02, asks=T
     "options",
     [
         Options(),
-        Options(optimizer="SGD", micro=2, whole=True),
+        Options(groups=1, optimizer="SGD", micro=2, whole=True),
         Options(groups=1, clip=0.02, asks=True, loads=True),
         SHARDED,
         pytest.param(
@@ -52,7 +52,7 @@ def test_groups_of_tensor_parallel_members_end_as_one_process(
     assert same({name: begin[name] for name in Model(options.even).state_dict()}, Model(options.even).state_dict())
 
 
-@pytest.mark.parametrize("context", [False, True], ids=["tensor parallel", "context parallel"])
+@pytest.mark.parametrize("context", cases([False], [True]), ids=["tensor parallel", "context parallel"])
 def test_members_that_compute_for_the_same_rows_have_the_same_batches(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, context: bool
 ) -> None:
@@ -97,20 +97,19 @@ def test_a_push_that_fails_in_the_place_after_a_lost_one_leaves_members_with_the
     assert all_left(tmp_path, "lost")
 
 
-@pytest.mark.parametrize("mode", ["sync", "local:2"])
+@pytest.mark.parametrize("mode", cases(["sync"], ["local:2"]))
 def test_members_that_lose_their_place_in_a_barrier_go_on_with_the_same_weights(
-    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, mode: str
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
 ) -> None:
     """Each pulls what it owns, which another group has trained meanwhile."""
-    cluster = make_cluster(lease=LEASE, absence_seconds=0.0)
     options = Options(mode=mode, steps=8, holds=[2], meets=2, prepared={"outer": {"warm_up": 0}})
     ahead = replace(options, holds=[2, 6], meets=6)
     with (
-        Groups(nursery, cluster.address, job, tmp_path / "lost", options, only=0) as lost,
-        Groups(nursery, cluster.address, job, tmp_path / "ahead", ahead, only=1) as other,
+        Groups(nursery, shared.address, job, tmp_path / "lost", options, only=0) as lost,
+        Groups(nursery, shared.address, job, tmp_path / "ahead", ahead, only=1) as other,
     ):
         until(lambda: lost.are_held(2, (0,)) and other.are_held(2, (1,)), "all to stand at clock 2")
-        cluster.end_lease(0, job)
+        shared.end_lease(0, job)
         other.let_go(2)
         until(lambda: other.are_held(6, (1,)), "group 1 to go on alone")
         lost.let_go(2)

@@ -92,9 +92,9 @@ def begun_and_ended(
     "options",
     [
         Options(),
-        Options(schedule="GPipe", optimizer="SGD"),
+        Options(groups=1, schedule="GPipe", optimizer="SGD"),
         Options(groups=1, schedule="Interleaved1F1B", each=2, clip=0.02),
-        Options(members=3, micro=4),
+        Options(groups=1, members=3, micro=4),
         Options(groups=1, members=4, both=True),
     ],
     ids=["1F1B", "GPipe", "interleaved", "three", "sharded stages"],
@@ -133,7 +133,7 @@ def test_members_of_a_pipeline_have_the_same_batches(
 def test_stages_of_a_pipeline_train_as_a_worker_of_one_process_in_other_modes(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
 ) -> None:
-    options = Options(groups=2 if mode == "local:2" else 1, mode=mode, prepared={"outer": {"warm_up": 0}})
+    options = replace(ONE, mode=mode, prepared={"outer": {"warm_up": 0}})
     _, end = begun_and_ended(nursery, shared.address, job, tmp_path / "stages", options)
     plain = replace(options, members=0)
     _, expected = begun_and_ended(nursery, shared.address, f"{job}-plain", tmp_path / "plain", plain)
@@ -150,7 +150,7 @@ def test_a_fragment_of_stages_without_another_group_changes_nothing_where_it_is_
     assert relative_distance(weights(end), one_process(options)) <= 1e-6
 
 
-@pytest.mark.parametrize("non_finite", ["refuse", "skip"])
+@pytest.mark.parametrize("non_finite", cases(["refuse"], ["skip"]))
 def test_a_gradient_of_one_stage_that_is_not_finite_is_pushed_by_none(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, non_finite: str
 ) -> None:
@@ -169,7 +169,7 @@ def test_stages_have_the_same_bits_of_what_they_share_on_a_narrow_wire(
 ) -> None:
     """What the wire rounds off of the tied embedding is kept by the stage that pushes it."""
     wires = {"gradient_wire": "int8", "weight_wire": "int8"}
-    options = Options(prepared=wires, connected={"transport": "tcp"}, optimizer="SGD", steps=12)
+    options = replace(ONE, prepared=wires, connected={"transport": "tcp"}, optimizer="SGD", steps=12)
     _, end = begun_and_ended(nursery, shared.address, job, tmp_path, options)
     expected = one_process(options)
     moved = relative_distance(one_process(replace(options, steps=0)), expected)
@@ -205,7 +205,7 @@ def test_a_tied_embedding_goes_once_a_step_to_the_stages_that_have_it(
     assert moved == [[once] * options.steps, [], [once] * options.steps]
 
 
-@pytest.mark.parametrize("mode", ["sync", "local:2"])
+@pytest.mark.parametrize("mode", cases(["sync"], ["local:2"]))
 def test_a_tied_embedding_whose_gradient_the_script_does_not_sum_is_refused(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
 ) -> None:
@@ -219,7 +219,7 @@ def test_a_tied_embedding_whose_gradient_the_script_does_not_sum_is_refused(
         assert "all_reduce(parameter.grad, group=...) over those that hold it" in said
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", cases(["before"], ["after"]))
 def test_a_step_in_which_one_stage_loses_the_place_counts_once(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, when: str
 ) -> None:
@@ -231,17 +231,16 @@ def test_a_step_in_which_one_stage_loses_the_place_counts_once(
 
 
 def test_a_pipeline_that_lost_a_stage_leaves_and_comes_back(
-    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
 ) -> None:
-    cluster = make_cluster(lease=LEASE, absence_seconds=0.0)
     options = Options(steps=8, holds=[3, 6])
-    with Groups(nursery, cluster.address, job, tmp_path, options) as groups:
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         until(lambda: groups.are_held(3), "all to stand at step 3")
         groups.processes[1, 1].kill()
         groups.let_go(3)
         assert groups.processes[1, 0].wait(WAIT_SECONDS) != 0  # its collectives end
         until(lambda: groups.are_held(6, (0,)), "group 0 to go on alone")
-        with Groups(nursery, cluster.address, job, tmp_path / "again", replace(options, holds=[]), only=1) as again:
+        with Groups(nursery, shared.address, job, tmp_path / "again", replace(options, holds=[]), only=1) as again:
             until(lambda: len(list((tmp_path / "again").glob("begin-*"))) == 2, "group 1 to have the weights")
             groups.let_go(6)
             found = joined(groups.ended(0)), joined(again.ended())
@@ -253,7 +252,9 @@ def test_a_pipeline_that_lost_a_stage_leaves_and_comes_back(
     [
         (ONE, replace(ONE, members=0)),
         pytest.param(replace(ONE, members=0), replace(ONE, members=3, micro=4), marks=pytest.mark.repeat),
-        (replace(ONE, schedule="Interleaved1F1B", each=2), replace(ONE, shards=True)),
+        pytest.param(
+            replace(ONE, schedule="Interleaved1F1B", each=2), replace(ONE, shards=True), marks=pytest.mark.repeat
+        ),
         (replace(ONE, shards=True), replace(ONE, members=3, micro=4)),
     ],
     ids=["to one process", "from one process", "to fully_shard", "from fully_shard"],

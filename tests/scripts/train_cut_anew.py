@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import ps_torch
+from tests.scripts.train_in_group import begin_process
 from tests.scripts.train_with_state import hold
 
 ROWS = 24
@@ -107,7 +108,7 @@ def main() -> None:
     directory, group, member = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     options = Options(**json.loads(sys.argv[4]))
     name, size = f"{group}-{member}", max(1, options.members)
-    torch.set_num_threads(1)
+    begin_process()
     model: Any = make_model()
     if group:
         nn.init.zeros_(model[0].weight)  # it is given what the job has

@@ -33,12 +33,14 @@ from torch.utils.data import DataLoader
 import ps_torch
 import ps_worker.group
 from ps_torch import InvalidRequest, LimitExceeded, NonFiniteGradient, PSError, Session
+from ps_worker.cluster import own_membership
 from tests.scripts.train_with_state import Noisy, hold
 from tests.tools.cluster import until
 
 ROWS = 16
 LOST_STEP = 3
 BUCKET_BYTES = 64
+HEARTBEATS_PER_LEASE = 30
 
 
 @dataclass(frozen=True)
@@ -353,6 +355,14 @@ def say_pushed(session: Session, said: Path) -> None:
     connection.push_pull = saying
 
 
+def begin_process() -> None:
+    """Has this process compute in one thread, and send heartbeats often: others wait for one where a place is taken
+    anew, and leases are long.
+    """
+    torch.set_num_threads(1)
+    own_membership.HEARTBEATS_PER_LEASE = HEARTBEATS_PER_LEASE
+
+
 class Member:
     """One process of a group."""
 
@@ -571,7 +581,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 def main() -> None:
     directory, group, member = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(1)
+    begin_process()
     Member(directory, group, member, Options(**json.loads(sys.argv[4]))).train()
     dist.destroy_process_group()
 

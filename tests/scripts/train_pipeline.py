@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 import ps_torch
 from ps_torch import InvalidRequest, NonFiniteGradient, Session
-from tests.scripts.train_in_group import LOST_STEP, lose_place
+from tests.scripts.train_in_group import LOST_STEP, begin_process, lose_place
 from tests.scripts.train_with_state import hold
 
 ROWS, WORDS, LENGTH, WIDTH, LAYERS = 8, 11, 4, 6, 4
@@ -334,7 +334,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 def main() -> None:
     directory, group, member = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(1)
+    begin_process()
     Member(directory, group, member, Options(**json.loads(sys.argv[4]))).train()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ps_torch
 from tests.scripts.train_cut_anew import loss, make_model, state
+from tests.scripts.train_in_group import begin_process
 
 STEPS = 3
 
@@ -61,7 +62,7 @@ def save(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
 def main() -> None:
     directory, group, member = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     options, name = Options(**json.loads(sys.argv[4])), f"{group}-{member}"
-    torch.set_num_threads(1)
+    begin_process()
     model: Any = make_model()
     mesh = None
     if options.members:
