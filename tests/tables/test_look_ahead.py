@@ -23,7 +23,7 @@ from ps_server.shard.pulls import Pulls as PullsOfShard
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.strategies.row_reads import RowReads
 from tests.chaos.worker import incarnation_of
-from tests.tools.cases import cases
+from tests.tools.cases import cases, crossed
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.rollbacks import QUICK, await_first
 from tests.tools.table_model import ITEMS, TableModel
@@ -247,8 +247,7 @@ class Worker:
         return [count / -RATE for count in rows[:, 0].tolist()]
 
 
-@pytest.mark.parametrize("layer", [False, True])
-@pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
+@pytest.mark.parametrize(("transport", "layer"), crossed(["auto", "tcp", "grpc"], [True, False]))
 def test_ids_that_were_not_announced_are_pulled_when_they_are_looked_up(
     shared: Cluster, job: str, transport: str, layer: bool, pulls: Pulls
 ) -> None:
@@ -414,7 +413,7 @@ def test_rows_that_have_come_are_no_longer_there_once_the_job_has_ended(cluster:
         until(lambda: all(pull.done() for pull in ahead.pulls), "the rows")
         cluster.coordinator.job("default").end("a test has ended it")
         members = session._strategy._training.participation.members  # type: ignore[attr-defined]
-        until(lambda: members.error is not None, "the end of this worker's part")
+        until(lambda: (members.await_change(members.place), members.error)[1], "the end of this worker's part")
         with pytest.raises(PSError):
             worker.own.rows(IDS)
 

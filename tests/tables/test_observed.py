@@ -17,7 +17,7 @@ from ps_server.ops import requests, screen, status_text
 from ps_server.rpc.plain import plain
 from ps_server.rpc.shard_messages import table_figures, table_message
 from ps_tables.choosing import library_in_use
-from tests.tools.cable import BEATS, LEASE
+from tests.tools.cable import LEASE, beat_often
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.table_model import LookUps
 
@@ -201,7 +201,7 @@ def test_a_worker_tells_how_often_an_id_comes_in_a_lookup(shared: Cluster, job: 
 def test_status_has_a_line_for_each_table_and_one_for_lookups(
     make_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ps_worker.cluster.own_membership.HEARTBEATS_PER_LEASE", BEATS)
+    beat_often(monkeypatch)
     cluster: Cluster = make_cluster(lease=LEASE)
     with cluster.connect("async", job="j") as session:
         Training(session).known()

@@ -20,6 +20,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export
 from tests.chaos.cluster import free_ports
 from tests.chaos.worker import incarnation_of
+from tests.tools.cable import beat_often
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.forkserver import ROOT, Nursery
@@ -112,13 +113,10 @@ def test_sync_ends_with_the_bits_of_ddp(cluster: Cluster, nursery: Nursery, tmp_
 
 @pytest.mark.parametrize(
     ("mode", "transport", "wire"),
-    [
-        ("sync", "grpc", "float32"),
-        ("sync", "shm", "float32"),
-        ("sync", "tcp", "bfloat16"),
-        ("async", "tcp", "float32"),
-        ("ssp:2", "shm", "float16"),
-    ],
+    cases(
+        [("sync", "grpc", "float32"), ("sync", "tcp", "bfloat16"), ("ssp:2", "shm", "float16")],
+        [("sync", "shm", "float32"), ("async", "tcp", "float32")],
+    ),
 )
 def test_two_workers_train_as_one_process(shared: Cluster, job: str, mode: str, transport: str, wire: str) -> None:
     def made() -> TableModel:
@@ -146,7 +144,11 @@ def test_two_workers_train_as_one_process(shared: Cluster, job: str, mode: str, 
 
 
 @pytest.mark.parametrize("mode", cases(["sync"], ["ssp:1", "async"]))
-def test_each_step_counts_once_though_a_worker_loses_its_place(cluster: Cluster, mode: str) -> None:
+def test_each_step_counts_once_though_a_worker_loses_its_place(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    beat_often(monkeypatch)
+    cluster = make_cluster()
     steps, left = 12, threading.Event()
 
     def work(rank: int) -> tuple[int, int, list[float]]:
@@ -317,11 +319,12 @@ def test_what_cannot_be_done_with_rows_on_servers_is_said(shared: Cluster, job: 
 
 
 def checkpoint(cluster: Cluster, step: Callable[[], None]) -> None:
-    """Makes a checkpoint, which in sync is of the next clock."""
+    """Makes a checkpoint, which in sync is of the next clock, and one step more."""
     made = threading.Thread(target=cluster.coordinator.job("default").checkpoint)
     made.start()
     until(lambda: all(shard.jobs()["default"].snapshot_task is not None for shard in cluster.shards))
     step()
+    step()  # with which the worker's state of the clock before is sent
     made.join(30)
     assert not made.is_alive()
 

@@ -31,6 +31,7 @@ from ps_protocol.errors import (
 )
 from ps_protocol.v1 import rounds_pb2
 from ps_runtime.grpc_status import error_from
+from ps_server.coordinator.timing import Timing
 from ps_server.core.limits import Limits
 from ps_server.ops import requests
 from ps_server.storage.checkpoints import CheckpointStore
@@ -114,7 +115,7 @@ def in_round(cluster: Cluster, job: str = "default", count: int = 1) -> bool:
 # -- what comes of it ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases(["ssp:2"], ["sync", "async"]))
 def test_all_workers_have_the_same_and_in_the_order_of_ranks(shared: Cluster, job: str, mode: str) -> None:
     def work(rank: int, worker: Worker) -> dict[str, Any]:
         session = worker.session
@@ -435,7 +436,7 @@ def test_a_process_that_has_stepped_before_its_first_call_meets_the_others_where
 @pytest.fixture
 def cable(make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, Cable]]:
     """A cluster, and a cable to it."""
-    cluster = make_cluster(lease=LEASE)
+    cluster = make_cluster(lease=LEASE, timing=Timing(round_look=0.02))
     with contextlib.closing(Cable(cluster.address, monkeypatch)) as made:
         yield cluster, made
 
@@ -488,8 +489,9 @@ def test_a_worker_that_loses_its_place_while_it_waits_asks_again(cable: tuple[Cl
 
 
 @pytest.mark.parametrize("mode", ["sync", "ssp:0"])
-def test_a_worker_in_a_round_does_not_keep_one_in_a_step_waiting_for_ever(shared: Cluster, job: str, mode: str) -> None:
+def test_a_worker_in_a_round_does_not_keep_one_in_a_step_waiting_for_ever(make_cluster: MakeCluster, mode: str) -> None:
     """One makes more steps than the other between two rounds."""
+    cluster = make_cluster(timing=Timing(round_look=0.02))
 
     def work(rank: int, worker: Worker) -> tuple[list[float], int]:
         means = []
@@ -498,13 +500,13 @@ def test_a_worker_in_a_round_does_not_keep_one_in_a_step_waiting_for_ever(shared
             means.append(worker.session.mean(rank))
         return means, worker.session.clock
 
-    first, second = workers(2, shared, mode, work, job)
+    first, second = workers(2, cluster, mode, work)
     assert first[0] == second[0] == [0.5, 0.5]
     assert second[1] == 8
     assert first[1] >= 7, "with the steps without a gradient"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases(["sync", "async"], ["ssp:2"]))
 def test_validation_after_a_leased_pass_meets(shared: Cluster, job: str, mode: str) -> None:
     """The pass ends for one worker while the other is still in a step."""
 

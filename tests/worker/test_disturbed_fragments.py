@@ -12,6 +12,7 @@ import torch
 
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import LimitExceeded
+from ps_worker.cluster.participation import Participation
 from ps_worker.model.local_round import LocalRound
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.local_rounds import LocalRounds
@@ -22,8 +23,14 @@ from tests.tools.small_steps import adamw, batch, make_net, sgd
 BUCKET_BYTES = 128
 
 
-def participation_of(session: Any) -> Any:
-    return session._strategy._training.participation
+def participation_of(session: Any) -> Participation:
+    return session._strategy._training.participation  # type: ignore[no-any-return]
+
+
+def hears(participation: Participation) -> bool:
+    """Asks whether the worker still has its place, sooner than its next heartbeat would; returns whether it lost it."""
+    participation.members.await_change(participation.connection.place)
+    return not participation.has_place
 
 
 def interrupted(*_: Any) -> Any:
@@ -36,7 +43,7 @@ def test_a_lost_place_is_seen_in_the_next_step_whatever_is_due_there(shared: Clu
         model, optimizer = session.prepare(model, adamw(model), bucket_bytes=BUCKET_BYTES, outer={"warm_up": 0})
         participation = participation_of(session)
         shared.end_lease(0, job)
-        until(lambda: not participation.has_place, "the worker to hear of it")
+        until(lambda: hears(participation), "the worker to hear of it")
         step(model, optimizer, batch(0, 0))  # fragments leave after the third and the sixth
         assert participation.has_place
 
@@ -81,7 +88,7 @@ def test_what_was_decided_of_a_fragment_does_not_outlive_an_interrupt(
             model[0].bias[0] = float("nan")
         participation = participation_of(session)
         shared.end_lease(0, job)
-        until(lambda: not participation.has_place, "the worker to hear of it")
+        until(lambda: hears(participation), "the worker to hear of it")
         step(model, optimizer, batch(0, 2))
         assert all(value.isfinite().all() for value in session.global_weights().values())
 

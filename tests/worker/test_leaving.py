@@ -84,7 +84,8 @@ def test_a_worker_whose_place_another_process_has_sends_no_state(
     monkeypatch.setattr("ps_worker.connecting._open", [])  # as in another process: it closes no session of this one
     with begun()[0]:
         sender, members = training._sender, training.participation.members
-        until(lambda: members.error is not None, "that its place is lost")
+        assert members.place is not None
+        until(lambda: (members.await_change(members.place), members.error)[1], "that its place is lost")
         sender.send(3, b"state")
         assert sender._last is not None
         sender._last.result(TEST_SECONDS)

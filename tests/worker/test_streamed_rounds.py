@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,12 +16,13 @@ from torch.utils.data import DataLoader, IterableDataset
 import ps_worker
 from ps_protocol.layout import bucket_layout
 from ps_protocol.modes import Consistency, local_rounds
+from ps_server.coordinator.timing import Timing
 from ps_worker import InvalidRequest, JobMismatch, LimitExceeded, NonFiniteGradient, Unsupported
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.own_membership import OwnMembership
 from ps_worker.model.job_spec import describe
 from ps_worker.values import PrepareOptions
-from tests.tools.cases import crossed
+from tests.tools.cases import cases, crossed
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, until
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 from tests.tools.small_steps import Make, adamw, batch, make_net, sgd
@@ -138,17 +140,22 @@ class Reference:
 OUTER = {"lr": 0.8, "momentum": 0.7}
 
 
+WAYS = [
+    ("local:4/2", 1, 0.5),
+    ("local:6/2", 2, 0.25),
+    ("local:6/3", 0, 0.0),
+    ("local:4/4", 0, 0.0),
+    ("local:3/1", 2, 0.5),
+]
+
+
 @pytest.mark.parametrize(
-    ("mode", "delay", "mixing"),
-    [
-        ("local:4/2", 1, 0.5),
-        ("local:6/2", 2, 0.25),
-        ("local:6/3", 0, 0.0),
-        ("local:4/4", 0, 0.0),
-        ("local:3/1", 2, 0.5),
-    ],
+    ("mode", "delay", "mixing", "make"),
+    cases(
+        [(*way, make) for way, make in zip(WAYS, [sgd, adamw, sgd, adamw, adamw], strict=True)],
+        [(*way, make) for way, make in zip(WAYS, [adamw, sgd, adamw, sgd, sgd], strict=True)],
+    ),
 )
-@pytest.mark.parametrize("make", [sgd, adamw])
 def test_a_job_is_streaming_diloco(shared: Cluster, job: str, mode: str, delay: int, mixing: float, make: Make) -> None:
     settings = {"warm_up": 2, "delay": delay, "mixing": mixing, **OUTER}
     *own, servers = together(shared, job, mode, 17, make, outer=settings)
@@ -428,8 +435,10 @@ def test_channels_last_and_replaced_weights_count(shared: Cluster, job: str) -> 
     assert close(run(f"{job}-c", True), run(f"{job}-p", False), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("place", ["push_pull", "settle"], ids=["before-it-is-sent", "while-it-is-awaited"])
-@pytest.mark.parametrize("at", [2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize(
+    ("at", "place"),
+    crossed([2, 3, 4, 5, 8, 9], ["push_pull", "settle"]),  # before it is sent, while it is awaited
+)
 def test_an_interrupt_that_a_script_goes_on_from_loses_no_fragment(
     shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, place: str, at: int
 ) -> None:
@@ -481,11 +490,14 @@ def cut(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_who_has_no_more_data_brings_the_fragments_that_others_wait_for(shared: Cluster, job: str) -> None:
+def test_who_has_no_more_data_brings_the_fragments_that_others_wait_for(
+    make_cluster: Callable[..., Cluster],
+) -> None:
     """It is in session.mean, in the middle of a round, and then of a later one."""
+    cluster = make_cluster(timing=Timing(round_look=0.02))
 
     def work(rank: int) -> tuple[list[torch.Tensor], float, int]:
-        with shared.connect("local:4/2", rank, 2, job=job) as session:
+        with cluster.connect("local:4/2", rank, 2) as session:
             model = make_net()
             model, optimizer = session.prepare(model, adamw(model), bucket_bytes=BUCKET_BYTES, outer={"warm_up": 1})
             for number in range(3 if rank == 0 else 14):
