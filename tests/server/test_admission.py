@@ -28,6 +28,7 @@ from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import SMALL_BYTES, CallLimits
 from ps_server.rpc.permissions import Principal
+from tests.tools.cases import crossed
 
 PLACES, WAITING = 3, 8
 GIVEN = RequestLimits(PLACES, WAITING, seconds=30.0, patience=10.0)
@@ -270,8 +271,9 @@ def enters(limits: CallLimits, method: str, call: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("kind", [kind for kind in RequestKind if kind is not RequestKind.QUICK])
-@pytest.mark.parametrize("attackers", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("kind", "attackers"), crossed([kind for kind in RequestKind if kind is not RequestKind.QUICK], [1, 2, 8])
+)
 def test_requests_that_are_never_whole_keep_no_other_principal_waiting(kind: RequestKind, attackers: int) -> None:
     """In turns of a twentieth of a second, as the server looks: each attacker has ten requests that never end."""
     admission: RequestPlaces[str] = RequestPlaces(request_limits(Limits(), is_shard=True)[kind])

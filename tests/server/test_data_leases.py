@@ -419,6 +419,6 @@ class LongTraining(Training):
 
 
 TestTraining = Training.TestCase
-TestTraining.settings = settings(max_examples=60, stateful_step_count=60)
+TestTraining.settings = settings(max_examples=35, stateful_step_count=60)
 TestLongTraining = pytest.mark.repeat(LongTraining.TestCase)
 TestLongTraining.settings = settings(max_examples=600, stateful_step_count=60)

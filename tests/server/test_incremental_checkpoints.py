@@ -18,6 +18,7 @@ from ps_server.storage.export import export
 from ps_server.storage.manifest import FORMAT, WITHOUT_BASES, Manifest
 from ps_server.storage.own_disk import take_own_disk
 from ps_tables.increments import in_order
+from tests.tools.cases import crossed
 from tests.tools.one_process import OneProcess
 from tests.tools.one_thread import one_thread
 from tests.tools.table_worker import Rows, TableWorker, rows_of
@@ -119,8 +120,7 @@ def test_a_setting_turns_increments_off(start: Callable[..., OneProcess], every:
     assert [chain(worker.checkpoint()) for _ in range(3)] == [[], [], []]
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3])
-@pytest.mark.parametrize("rules", [{}, RULES], ids=["plain", "rules"])
+@pytest.mark.parametrize(("shards", "rules"), crossed([1, 2, 3], [RULES, {}]))
 def test_a_restore_on_any_number_of_shards_has_the_same_table(
     start: Callable[..., OneProcess], tmp_path: Path, shards: int, rules: dict[str, int]
 ) -> None:

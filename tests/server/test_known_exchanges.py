@@ -18,6 +18,7 @@ from ps_protocol.messages.repeated import repeated_exchange, write_groups
 from ps_protocol.v1 import data_pb2
 from ps_server.rpc.data_service import _KnownExchange
 from ps_server.shard.pushes import Checked
+from tests.tools.cases import cases
 from tests.tools.exchanges import (
     BUCKET,
     CLOCK,
@@ -63,9 +64,12 @@ def bytes_after(data: st.DataObject, known: _KnownExchange) -> bytes:
     return ours.SerializeToString() if how == "as ours" else data.draw(other_bytes(ours))
 
 
-@settings(max_examples=200)
-@given(EXCHANGES, st.data())
-def test_what_is_known_of_a_request_is_what_it_says(request: data_pb2.ExchangeRequest, data: st.DataObject) -> None:
+@pytest.mark.parametrize("examples", cases([60], [1000]))
+def test_what_is_known_of_a_request_is_what_it_says(examples: int) -> None:
+    settings(max_examples=examples)(given(EXCHANGES, st.data())(is_what_it_says))()
+
+
+def is_what_it_says(request: data_pb2.ExchangeRequest, data: st.DataObject) -> None:
     """The first may be written by other code than ours; those that follow are the same but for what changes, or not."""
     raw = data.draw(other_bytes(request)) if data.draw(st.booleans()) else request.SerializeToString()
     known: _KnownExchange | None = None

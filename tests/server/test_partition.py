@@ -18,6 +18,7 @@ from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot
 from ps_server.core.membership import Counted
 from ps_server.core.partition import JobPartition
 from tests.simulation.simulator import Simulation
+from tests.tools.cases import cases
 from tests.tools.one_thread import one_thread
 from tests.tools.partitions import FROZEN, TRAINED, check, image, initial, job_spec, payload, push, running, stage, work
 
@@ -288,9 +289,11 @@ def test_sizes_are_counted_in_bytes() -> None:
 MODES = ["sync", "ssp:0", "ssp:2", "async", "sync quorum 2", "sync quorum all-1"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_no_interleaving_breaks_a_promise_or_stops_the_living(mode: str) -> None:
-    for seed in range(40):
+@pytest.mark.parametrize(
+    ("mode", "seeds"), cases([(mode, range(15)) for mode in MODES], [(mode, range(15, 200)) for mode in MODES])
+)
+def test_no_interleaving_breaks_a_promise_or_stops_the_living(mode: str, seeds: range) -> None:
+    for seed in seeds:
         print(f"seed {seed}")  # the last one is shown when the test fails
         simulation = Simulation(mode, seed)
         with one_thread():

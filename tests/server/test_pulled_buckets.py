@@ -182,7 +182,7 @@ class Unread:
 @pytest.mark.parametrize("clock", [0, 5], ids=["unread", "waiting"])
 def test_the_memory_of_pulls_has_a_bound(clock: int) -> None:
     """150 calls for 8,000 buckets each took 280 MiB once. A bucket takes about the same whatever it holds."""
-    count, calls = 1000, 20
+    count, calls = 1000, 8
     shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), pulled_limit=count * calls)
     shard.create_job(vector_job("job", "sync", 16 * count, 0), range(count), "1")
     shard.add_worker("job", 0, 1, None, run="1")

@@ -35,6 +35,7 @@ from ps_server.shard.pushes import Checked
 from ps_server.shard.shard import Shard
 from ps_worker import Session
 from ps_worker.cluster.local_segment import LocalSegment
+from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster
 from tests.tools.frame_client import clocks_read
 from tests.tools.outbox import Answers
@@ -207,8 +208,7 @@ def trained(session: Session, rates: Iterable[object], **more: Any) -> list[floa
     return found
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
-@pytest.mark.parametrize("wire", ["", "int8", "int4"])
+@pytest.mark.parametrize(("transport", "wire"), crossed(["shm", "tcp", "grpc"], ["", "int8", "int4"]))
 def test_a_step_uses_the_learning_rate_of_its_own_time(
     make_cluster: Callable[..., Cluster], transport: str, wire: str
 ) -> None:

@@ -272,19 +272,20 @@ def takes_at_once(lock: Any) -> bool:
     return taken
 
 
-def test_training_is_as_it_was_while_a_round_is_under_way(feeding: Feeding) -> None:
-    feeding.train(np.arange(60_000))
+def test_training_is_as_it_was_while_a_round_is_under_way(feeding: Feeding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ps_server.shard.row_feeds.MESSAGE_BYTES", 2**18)  # several messages for few rows
+    feeding.train(np.arange(6_000))
     reader = feeding.watch()
     reader.take()
-    feeding.train(np.arange(30_000, 90_000))
+    feeding.train(np.arange(3_000, 9_000))
     table = feeding.shard.jobs()["job"].tables[0]
     with ThreadPoolExecutor(1) as another:
         assert another.submit(takes_at_once, table.tensors).result(), "an update would not wait"
     while not reader.take().cursor:
         pass
-    assert len(reader.rows) == 60_000, "what is newer comes in the next round"
+    assert len(reader.rows) == 6_000, "what is newer comes in the next round"
     feeding.pass_time(1.0)
-    assert sum(part.rows for part in reader.round()) == 60_000
+    assert sum(part.rows for part in reader.round()) == 6_000
     assert reader.rows == feeding.held()
 
 

@@ -44,6 +44,7 @@ from ps_server.shard.waiting import Pull
 from ps_worker.cluster import shared_memory
 from ps_worker.cluster.local_segment import LocalSegment
 from ps_worker.model.buffers import FlatBuffers
+from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster, until
 
 MakeCluster = Callable[..., Cluster]
@@ -543,8 +544,7 @@ def test_sockets_of_workers_that_were_killed_are_removed_and_those_of_living_one
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("wire", "transport"), crossed(["float32", "bfloat16", "float16"], ["shm", "tcp", "grpc"]))
 def test_every_transport_and_wire_format_trains_alike(shared: Cluster, job: str, transport: str, wire: str) -> None:
     """One worker: what differs from plain PyTorch is the rounding of the wire, 8 bits of precision in bfloat16.
 

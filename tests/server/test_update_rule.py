@@ -638,7 +638,7 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=70, stateful_step_count=60)
+TestInterleavings.settings = settings(max_examples=40, stateful_step_count=60)
 
 
 class QuorumInterleavings(Interleavings):
@@ -656,7 +656,7 @@ class LongQuorumInterleavings(QuorumInterleavings):
 
 
 TestQuorumInterleavings = QuorumInterleavings.TestCase
-TestQuorumInterleavings.settings = settings(max_examples=70, stateful_step_count=60)
+TestQuorumInterleavings.settings = settings(max_examples=40, stateful_step_count=60)
 TestLongInterleavings = pytest.mark.repeat(LongInterleavings.TestCase)
 TestLongInterleavings.settings = settings(max_examples=500, stateful_step_count=60)
 TestLongQuorumInterleavings = pytest.mark.repeat(LongQuorumInterleavings.TestCase)

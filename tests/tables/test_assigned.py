@@ -32,6 +32,7 @@ DIM, COUNT, RATE = 4, 300, 0.5
 IDS = torch.arange(COUNT) * 2**33 - 7
 VECTORS = torch.arange(COUNT * DIM, dtype=torch.float32).view(COUNT, DIM)
 SOME, VALUES = IDS[:3], VECTORS[:3] + 1000
+BATCHES = 50
 KEPT_BY = 20  # steps that a run makes before it waits for its first checkpoint
 
 
@@ -304,8 +305,7 @@ def test_a_table_that_is_not_trained_is_assigned(shared: Cluster, job: str) -> N
             assert len(table) == 4
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("message", [0, 2, 4, 6])
+@pytest.mark.parametrize(("message", "mode"), crossed([0, 2, 4, 6], ["sync", "async"]))
 def test_assigned_rows_count_once_though_the_place_is_lost(
     cluster: Cluster, small: None, mode: str, message: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,7 +367,7 @@ def test_a_rollback_takes_assigned_rows_back_and_the_loop_sets_them_again(
     store, lost, at, seen = CheckpointStore(tmp_path), False, 0, list[tuple[int, float]]()
     with cluster.connect("sync") as session:
         run = Run(session)
-        loader = session.prepare(torch.utils.data.DataLoader(list(range(200)), batch_size=2))
+        loader = session.prepare(torch.utils.data.DataLoader(list(range(2 * BATCHES)), batch_size=2))
         for _ in loader:
             value, clock = run.first()[0], session.clock  # a lookup may find out about the rollback
             seen.append((clock, value))
@@ -384,9 +384,9 @@ def test_a_rollback_takes_assigned_rows_back_and_the_loop_sets_them_again(
                 cluster.start_again(1)
                 cluster.start_again(0)
     assert lost
-    undisturbed = [-RATE * clock if clock <= at else 1000.0 - RATE * (clock - at) for clock in range(100)]
+    undisturbed = [-RATE * clock if clock <= at else 1000.0 - RATE * (clock - at) for clock in range(BATCHES)]
     assert all(value == undisturbed[clock] for clock, value in seen)
-    assert len(seen) > 100, "some steps were made again"
+    assert len(seen) > BATCHES, "some steps were made again"
 
 
 def test_more_than_a_step_takes_along_is_refused_and_nothing_is_set(
@@ -439,7 +439,7 @@ def test_what_a_script_sets_at_the_end_of_a_batch_that_comes_again_does_not_coun
     store, lost, found = CheckpointStore(tmp_path), False, list[float]()
     with cluster.connect("sync") as session:
         run = Run(session)
-        loader = session.prepare(torch.utils.data.DataLoader(list(range(200)), batch_size=2))
+        loader = session.prepare(torch.utils.data.DataLoader(list(range(2 * BATCHES)), batch_size=2))
         for _ in loader:
             if not session.clock:
                 await_first(cluster)

@@ -18,6 +18,7 @@ from ps_runtime.signals import undisturbed
 from ps_server.core.limits import Limits
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.row_transport import RowTransport
+from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster, until
 
 TRANSPORTS = ["shm", "tcp", "grpc"]
@@ -67,8 +68,7 @@ def training(request: pytest.FixtureRequest, shared: Cluster, job: str) -> Itera
         yield Training(session)
 
 
-@pytest.mark.parametrize("announced", [0, 3, 8])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("transport", "announced"), crossed(TRANSPORTS, [3, 0, 8]))
 def test_a_model_is_evaluated_in_inference_mode(shared: Cluster, job: str, transport: str, announced: int) -> None:
     ids = torch.arange(8)
     with shared.connect("sync", job=job, transport=transport) as session:

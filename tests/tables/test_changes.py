@@ -16,7 +16,7 @@ from ps_server.core.table_rows import TableRows
 from ps_tables.changed_rows import Changes
 from ps_tables.entries import Entries
 from ps_tables.removed import LEAST_KEPT, RemovedIds
-from tests.tools.cases import cases
+from tests.tools.cases import cases, crossed
 from tests.tools.row_gradients import summed
 from tests.tools.table_shards import DIM, SPEC, SYNC, WORKERS, TableShard
 
@@ -89,8 +89,7 @@ def shards(rules: dict[str, int], mode: Consistency, count: int) -> list[TableSh
     return [TableShard(table, mode, number, count) for number in range(count)]
 
 
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("mode", [SYNC, Consistency(None)], ids=["sync", "async"])
+@pytest.mark.parametrize(("rules", "mode"), crossed(RULES.values(), [SYNC, Consistency(None)]))
 @pytest.mark.parametrize("seed", cases([0], range(1, 4)))
 def test_full_and_changes_and_removed_ids_are_the_table(rules: dict[str, int], mode: Consistency, seed: int) -> None:
     """Walks in steps of any size, between which the table is trained; a round without training in between is exact."""

@@ -244,17 +244,17 @@ def test_a_reader_that_never_reads_holds_nobody_up_and_is_cut_off(
         _, optimizer = session.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1))
 
         def step(first: int) -> None:
-            own.rows(torch.arange(first, first + 20_000)).sum().backward()
+            own.rows(torch.arange(first, first + 8_000)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        step(0)  # 40 MB: more than a connection takes before its reader reads
+        step(0)  # 16 MB: more than a connection takes before its reader reads
         addresses, _ = shard_addresses(cluster.address)
         watch = RowWatch(0, addresses[0], ps_worker.config.access(), "default", "rows", b"", 0.1)  # type: ignore[attr-defined]
         hosted = cluster.shards[0].jobs()["default"]
         until(lambda: begun, "the feed")
         for number in range(5):
-            step(10_000 * number)
+            step(4_000 * number)
         until(lambda: not hosted.feeds(), "the end of a feed that is not read")
         watch.cancel()
         assert session.clock == 6

@@ -15,6 +15,7 @@ import ps_worker
 from ps_protocol.job import added_name
 from ps_worker import InvalidRequest, Session, Unsupported
 from ps_worker.cluster import coordinator_calls
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 
@@ -90,7 +91,8 @@ def test_all_added_jobs_share_the_time_for_a_farewell_that_is_not_answered(
 
 
 @pytest.mark.parametrize(
-    ("mode", "transport"), [("single", "auto"), ("sync", "shm"), ("sync", "grpc"), ("ssp:2", "shm"), ("async", "grpc")]
+    ("mode", "transport"),
+    cases([("single", "auto"), ("sync", "shm"), ("async", "grpc")], [("sync", "grpc"), ("ssp:2", "shm")]),
 )
 def test_layers_are_unfrozen_one_after_the_other(shared: Cluster, job: str, mode: str, transport: str) -> None:
     with shared.connect(mode, job=job, transport=transport) as session:

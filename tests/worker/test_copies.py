@@ -84,8 +84,7 @@ def averaged(model: nn.Module) -> Any:
 COPIES: list[Callable[[nn.Module], nn.Module]] = [copy.deepcopy, pickled, saved, averaged]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("make", COPIES)
+@pytest.mark.parametrize(("mode", "make"), crossed(MODES, COPIES))
 def test_a_copy_is_a_plain_model_that_trains_by_itself(
     session: Session, make: Callable[[nn.Module], nn.Module]
 ) -> None:

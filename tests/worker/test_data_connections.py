@@ -156,7 +156,7 @@ def test_connections_that_break_in_the_middle_of_steps_lose_nothing(
 ) -> None:
     """A thread breaks them all the time, and none is opened again for a while: gRPC takes over."""
     monkeypatch.setattr(client, "AGAIN_SECONDS", 0.05)
-    expected = trained_by_grpc(shared, job, 40)
+    expected = trained_by_grpc(shared, job, 20)
     with shared.connect("sync", job=job, transport=transport) as session:
         over = threading.Event()
 
@@ -169,7 +169,7 @@ def test_connections_that_break_in_the_middle_of_steps_lose_nothing(
         breaking = threading.Thread(target=break_them)
         breaking.start()
         try:
-            assert torch.equal(expected, trained(session, 40))
+            assert torch.equal(expected, trained(session, 20))
         finally:
             over.set()
             breaking.join()

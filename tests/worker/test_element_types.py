@@ -17,7 +17,7 @@ import ps_worker
 from ps_server.storage.export import export, model_state_dict, optimizer_state_dict
 from ps_server.storage.manifest import Manifest
 from ps_worker import InvalidRequest, NonFiniteGradient, Session, Unsupported
-from tests.tools.cases import crossed
+from tests.tools.cases import cases, crossed
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 
@@ -112,7 +112,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(("mode", "transport"), WAYS)
+@pytest.mark.parametrize(
+    ("mode", "transport"),
+    cases([("sync", "shm"), ("async", "tcp"), ("local:4/2", "grpc")], [("sync", "grpc"), ("local:2", "auto")]),
+)
 def test_what_is_not_trained_may_have_any_type_and_starts_as_rank_0_has_it(
     shared: Cluster, job: str, mode: str, transport: str
 ) -> None:
@@ -488,8 +491,7 @@ def test_a_parameter_of_no_module_is_to_be_put_into_one(
 # -- nothing to train ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["single", "sync", "async", "local:2"])
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(("mode", "beside"), crossed(["single", "sync", "async", "local:2"], [True, False]))
 def test_a_parameter_without_elements_trains(shared: Cluster, job: str, mode: str, beside: bool) -> None:
     class Empty(nn.Module):
         def __init__(self) -> None:

@@ -18,6 +18,7 @@ from ps_worker.data.pass_position import ShareLoop
 from ps_worker.metrics import StepTimer
 from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.state.encoding import decode, encode
+from tests.tools.cases import cases, crossed
 from tests.tools.cluster import Cluster, in_parallel
 
 CPU = torch.device("cpu")
@@ -64,17 +65,22 @@ def saved_after(make: Make, workers: int, batches: int, **more: Any) -> tuple[di
 
 
 MAKES = [without_servers, with_servers]
+POSITIONS: list[tuple[dict[str, Any], int]] = [
+    *(({}, count) for count in (0, 4, 9, 10, 13)),  # a share has 19 samples
+    *(({"drop_last": True}, count) for count in (0, 8, 9, 10)),  # and 18
+    ({"shuffle": False}, 4),
+]
 
 
-@pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize(
-    ("more", "batches"),
-    [
-        *(({}, count) for count in (0, 4, 9, 10, 13)),  # a share has 19 samples
-        *(({"drop_last": True}, count) for count in (0, 8, 9, 10)),  # and 18
-        ({"shuffle": False}, 4),
-        ({"num_workers": 2}, 4),
-    ],
+    ("more", "batches", "make"),
+    cases(
+        [
+            *((more, batches, make) for more, batches in POSITIONS for make in MAKES),
+            ({"num_workers": 2}, 4, with_servers),
+        ],
+        [({"num_workers": 2}, 4, without_servers)],
+    ),
 )
 def test_as_many_workers_go_on_with_the_next_batch(make: Make, more: dict[str, Any], batches: int) -> None:
     undisturbed = [list(passes(make(rank, 2, **more), 3)) for rank in range(2)]
@@ -85,8 +91,13 @@ def test_as_many_workers_go_on_with_the_next_batch(make: Make, more: dict[str, A
         assert had[rank] + list(passes(prepared, 3))[: len(undisturbed[rank]) - batches] == undisturbed[rank]
 
 
-@pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize(("workers", "num_workers"), [(1, 0), (3, 0), (4, 0), (3, 2)])
+@pytest.mark.parametrize(
+    ("workers", "num_workers", "make"),
+    cases(
+        [*((workers, 0, make) for workers in (1, 3, 4) for make in MAKES), (3, 2, without_servers)],
+        [(3, 2, with_servers)],
+    ),
+)
 def test_another_number_of_workers_divides_the_rest_of_the_pass(make: Make, workers: int, num_workers: int) -> None:
     state, had = saved_after(make, 2, 4, num_workers=num_workers)
     before = [index for own in had for batch in own for index in batch]
@@ -203,7 +214,7 @@ class Run:
         return [had for had, _ in found], found[0][1]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_script_goes_on_to_the_sample_with_its_own_file(shared: Cluster, job: str, num_workers: int) -> None:
     run = Run(shared, job, num_workers)
     undisturbed, end = run(2, 14)
@@ -290,8 +301,7 @@ def test_a_state_that_torchdatas_loader_has_loaded_already_is_not_lost() -> None
         shard_loader(loaded, lambda: (0, 2), seed=3)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize(("num_workers", "own_generator"), crossed([0, 2], [True, False]))
 def test_in_single_torchs_random_numbers_decide_on_the_order(num_workers: int, own_generator: bool) -> None:
     def prepared() -> PositionedLoader:
         generator = torch.Generator().manual_seed(7) if own_generator else None

@@ -105,8 +105,7 @@ def test_a_script_goes_on_with_another_optimizer(shared: Cluster, job: str, way:
         assert session.clock == 9
 
 
-@pytest.mark.parametrize("mode", ["single", "sync", "async"])
-@pytest.mark.parametrize("kind", NEXT)
+@pytest.mark.parametrize(("kind", "mode"), crossed(NEXT, ["single", "sync", "async"]))
 def test_layers_that_were_frozen_train_in_the_next_stage(shared: Cluster, job: str, mode: str, kind: str) -> None:
     def head(net: Any) -> torch.optim.Optimizer:
         return sgd(net[4])
@@ -266,8 +265,7 @@ def test_workers_that_come_to_a_stage_with_unlike_optimizers_are_told_the_differ
         assert set(found.groups()) == {"Adam", "RMSprop"}, each
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "local:2"])
-@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize(("mode", "steps_before"), crossed(["sync", "async", "local:2"], [2, 0]))
 def test_a_worker_that_joins_late_continues_the_schedule_of_the_stage(
     shared: Cluster, job: str, mode: str, steps_before: int
 ) -> None:
@@ -329,8 +327,9 @@ def test_a_gradient_of_an_earlier_stage_counts_and_its_hyper_parameters_do_not(s
 # -- local:H ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["local:2", "local:4/2"])
-@pytest.mark.parametrize("kind", ["another class", "other groups", "fewer"])
+@pytest.mark.parametrize(
+    ("kind", "mode"), crossed(["another class", "other groups", "fewer"], ["local:2", "local:4/2"])
+)
 def test_local_steps_go_on_with_another_optimizer(shared: Cluster, job: str, mode: str, kind: str) -> None:
     expected, state = both_stages(alone, NEXT[kind])
     with shared.connect(mode, job=job) as session:

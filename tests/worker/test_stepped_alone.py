@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ps_worker
 from ps_worker import InvalidRequest, Session
 from tests.chaos.cluster import free_ports
-from tests.tools.cases import cases
+from tests.tools.cases import cases, crossed
 from tests.tools.cluster import TEST_SECONDS, Cluster
 from tests.tools.forkserver import Nursery
 from tests.tools.said import said_by_workers
@@ -32,7 +32,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.fixture(params=[*MODES, "sync with a quorum"])
+@pytest.fixture(params=cases(["async", "local:2", "local:4/2", "sync with a quorum"], ["sync", "ssp:2"]))
 def session(request: pytest.FixtureRequest, shared: Cluster, job: str) -> Iterator[Session]:
     mode, more = (request.param, {}) if request.param in MODES else ("sync", {"quorum": 1})
     with ps_worker.connect(shared.address, mode, job, elastic=True, **more) as running:
@@ -154,8 +154,16 @@ def as_usual(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     step(model, optimizer, drawn(0, 8, 3))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("train", "is_told"), [(no_step, False), (by_hand, True), (as_usual, False)])
+@pytest.mark.parametrize(
+    ("mode", "train", "is_told"),
+    cases(
+        [
+            *(("sync", train, train is by_hand) for train in (no_step, by_hand, as_usual)),
+            *((mode, by_hand, True) for mode in MODES if mode != "sync"),
+        ],
+        [(mode, train, False) for mode in MODES if mode != "sync" for train in (no_step, as_usual)],
+    ),
+)
 def test_a_script_that_trains_without_a_step_is_told_at_its_end(
     shared: Cluster,
     job: str,
@@ -187,8 +195,7 @@ def test_a_script_that_an_error_ends_is_told_the_error_alone(
     assert "no step was made" not in caplog.text
 
 
-@pytest.mark.parametrize("mode", ["sync", "local:2"])
-@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize(("mode", "takes"), crossed(["sync", "local:2"], [True, False]))
 def test_a_script_that_trains_with_its_own_loader_is_told_at_its_end(
     shared: Cluster, job: str, caplog: pytest.LogCaptureFixture, mode: str, takes: bool
 ) -> None:
