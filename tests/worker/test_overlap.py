@@ -25,7 +25,7 @@ from tests.tools.small_models import drawn, filled, same, weights_of
 # One step of a script: model, optimizer, its number, data.
 Step = Callable[[Any, torch.optim.Optimizer, int, torch.Tensor], None]
 Gradient = Callable[[Any], object]
-STEPS = 8
+STEPS = 6
 SURPRISE = 4  # by then buckets leave early
 ONES = torch.ones(4, 8)
 
