@@ -8,10 +8,38 @@ from pathlib import Path
 
 import pytest
 
+from ps_server.core import membership
 from ps_server.view import making, watch
 from ps_worker.cluster import own_membership
 from tests.tools.cluster import Cluster
 from tests.tools.forkserver import Nursery, address_in
+
+
+@pytest.fixture(autouse=True)
+def _quick_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that lost its place soon has another one that counts.
+
+    It hears of the loss by a heartbeat where it makes no call. The job goes on once each of the others has sent one.
+    And a watch of the roster that broke is begun again at once, not 2 s later.
+    """
+    monkeypatch.setattr(own_membership, "HEARTBEATS_PER_LEASE", 40)
+    monkeypatch.setattr(own_membership, "NOTICE_SECONDS", 0.1)
+
+
+@pytest.fixture
+def soon_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator is soon sure, when a worker comes back, that the others have lived on.
+
+    It takes for a sign of life what comes later than any heartbeat that a network may have held up. Here none does.
+    """
+    monkeypatch.setattr(membership, "TOGETHER_PER_LEASE", 80)
+    monkeypatch.setattr(membership, "DELAYED_PER_LEASE", 160)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch, _quick_to_come_back: None) -> None:
+    """A session that was fenced has the time to hear by whom, also on a busy machine."""
+    monkeypatch.setattr(own_membership, "NOTICE_SECONDS", 5.0)
 
 
 @pytest.fixture

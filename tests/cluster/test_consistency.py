@@ -18,6 +18,7 @@ from torch import nn
 from ps_protocol.errors import Fenced
 from ps_server.ops import requests, status_text
 from ps_worker import Session
+from tests.tools.cases import cases
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
 from tests.tools.raw_worker import RawWorker, joined, vector_job
 
@@ -65,7 +66,7 @@ class Marker:
         return counts
 
 
-@pytest.mark.parametrize("bound", [0, 1, 4])
+@pytest.mark.parametrize("bound", cases([0, 4], [1]))
 def test_ssp_workers_get_as_far_ahead_of_the_slowest_as_the_bound_and_no_further(
     shared: Cluster, job: str, bound: int
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_fenced_worker_is_refused_and_changes_nothing(shared: Cluster, job: st
             assert shared.state(job) == before
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_a_session_that_is_replaced_while_it_waits_says_so(shared: Cluster, job: str, transport: str) -> None:
     told = threading.Event()

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.tools.cases import cases
-from tests.tools.cluster import until
-from tests.tools.forkserver import Forked, Nursery, address_in
+from tests.tools.cluster import Cluster, until
+from tests.tools.forkserver import Forked, Nursery
 
 END_SECONDS = 60.0
 
@@ -33,7 +33,7 @@ told, run = threading.Event(), threading.Thread.run
 def run_and_end_slowly(thread):
     run(thread)
     if slow == "slow" and not thread.name.startswith(("Thread-", "metrics")):  # those are gRPC's, and waited for anyway
-        told.wait(0.3)  # it frees tensors, say
+        told.wait(0.1)  # it frees tensors, say
 
 threading.Thread.run = run_and_end_slowly
 
@@ -73,22 +73,14 @@ elif how == "wait":
 """
 
 
-@pytest.fixture(scope="module")
-def address(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two shards in a process of their own."""
-    log = tmp_path_factory.mktemp("servers") / "log"
-    server = nursery.serve(["up", "--shards=2", "--port=0", "--metrics-port=0"], log)
-    found = address_in(log)
-    assert server.poll() is None
-    return found
-
-
-def start(nursery: Nursery, folder: Path, address: str, transport: str, how: str, rank: int = 0, of: int = 1) -> Forked:
+def start(
+    nursery: Nursery, folder: Path, shared: Cluster, transport: str, how: str, rank: int = 0, of: int = 1
+) -> Forked:
     """Starts the script as one worker of a job that is named after the folder."""
     script = folder / "train.py"
     if not script.exists():
         script.write_text(SCRIPT)
-    words = [address, folder.name, rank, of, transport, how, "slow" if of == 1 else "quick"]
+    words = [shared.address, folder.name, rank, of, transport, how, "slow" if of == 1 else "quick"]
     return nursery.run(script, words, folder / f"out-{rank}", finalizes=True, OMP_NUM_THREADS="1")
 
 
@@ -98,8 +90,8 @@ def out(folder: Path, rank: int = 0) -> str:
 
 
 @pytest.mark.parametrize("transport", cases(["tcp"], ["shm", "grpc"]))
-def test_a_closed_session_has_no_thread(nursery: Nursery, address: str, tmp_path: Path, transport: str) -> None:
-    assert start(nursery, tmp_path, address, transport, "close").wait(END_SECONDS) == 0
+def test_a_closed_session_has_no_thread(nursery: Nursery, shared: Cluster, tmp_path: Path, transport: str) -> None:
+    assert start(nursery, tmp_path, shared, transport, "close").wait(END_SECONDS) == 0
     assert out(tmp_path).splitlines() == ["trained", *["threads: MainThread"] * 2]
 
 
@@ -107,9 +99,9 @@ def test_a_closed_session_has_no_thread(nursery: Nursery, address: str, tmp_path
     ("how", "code"), cases([("raise", 1), ("wait", 128 + 15), ("feed", 0)], [("end", 0), ("exit", 3)])
 )
 def test_no_thread_is_there_when_the_interpreter_ends(
-    nursery: Nursery, address: str, tmp_path: Path, how: str, code: int
+    nursery: Nursery, shared: Cluster, tmp_path: Path, how: str, code: int
 ) -> None:
-    worker = start(nursery, tmp_path, address, "tcp", how)
+    worker = start(nursery, tmp_path, shared, "tcp", how)
     if how == "wait":
         until(lambda: "trained" in out(tmp_path) or worker.poll() is not None, "a worker that has trained")
         worker.send_signal(signal.SIGTERM)
@@ -120,13 +112,13 @@ def test_no_thread_is_there_when_the_interpreter_ends(
 @pytest.mark.long
 @pytest.mark.parametrize("transport", cases(["tcp"], ["shm", "grpc"]))
 def test_a_process_that_has_trained_ends_with_its_own_code(
-    nursery: Nursery, address: str, tmp_path: Path, transport: str
+    nursery: Nursery, shared: Cluster, tmp_path: Path, transport: str
 ) -> None:
     """It was one in some hundreds that did not: `python -m bench launches` starts a thousand."""
     for number in range(4):
         folder = tmp_path / f"{transport}-{number}"
         folder.mkdir()
         how = ("close", "end")[number % 2]
-        workers = [start(nursery, folder, address, transport, how, rank, 2) for rank in range(2)]
+        workers = [start(nursery, folder, shared, transport, how, rank, 2) for rank in range(2)]
         codes = [worker.wait(END_SECONDS) for worker in workers]
         assert codes == [0, 0], (number, out(folder, 0), out(folder, 1))

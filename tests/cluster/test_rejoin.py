@@ -22,15 +22,17 @@ import ps_worker
 from ps_protocol.errors import Fenced, FinishedWithout, NotFound
 from ps_server.ops import requests
 from ps_worker import Session
+from ps_worker.cluster import coordinator_calls
 from tests.tools.cable import LEASE, Cable, live, lose, session_at
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.forkserver import Nursery
 from tests.tools.raw_worker import RawWorker
 
+pytestmark = pytest.mark.usefixtures("soon_sure")
+
 CELLS = 64
 BUCKET_BYTES = 64
-MODES = ["sync", "ssp:2", "async"]
 
 
 @pytest.fixture
@@ -263,7 +265,7 @@ def test_in_an_elastic_job_a_worker_asks_for_the_rank_it_had(cluster: Cluster, c
 # -- who gives up ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases(["sync"], ["ssp:2", "async"]))
 def test_a_worker_that_one_shard_does_not_count_any_more_joins_again(
     make_cluster: Callable[..., Cluster], mode: str
 ) -> None:
@@ -279,6 +281,7 @@ def test_a_worker_that_one_shard_does_not_count_any_more_joins_again(
         assert cluster.coordinator.job("default").members.all()[0].incarnation > incarnation
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_worker_whose_rank_another_process_took_gives_up(cluster: Cluster, cable: Cable, mode: str) -> None:
     with session_at(cable.address, mode, 0, world_size=1) as session:
@@ -307,7 +310,10 @@ def test_a_worker_whose_job_is_gone_says_so(cluster: Cluster, cable: Cable) -> N
             worker.step()
 
 
-def test_a_session_may_be_closed_while_it_is_cut_off(cluster: Cluster, cable: Cable) -> None:
+def test_a_session_may_be_closed_while_it_is_cut_off(
+    cluster: Cluster, cable: Cable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_calls, "LEAVE_SECONDS", 0.1)
     session = session_at(cable.address, "async", 0, world_size=1)
     Worker(session)
     lose(cluster, cable)

@@ -23,6 +23,7 @@ from tests.scripts.train_with_state import BATCH, OUTER, PASSES, SAMPLES
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.forkserver import ROOT, Nursery
+from tests.tools.rollbacks import QUICK
 
 MakeCluster = Callable[..., Cluster]
 SCRIPT = ROOT / "tests" / "scripts" / "train_with_state.py"
@@ -319,7 +320,7 @@ def test_workers_that_are_told_to_stop_with_a_fragment_under_way_go_on_at_the_ne
 def test_without_a_common_clock_workers_go_on_where_they_are(
     make_cluster: MakeCluster, tmp_path: Path, mode: str
 ) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps")
+    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps", timing=QUICK)
     store = CheckpointStore(tmp_path)
     with cluster.connect(mode) as session:
         model = torch.nn.Linear(4, 64)

@@ -88,6 +88,8 @@ class Proxy:
 
     def close(self) -> None:
         self.cut()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait of `_accept`, as `close` does not
         self._listener.close()
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
+from ps_worker.cluster import coordinator_calls
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.rollbacks import QUICK
 
@@ -77,7 +78,9 @@ def after_all_have_ended(
     session = first.connect(mode, transport="tcp")
     with pytest.raises(Killed):
         run(session, when(directory, end))
-    session.close()  # ends its threads; its servers have stopped, so no call of it arrives
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coordinator_calls, "LEAVE_SECONDS", 0.0)
+        session.close()  # ends its threads; its servers have stopped, so no call of it arrives
     second = make_cluster(checkpoint_dir=directory, restore=True, timing=QUICK)
     with second.connect(mode, transport="tcp") as again:
         return run(again, lambda number: None), scrape(again.metrics_address)[FRESH]
