@@ -294,7 +294,7 @@ def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_eve
 
     def run(rank: int) -> None:
         worker = workers[rank]
-        while len(store.names("job")) < 4 or worker.clock < 20:
+        while len(store.names("job")) < 3 or worker.clock < 15:
             worker.step(torch.full((cells,), -1.0))
             worker.pull()
             if worker.clock in worker.flagged:

@@ -27,7 +27,7 @@ from tests.tools.cluster import Cluster, in_parallel, until
 
 TOLERANCE = 1e-5
 WORKERS = 3
-STEPS = 12
+STEPS = 8
 BUCKET_BYTES = 256  # 64 floats: the embedding, the convolution and the head's tie are cut over buckets and shards
 
 Make = Callable[[nn.Module], tuple[Optimizer, LRScheduler]]
@@ -115,7 +115,7 @@ def assert_identical(left: State, right: State) -> None:
         assert torch.equal(left[name], right[name]), f"{name} differs by {(left[name] - right[name]).abs().max()}"
 
 
-EVERY_RUN = ("SGD-momentum", "AdamW", "Adagrad", "NAdam")
+EVERY_RUN = ("SGD-momentum", "AdamW", "NAdam")
 
 
 @pytest.mark.parametrize("name", cases(EVERY_RUN, [name for name in OPTIMIZERS if name not in EVERY_RUN]))
@@ -203,15 +203,14 @@ def test_two_runs_agree_to_the_bit_whoever_comes_first(shared: Cluster, job: str
 
         return together(shared, name, maker("Adam"), make_gradients=in_turn)[0]
 
-    forwards = run(f"{job}-forwards", lambda step: [0, 1, 2])
-    assert_identical(forwards, run(f"{job}-backwards", lambda step: [2, 1, 0]))
-    assert_identical(forwards, run(f"{job}-mixed", lambda step: [(step + k) % 3 for k in range(3)]))
+    backwards = run(f"{job}-backwards", lambda step: [2, 1, 0])
+    assert_identical(backwards, run(f"{job}-mixed", lambda step: [(step + k) % 3 for k in range(3)]))
 
 
 # -- how it starts ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("first", cases([2], [0, 1]))
 def test_initial_weights_and_buffers_are_those_of_rank_0_whoever_joins_first(
     shared: Cluster, job: str, first: int
 ) -> None:

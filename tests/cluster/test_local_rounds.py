@@ -24,6 +24,8 @@ from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
 from tests.tools.small_models import drawn, same, step, weights_of
 from tests.tools.small_steps import adamw, make_net
 
+pytestmark = pytest.mark.usefixtures("soon_sure")
+
 MakeCluster = Callable[..., Cluster]
 
 
@@ -211,9 +213,9 @@ def test_a_newcomer_begins_at_a_round_with_the_steps_of_the_job(
 
 
 def run(session: Session, each: Callable[[int], object] = lambda number: None) -> list[torch.Tensor]:
-    """The servers' weights after 62 steps on a loader's batches: 22 rounds."""
+    """The servers' weights after 44 steps on a loader's batches: 16 rounds."""
     model = make_net()
-    data = [drawn(number, 6) for number in range(4 * 62)]
+    data = [drawn(number, 6) for number in range(4 * 44)]
     model, optimizer, loader = session.prepare(
         model,
         adamw(model),

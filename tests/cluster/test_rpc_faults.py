@@ -38,7 +38,7 @@ def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
     faults = RpcFaults(SEED)
     break_calls(monkeypatch, faults)
     cluster = make_cluster(lease=60.0)
-    ended = Run(cluster.address, mode, transports=(transport,)).to_the_end()
+    ended = Run(cluster.address, mode, transports=(transport,), steps=12).to_the_end()
     faults.finish()
     assert (ended.found, ended.lost) == ([], 0)
     methods = ("Exchange",) if transport == "shm" else ("Push", "Pull")

@@ -26,6 +26,8 @@ from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
 from tests.tools.small_models import drawn, same, step, weights_of
 from tests.tools.small_steps import adamw, make_net
 
+pytestmark = pytest.mark.usefixtures("soon_sure")
+
 MakeCluster = Callable[..., Cluster]
 Found = list[list[torch.Tensor]]  # of each worker the servers' weights, and its own
 
@@ -33,7 +35,7 @@ MODE = (
     "local:6/3"  # with the default delay of one step; after the warm-up of 2, fragments leave at 4, 6, 8, 10 and so on
 )
 OUTER: dict[str, Any] = {"warm_up": 2}
-STEPS = 62
+STEPS = 44
 INT4 = {"gradient_wire": "int4", "weight_wire": "int4"}
 
 
@@ -123,7 +125,7 @@ def test_a_worker_that_loses_its_place_goes_on_from_the_servers_weights_at_a_rou
     first, second = in_parallel(2, work)
     assert at_step == [min(lost_at, 2)]
     both_began = first.keys() & second.keys()
-    assert len(both_began) >= 6
+    assert len(both_began) >= 5
     assert all(same(first[number], second[number]) for number in both_began)
     assert all(value.isfinite().all() for value in first[max(both_began)])
 
@@ -206,7 +208,7 @@ def test_status_names_the_mode(shared: Cluster, job: str) -> None:
 
 def in_the_middle(at: int = 2) -> Callable[[Path, Callable[[], object]], Once]:
     """at: after which step of six; a fragment is pushed after even ones, and mixed in after odd ones"""
-    return partial(Once, steps=6, at=at, after=20)
+    return partial(Once, steps=6, at=at, after=8)
 
 
 @pytest.fixture(scope="module")

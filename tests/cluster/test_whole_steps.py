@@ -18,6 +18,8 @@ from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.whole_steps import CUT, STEPS, CutInHalf, Net, prepared, set_all, size, total
 
+pytestmark = pytest.mark.usefixtures("soon_sure")
+
 MakeCluster = Callable[..., Cluster]
 
 

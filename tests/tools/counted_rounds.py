@@ -23,7 +23,7 @@ from tests.tools.counting import Indices
 SAMPLES, BATCH, PASSES = 60, 2, 2
 MODE = "local:3"
 OUTER = {"lr": 1.0, "momentum": 0.0, "warm_up": 0}
-RANKS, ROUNDS = 8, 400
+RANKS, ROUNDS = 8, 100
 
 
 @dataclass(frozen=True)

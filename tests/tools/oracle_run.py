@@ -75,6 +75,7 @@ class Run:
     store:      where there is to be a checkpoint before it does
     late:       one more worker joins when there is a checkpoint; the job is elastic then
     transports: of the ranks, in turn
+    steps:      of each worker
     joined_again: by rank, the clock it had reached when it last joined again, and the clock it went on from
     """
 
@@ -86,8 +87,10 @@ class Run:
         store: CheckpointStore | None = None,
         late: bool = False,
         transports: tuple[str, ...] = ("shm", "grpc"),
+        steps: int = STEPS,
     ) -> None:
         self._address, self._mode, self._happened, self._store = address, mode, happened, store
+        self._steps = steps
         self._workers = WORKERS + late
         self._late, self._transports = late, transports
         self._rules = Rules.of(mode, self._workers, SHAPE)
@@ -124,7 +127,7 @@ class Run:
 
     def _train(self, session: ps_worker.Session, model: Model, optimizer: torch.optim.Optimizer, rank: int) -> None:
         life, witness, step = self._lives[rank], Witness(self._rules, rank), 0
-        while session.clock < STEPS:
+        while session.clock < self._steps:
             if self._happened is not None and not self._happened.wait(PACE_SECONDS) and session.clock >= FIRST:
                 self._await_kept(self._happened)
             step += 1
