@@ -17,7 +17,7 @@ from tests.simulation.mutations import HALF_STEPS, REPAIRS, ROWS, RULES, SAVED, 
 from tests.tools.cases import cases
 
 ROOT = Path(__file__).parents[2]
-SEEDS = cases([range(7)], [range(7, 50)])
+SEEDS = cases([range(4)], [range(4, 50)])
 KNOWN = [mutation for mutation in (*HALF_STEPS, *REPAIRS, *ROWS, *SAVED, *WHOLESALE) if mutation.known is not None]
 
 
@@ -32,7 +32,7 @@ def test_no_seed_breaks_a_promise(mode: str, seeds: range) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", KINDS_OF_WHOLESALE)
-@pytest.mark.parametrize("seeds", cases([range(3)], [range(3, 20)]), ids=str)
+@pytest.mark.parametrize("seeds", cases([range(2)], [range(2, 20)]), ids=str)
 @pytest.mark.parametrize("mode", cases(["sync"], ["ssp:2", "async"]))
 def test_no_launch_comes_back_to_train_in_part_and_no_deposed_coordinator_changes_anything(
     mode: str, seeds: range, fault: str
@@ -41,16 +41,26 @@ def test_no_launch_comes_back_to_train_in_part_and_no_deposed_coordinator_change
         assert Cluster(mode, seed, faults=(fault,)).run() == [], seed
 
 
+def digest(mode: str, seed: int) -> str:
+    cluster = Cluster(mode, seed)
+    cluster.run()
+    return cluster.digest()
+
+
+def test_a_seed_replays_exactly() -> None:
+    once = digest("async", 3)
+    assert digest("async", 3) == once
+    assert digest("async", 4) != once
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("mode", cases(["async"], ["sync"]))
 def test_a_seed_replays_exactly_also_in_another_process(mode: str) -> None:
-    once, other = Cluster(mode, 3), Cluster(mode, 4)
-    once.run()
-    other.run()
+    """Where the hashes of words, and with them the order of a set, are others."""
     again = f"from tests.simulation.cluster import Cluster; c = Cluster({mode!r}, 3); c.run(); print(c.digest())"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run([sys.executable, "-c", again], env=environment, capture_output=True, text=True, check=True)
-    assert once.digest() == done.stdout.strip()
-    assert once.digest() != other.digest()
+    assert digest(mode, 3) == done.stdout.strip()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_groups_keep_all_promises_whatever_fails(seeds: range) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", cases([range(12)], [range(12, 112)]), ids=str)
+@pytest.mark.parametrize("seeds", cases([range(4)], [range(4, 112)]), ids=str)
 def test_members_that_fail_end_nothing_but_their_group(seeds: range) -> None:
     """Of three members each. Shards die besides, so that all go back to a checkpoint."""
     for seed in seeds:
@@ -66,5 +66,4 @@ def test_servers_that_take_the_state_of_one_member_for_the_groups_are_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first_state(monkeypatch)
-    found = {each.kind for seed in range(4) for each in Cluster("sync", seed, members=2).run()}
-    assert "wrong state" in found
+    assert any(each.kind == "wrong state" for seed in range(4) for each in Cluster("sync", seed, members=2).run())

@@ -7,7 +7,7 @@ import pytest
 from tests.simulation.cluster import QUORUM_MODES, Cluster
 from tests.tools.cases import cases
 
-SEEDS = cases([range(4)], [range(4, 20)])
+SEEDS = cases([range(2)], [range(2, 20)])
 
 
 @pytest.mark.timeout(600)

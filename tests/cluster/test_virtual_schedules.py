@@ -17,14 +17,14 @@ ROLLBACKS = (*FAULTS, "a shard is killed")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", cases([range(6), range(21, 24)], [range(6, 21), range(24, 40)]), ids=str)
+@pytest.mark.parametrize("seeds", cases([range(2), range(21, 23)], [range(2, 21), range(23, 40)]), ids=str)
 def test_no_process_that_joins_late_steps_with_another_rate(seeds: range) -> None:
     for seed in seeds:
         assert Cluster("sync", seed, faults=FAULTS, schedules=True).run() == [], seed
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", cases([range(4)], [range(4, 14), range(14, 24)]), ids=str)
+@pytest.mark.parametrize("seeds", cases([range(2)], [range(2, 14), range(14, 24)]), ids=str)
 def test_a_schedule_goes_back_with_the_job(seeds: range) -> None:
     for seed in seeds:
         assert Cluster("sync", seed, faults=ROLLBACKS, schedules=True).run() == [], seed
@@ -53,5 +53,8 @@ def test_a_late_worker_with_another_schedule_is_found_out(
     breaks: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     breaks(monkeypatch)
-    found = {each.kind for seed in range(8) for each in Cluster("sync", seed, faults=FAULTS, schedules=True).run()}
-    assert found & {"torn", "wrong update"}
+    assert any(
+        each.kind in ("torn", "wrong update")
+        for seed in range(8)
+        for each in Cluster("sync", seed, faults=FAULTS, schedules=True).run()
+    )

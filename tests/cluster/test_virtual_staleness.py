@@ -7,7 +7,7 @@ import pytest
 from tests.simulation.cluster import Cluster
 from tests.tools.cases import cases
 
-SEEDS = cases([range(6)], [range(6, 40)])
+SEEDS = cases([range(3)], [range(3, 40)])
 
 
 @pytest.mark.timeout(600)

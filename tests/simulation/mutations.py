@@ -347,7 +347,7 @@ REPAIRS = (
         EVERY_MODE,
         frozenset({"waits for the dead"}),
         faults=(SHARD_HANGS, WORKER_DIES),
-        known=("async", 29),
+        known=("async", 30),
     ),
     Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("sync", 124)),
     Mutation(
@@ -362,7 +362,7 @@ REPAIRS = (
         EVERY_MODE,
         MIXED | {"round failed", "internal error", "saved"},
         faults=(SHARD_DIES, SHARD_HANGS, SHARD_HANGS),
-        known=("async", 16),
+        known=("async", 17),
         besides=keeps_the_job_of_an_earlier_run,
     ),
     Mutation(keeps_the_job_of_an_earlier_run, EVERY_MODE, MIXED),
@@ -510,7 +510,7 @@ lost_halves = partial(Mutation, takes_a_part_of_a_step_for_all, faults=LOSSES)
 doubled_halves = partial(Mutation, takes_a_part_of_a_step_for_none, faults=LOSSES)
 
 HALF_STEPS = (
-    lost_halves(("async", "ssp:2"), frozenset({"lost"}), known=("async", 0)),
+    lost_halves(("async", "ssp:2"), frozenset({"lost"}), known=("async", 1)),
     lost_halves(("sync", "local:4"), frozenset({"half a step"}), known=("sync", 3)),
     doubled_halves(("async", "ssp:2"), frozenset({"doubled"}), known=("ssp:2", 384)),
     doubled_halves(("sync", "local:4"), frozenset({"half a step"}), known=("local:4", 40)),
