@@ -244,7 +244,7 @@ def test_the_time_waited_is_told_with_the_rank_that_was_waited_for(cluster: Clus
         session.close()
 
 
-@pytest.mark.parametrize("mode", ["local:2", "local:2/2"])
+@pytest.mark.parametrize("mode", cases(["local:2/2"], ["local:2"]))
 def test_a_round_is_split_into_steps_and_the_exchange_that_a_worker_waits_for(
     shared: Cluster, job: str, mode: str
 ) -> None:

@@ -26,6 +26,7 @@ from ps_server.ops.requests import fetch
 from ps_tables.contributions import RowGradients
 from ps_tables.sizes import record_bytes
 from ps_tables.table import Table
+from tests.tools.cases import cases
 from tests.tools.cluster import until
 from tests.tools.launching import environment, resident
 from tests.tools.raw_worker import RawWorker
@@ -46,7 +47,7 @@ def held_by(address: str) -> dict[str, Any]:
     return dict(job)
 
 
-@pytest.mark.parametrize(("optimizer", "momentum"), [("adamw", 0.0), ("SGD", 0.9)])
+@pytest.mark.parametrize(("optimizer", "momentum"), cases([("adamw", 0.0)], [("SGD", 0.9)]))
 def test_a_shard_takes_the_memory_that_the_plan_says(server: tuple[str, int], optimizer: str, momentum: float) -> None:
     address, pid = server
     question = replace(QUESTION, optimizer=optimizer, momentum=momentum, transport="grpc")

@@ -11,7 +11,7 @@ from torch import nn
 
 from ps_server.shard.pushes import Updates
 from ps_worker import Session
-from tests.tools.cases import crossed
+from tests.tools.cases import cases, crossed
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import same, weights_of
 
@@ -122,7 +122,7 @@ def test_global_weights_wait_for_what_is_staged_and_for_no_worker(
         assert holds(model.state_dict(), 2)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", cases(TRANSPORTS[:1], TRANSPORTS[1:]))
 def test_with_a_quorum_the_late_ones_are_saved_too(transport: str, shared: Cluster, job: str) -> None:
     """Each worker has a cell of its own, and makes one step. That of rank 2 comes after an update without it, and no
     other step follows that would take it along."""
@@ -149,8 +149,7 @@ def test_with_a_quorum_the_late_ones_are_saved_too(transport: str, shared: Clust
     in_parallel(3, work)
 
 
-@pytest.mark.parametrize("mode", LOOSE)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("transport", "mode"), crossed(TRANSPORTS, LOOSE))
 def test_what_the_script_has_set_stays_and_goes_with_its_next_step(
     mode: str, transport: str, shared: Cluster, job: str
 ) -> None:
@@ -187,7 +186,7 @@ def test_where_each_step_brings_all_weights_or_they_are_the_workers_own_none_are
         assert same(before, model.parameters())
 
 
-@pytest.mark.parametrize("mode", LOOSE)
+@pytest.mark.parametrize("mode", cases(LOOSE[:1], LOOSE[1:]))
 def test_parameters_that_were_added_later_are_saved_with_every_update(mode: str, shared: Cluster, job: str) -> None:
     def work(rank: int) -> None:
         with shared.connect(mode, rank, 2, job=job) as session:
