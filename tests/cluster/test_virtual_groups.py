@@ -21,7 +21,7 @@ def in_turn(seed: int) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", cases([range(12)], [range(12, 112), range(112, 212)]), ids=str)
+@pytest.mark.parametrize("seeds", cases([range(0, 12, 2)], [range(1, 12, 2), range(12, 112), range(112, 212)]), ids=str)
 def test_groups_keep_all_promises_whatever_fails(seeds: range) -> None:
     for seed in seeds:
         assert Cluster(in_turn(seed), seed, members=2).run() == [], (in_turn(seed), seed)

@@ -20,7 +20,7 @@ import ps_worker
 from ps_worker import Session
 from tests.tools.counting import Indices
 
-SAMPLES, BATCH, PASSES = 60, 2, 2
+SAMPLES, BATCH, PASSES = 42, 2, 2
 MODE = "local:3"
 OUTER = {"lr": 1.0, "momentum": 0.0, "warm_up": 0}
 RANKS, ROUNDS = 8, 100
