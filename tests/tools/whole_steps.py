@@ -93,17 +93,19 @@ class CutInHalf:
 
 
 def prepared(
-    session: ps_worker.Session, mode: str, gradient: Callable[[int], float] = size
+    session: ps_worker.Session, mode: str, gradient: Callable[[int], float] = size, **more: Any
 ) -> tuple[Any, Callable[..., None]]:
     """Returns a model, and what makes a step of it, or in local:2 a round of two.
 
     gradient: of a step, by its number from 1
+    more:     as for `prepare`
     before:   is called in the last step of it, before that ends
     """
     is_local = mode.startswith("local")
     net: Any = Net(with_table=not is_local)
     options: dict[str, Any] = {"outer": {"warm_up": 0, "lr": 1.0, "momentum": 0.0}} if is_local else {}
-    model, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0), bucket_bytes=64, **options)
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+    model, optimizer = session.prepare(net, sgd, bucket_bytes=64, **options, **more)
     numbers = itertools.count(1)
 
     def step(before: Callable[[], None] | None = None) -> None:
