@@ -137,10 +137,10 @@ def test_an_export_has_tables_in_the_format_that_was_asked_for(trained: Path, tm
         rows = load_file(tmp_path / "safetensors" / "tables" / f"{name}.safetensors")
         assert len(rows["ids"]) > 40
         assert_same(from_npy(tmp_path / "npy" / "tables" / name), rows)
-    (tmp_path / "npy" / "tables" / "item" / "ids.npy").unlink()
-    (tmp_path / "npy" / "tables" / "item" / "ids.npy").mkdir()
-    with pytest.raises(CheckpointFailed, match="npy cannot be written: "):
-        export(trained, "default", None, tmp_path / "npy", "npy")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointFailed, match="file cannot be written: "):
+        export(trained, "default", None, tmp_path / "file", "npy")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027])
@@ -148,7 +148,7 @@ def test_every_file_of_an_export_has_the_mode_that_the_umask_gives(trained: Path
     before = os.umask(mask)
     try:
         for form in ("safetensors", "npy"):
-            export(trained, "default", None, tmp_path / "out", form)
+            export(trained, "default", None, tmp_path / "out" / form, form)
     finally:
         os.umask(before)
     modes = {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in (tmp_path / "out").rglob("*.*")}
