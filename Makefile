@@ -58,12 +58,12 @@ help: ## list the targets
 demo: .venv/examples.stamp ## train a small GPT on two shards and two workers, in about two minutes
 	@$(IN_VENV)/python examples/demo.py $(ARGS)
 
-# Three at a time on 2 cores: for a third of the time a test waits, for processes, leases and signals. Each takes the next tests
+# Four at a time on 2 cores: for half of the time a test waits, for processes, leases and signals. Each takes the next tests
 # of one part, so that a file's tests share what it has started, and the one that is done first takes over some of another's.
 test: .venv/dev.stamp .venv/library ## run the tests
 	@$(IN_VENV)/python -m pytest -q \
 	  -m 'not (docker or frameworks or ray or browser or kubernetes or release or remote or repeat or slurm or long)' \
-	  -n 3 --dist worksteal $(ARGS)
+	  -n 4 --dist worksteal $(ARGS)
 
 # These wait for processes and leases most of the time.
 test-long: .venv/dev.stamp .venv/library ## run the tests that start many processes one after the other, or wait for leases
