@@ -92,7 +92,7 @@ def test_all_added_jobs_share_the_time_for_a_farewell_that_is_not_answered(
 
 @pytest.mark.parametrize(
     ("mode", "transport"),
-    cases([("single", "auto"), ("sync", "shm"), ("async", "grpc")], [("sync", "grpc"), ("ssp:2", "shm")]),
+    cases([("single", "auto"), ("ssp:2", "shm"), ("async", "grpc")], [("sync", "grpc"), ("sync", "shm")]),
 )
 def test_layers_are_unfrozen_one_after_the_other(shared: Cluster, job: str, mode: str, transport: str) -> None:
     with shared.connect(mode, job=job, transport=transport) as session:

@@ -17,7 +17,6 @@ from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import close, drawn, filled, same, weights_of
 
-WAYS = [("sync", "shm"), ("sync", "grpc"), ("ssp:2", "shm"), ("async", "grpc")]
 MOST_BATCHES = 20_000
 BATCHES_AFTER = 10  # of a run after it was disturbed
 
@@ -71,8 +70,8 @@ def wgan(g: Any, d: Any, opt_g: torch.optim.Optimizer, opt_d: torch.optim.Optimi
 @pytest.mark.parametrize(
     ("way", "overlap"),
     cases(
-        [(("single", "auto"), None), (("sync", "grpc"), None), (("async", "grpc"), True)],
-        [(("sync", "shm"), True), (("ssp:2", "shm"), None)],
+        [(("single", "auto"), None), (("sync", "grpc"), None), (("ssp:2", "shm"), True)],
+        [(("sync", "shm"), True), (("async", "grpc"), None)],
     ),
 )
 def test_a_gan_trains_as_in_one_process(shared: Cluster, job: str, way: tuple[str, str], overlap: bool | None) -> None:
