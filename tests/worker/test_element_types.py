@@ -28,7 +28,6 @@ NAMES = [
     *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 ]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NAMES if hasattr(torch, name)}
-WAYS = [("sync", "shm"), ("sync", "grpc"), ("async", "tcp"), ("local:2", "auto"), ("local:4/2", "grpc")]
 
 
 def some(dtype: torch.dtype, seed: int, *shape: int) -> torch.Tensor:
