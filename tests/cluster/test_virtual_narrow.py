@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.simulation.cluster import NARROW_MODES, Cluster
 from tests.tools.cases import cases
 
-SEEDS = cases([range(1)], [range(1, 6)])  # `make simulate` runs more
+# With 3, workers are killed and leave in each mode, and shards have disks of their own. `make simulate` runs more.
+SEEDS = cases([[3]], [[0, 1, 2, 4, 5]])
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 @pytest.mark.parametrize("mode", NARROW_MODES)
-def test_no_seed_breaks_a_promise(mode: str, seeds: range) -> None:
+def test_no_seed_breaks_a_promise(mode: str, seeds: Sequence[int]) -> None:
     for seed in seeds:
         found = Cluster(mode, seed).run()
         assert found == [], f"replay: make simulate SEED={seed} MODE='{mode}'"
