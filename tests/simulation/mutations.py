@@ -511,7 +511,7 @@ doubled_halves = partial(Mutation, takes_a_part_of_a_step_for_none, faults=LOSSE
 
 HALF_STEPS = (
     lost_halves(("async", "ssp:2"), frozenset({"lost"}), known=("async", 1)),
-    lost_halves(("sync", "local:4"), frozenset({"half a step"}), known=("sync", 3)),
+    lost_halves(("sync", "local:4"), frozenset({"half a step"}), known=("sync", 8)),
     doubled_halves(("async", "ssp:2"), frozenset({"doubled"}), known=("ssp:2", 384)),
     doubled_halves(("sync", "local:4"), frozenset({"half a step"}), known=("local:4", 40)),
 )
@@ -519,8 +519,8 @@ IN_ROWS = frozenset({"doubled", "lost", "torn", "wrong row", "wrong update", "lo
 in_rows = partial(Mutation, kinds=IN_ROWS, tables=True)
 
 ROWS = (
-    in_rows(adds_a_message_twice, ("sync", "async"), known=("async", 4)),
-    in_rows(counts_a_repeated_push_twice, ("async",), known=("async", 113)),
+    in_rows(adds_a_message_twice, ("sync", "async"), known=("async", 15)),
+    in_rows(counts_a_repeated_push_twice, ("async",), known=("async", 130)),
     in_rows(stages_the_first_message, ("async",), known=("async", 0)),
     in_rows(leaves_rows_out_of_checkpoints, ("sync", "async"), faults=(SHARD_DIES,), known=("sync", 2)),
     in_rows(copies_tables_at_once, ("sync",), faults=(SHARD_DIES,), known=("sync", 2)),
@@ -534,7 +534,7 @@ ROWS = (
     in_rows(begins_with_some_rows, ("async", "sync"), kinds=frozenset({"wrong beginning"}), known=("async", 0)),
     in_rows(makes_rows_in_pulls, ("async",), known=("async", 0)),
     in_rows(divides_by_those_with_rows, ("sync",), faults=(WORKER_HANGS,), known=("sync", 0)),
-    in_rows(forgets_nothing, ("async", "sync"), kinds=frozenset({"row stays"}), known=("async", 2)),
+    in_rows(forgets_nothing, ("async", "sync"), kinds=frozenset({"row stays"}), known=("async", 19)),
     in_rows(forgets_counts, ("sync", "async"), faults=(SHARD_DIES,), known=("sync", 2)),
 )
 
@@ -588,5 +588,7 @@ WHOLESALE = (
         faults=("all workers are killed",),
         known=("sync", 2),
     ),
-    Mutation(goes_on_when_deposed, EVERY_MODE, DEPOSED, faults=("another coordinator takes over",), known=("sync", 1)),
+    Mutation(
+        goes_on_when_deposed, EVERY_MODE, DEPOSED, faults=("another coordinator takes over",), known=("async", 12)
+    ),
 )
