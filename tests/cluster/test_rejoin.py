@@ -265,7 +265,7 @@ def test_in_an_elastic_job_a_worker_asks_for_the_rank_it_had(cluster: Cluster, c
 # -- who gives up ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", cases(["sync"], ["ssp:2", "async"]))
+@pytest.mark.parametrize("mode", cases(["ssp:2"], ["sync", "async"]))
 def test_a_worker_that_one_shard_does_not_count_any_more_joins_again(
     make_cluster: Callable[..., Cluster], mode: str
 ) -> None:
