@@ -401,7 +401,7 @@ def test_a_process_that_was_away_leaves_out_the_steps_of_the_others() -> None:
 # -- a process that is told to stop ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("at", "counts"), crossed([0, 3, BATCHES - 1, BATCHES, BATCHES + 2], [False, True]))
+@pytest.mark.parametrize(("at", "counts"), crossed([0, 3, BATCHES - 1, BATCHES, BATCHES + 2], [True, False]))
 def test_a_process_that_stops_within_a_step_loses_no_batch_and_repeats_none(at: int, counts: bool) -> None:
     def samples(worker: Worker, stop: int | None = None) -> list[int]:
         """Which sample each batch began with, up to a batch that is taken and not stepped with."""
