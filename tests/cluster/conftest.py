@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ps_server.core import membership
 from ps_server.view import making, watch
 from ps_worker.cluster import own_membership
 from tests.tools.cluster import Cluster
 from tests.tools.forkserver import Nursery, address_in
+from tests.tools.heartbeats import be_sure_soon, beat_often
+
+BEATS = 40  # heartbeats in a lease
 
 
 @pytest.fixture(autouse=True)
@@ -22,18 +24,14 @@ def _quick_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     It hears of the loss by a heartbeat where it makes no call. The job goes on once each of the others has sent one.
     And a watch of the roster that broke is begun again at once, not 2 s later.
     """
-    monkeypatch.setattr(own_membership, "HEARTBEATS_PER_LEASE", 40)
+    beat_often(monkeypatch, BEATS)
     monkeypatch.setattr(own_membership, "NOTICE_SECONDS", 0.1)
 
 
 @pytest.fixture
 def soon_sure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coordinator is soon sure, when a worker comes back, that the others have lived on.
-
-    It takes for a sign of life what comes later than any heartbeat that a network may have held up. Here none does.
-    """
-    monkeypatch.setattr(membership, "TOGETHER_PER_LEASE", 80)
-    monkeypatch.setattr(membership, "DELAYED_PER_LEASE", 160)
+    """A coordinator is soon sure, when a worker comes back, that the others have lived on."""
+    be_sure_soon(monkeypatch, BEATS)
 
 
 @pytest.fixture
@@ -59,7 +57,7 @@ def lively(make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
     may not answer for seconds, which is no event in these clusters.
     """
     lease = 30.0
-    monkeypatch.setattr(own_membership, "HEARTBEATS_PER_LEASE", 4 * lease)
+    beat_often(monkeypatch, 4 * lease)
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(making, "SILENT_SECONDS", 60.0)
     return partial(make_cluster, lease=lease)

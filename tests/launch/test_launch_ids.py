@@ -25,19 +25,18 @@ from ps_runtime import launch_id
 from ps_server.coordinator import refusals, state_file
 from ps_server.coordinator.state_file import SavedJob, StateFile
 from ps_server.coordinator.timing import Timing
-from ps_server.core import membership
 from ps_server.core.membership import LiveWorker
 from ps_server.ops import requests
 from ps_server.storage.manifest import seal
 from ps_worker import Session
-from ps_worker.cluster import own_membership
 from tests.tools.cluster import Cluster, in_parallel, until
+from tests.tools.heartbeats import be_sure_soon, beat_often
 from tests.tools.launching import ROOT, START_SECONDS, Command, Commands
 
 END_SECONDS = 120.0
 LEASE = 10.0
 LONG_LEASE = 300.0  # longer than any test: what ends before was not waited for
-MORE_BEATS = 15  # times as many heartbeats in a lease as by default
+BEATS = 60  # heartbeats in a lease
 
 # Connects once there is no file NAME.hold, and trains until there is a file NAME.stop; files say that it is here, and
 # its clock. Argument: the name.
@@ -262,11 +261,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Session]:
     """A session of the launch that is named.
 
     A launch is refused after two heartbeats of the first one: a lease has so many that this takes a second, and not
-    half of it.
+    half of a lease.
     """
-    monkeypatch.setattr(own_membership, "HEARTBEATS_PER_LEASE", 4 * MORE_BEATS)
-    monkeypatch.setattr(membership, "TOGETHER_PER_LEASE", membership.TOGETHER_PER_LEASE * MORE_BEATS)
-    monkeypatch.setattr(membership, "DELAYED_PER_LEASE", membership.DELAYED_PER_LEASE * MORE_BEATS)
+    beat_often(monkeypatch, BEATS)
+    be_sure_soon(monkeypatch, BEATS)
     monkeypatch.setattr(refusals, "LONGEST_ASK_AGAIN_SECONDS", 0.1)
 
     def connect(cluster: Cluster, launch: str, mode: str = "async", *place: int, **more: object) -> Session:

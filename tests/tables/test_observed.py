@@ -17,8 +17,9 @@ from ps_server.ops import requests, screen, status_text
 from ps_server.rpc.plain import plain
 from ps_server.rpc.shard_messages import table_figures, table_message
 from ps_tables.choosing import library_in_use
-from tests.tools.cable import LEASE, beat_often
+from tests.tools.cable import BEATS, LEASE
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.heartbeats import beat_often
 from tests.tools.table_model import LookUps
 
 DIM = 3
@@ -201,7 +202,7 @@ def test_a_worker_tells_how_often_an_id_comes_in_a_lookup(shared: Cluster, job: 
 def test_status_has_a_line_for_each_table_and_one_for_lookups(
     make_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beat_often(monkeypatch)
+    beat_often(monkeypatch, BEATS)
     cluster: Cluster = make_cluster(lease=LEASE)
     with cluster.connect("async", job="j") as session:
         Training(session).known()

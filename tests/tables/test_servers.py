@@ -20,10 +20,11 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export
 from tests.chaos.cluster import free_ports
 from tests.chaos.worker import incarnation_of
-from tests.tools.cable import beat_often
+from tests.tools.cable import BEATS, LEASE
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.forkserver import ROOT, Nursery
+from tests.tools.heartbeats import come_back_soon
 from tests.tools.rollbacks import QUICK, await_first
 from tests.tools.table_model import STEPS, LookUps, TableModel, batches, train
 
@@ -147,8 +148,8 @@ def test_two_workers_train_as_one_process(shared: Cluster, job: str, mode: str, 
 def test_each_step_counts_once_though_a_worker_loses_its_place(
     make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    beat_often(monkeypatch)
-    cluster = make_cluster()
+    come_back_soon(monkeypatch, BEATS)
+    cluster = make_cluster(lease=LEASE)
     steps, left = 12, threading.Event()
 
     def work(rank: int) -> tuple[int, int, list[float]]:

@@ -3,6 +3,7 @@
 cluster.py              Real clusters of servers in this process, on free ports
 one_process.py          A coordinator and its shards in one process: calls instead of gRPC, and a clock that waits move
 cable.py                A cable between one worker and the servers, which a test cuts and plugs in again
+heartbeats.py           Heartbeats that come more often than by default
 row_ids.py              The mix of ids once more, with whole numbers
 rpc_faults.py           Loses, delays and repeats calls, of gRPC and of data connections
 browsing.py             A request as a browser makes it

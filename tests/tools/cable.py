@@ -16,27 +16,17 @@ from ps_frames.client import ClientConnection
 from ps_frames.frames import Offer
 from ps_protocol.messages.workers import JoinResult, ShardMap
 from ps_runtime import channel, retry
-from ps_server.core import membership as server_membership
 from ps_worker import Session
 from ps_worker.cluster import calls
-from ps_worker.cluster import own_membership as membership
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.values import Registration
 from tests.tools.cluster import Cluster, until
+from tests.tools.heartbeats import come_back_soon
 
 CHUNK = 2**16
 LEASE = 30.0  # longer than what is waited for here: it ends where a test says so
-BEATS = 60  # heartbeats in a lease: a worker that is cut off soon learns that it has lost its place
+BEATS = 60  # heartbeats in a lease
 PAUSE_SECONDS = 0.1  # the longest between two attempts: a worker soon learns that the cable is plugged in again
-
-
-def beat_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has sessions send BEATS heartbeats in a lease. A worker that joins again waits for one of another worker that is
-    later than any that may have been under way, which servers take to be a third of a lease otherwise.
-    """
-    monkeypatch.setattr(membership, "HEARTBEATS_PER_LEASE", BEATS)
-    monkeypatch.setattr(server_membership, "HEARTBEATS_PER_LEASE", BEATS)
-    monkeypatch.setattr(server_membership, "DELAYED_PER_LEASE", 2 * BEATS)
 
 
 class Proxy:
@@ -116,8 +106,7 @@ class Cable:
         # What this worker is told of addresses leads through the cable: as behind a router.
         monkeypatch.setattr(CoordinatorClient, "register", registered)
         monkeypatch.setattr(CoordinatorClient, "join", joined)
-        beat_often(monkeypatch)
-        monkeypatch.setattr(membership, "NOTICE_SECONDS", PAUSE_SECONDS)
+        come_back_soon(monkeypatch, BEATS)
         monkeypatch.setattr(retry, "LONGEST_PAUSE_SECONDS", PAUSE_SECONDS)
         longest = {"grpc.max_reconnect_backoff_ms": int(1000 * PAUSE_SECONDS)}
         monkeypatch.setattr(channel, "_CLIENT_OPTIONS", [*{**dict(channel._CLIENT_OPTIONS), **longest}.items()])

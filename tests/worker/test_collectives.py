@@ -36,6 +36,7 @@ from ps_server.core.limits import Limits
 from ps_server.ops import requests
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
+from ps_worker.cluster import own_membership
 from ps_worker.cluster import value_rounds as rounds
 from ps_worker.strategies.collectives import Collectives
 from tests.chaos.cluster import free_ports
@@ -437,6 +438,7 @@ def test_a_process_that_has_stepped_before_its_first_call_meets_the_others_where
 def cable(make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, Cable]]:
     """A cluster, and a cable to it."""
     cluster = make_cluster(lease=LEASE, timing=Timing(round_look=0.02))
+    monkeypatch.setattr(own_membership, "NOTICE_SECONDS", 0.1)  # a watch that broke is begun again at once
     with contextlib.closing(Cable(cluster.address, monkeypatch)) as made:
         yield cluster, made
 
