@@ -310,7 +310,7 @@ def test_a_group_that_was_away_for_longer_than_the_group_timeout_goes_on_if_its_
     nursery: Nursery, make_cluster: Any, job: str, tmp_path: Path
 ) -> None:
     cluster = make_cluster(lease=LEASE)
-    seconds = {"PS_GROUP_TIMEOUT": "5"}
+    seconds = {"PS_GROUP_TIMEOUT": "6"}
     with Groups(nursery, cluster.address, job, tmp_path, Options(steps=8, holds=[4]), variables=seconds) as groups:
         until(lambda: groups.are_held(4), "all to stand at clock 4")
         signs = Signs(tmp_path / "group-1", members=2)

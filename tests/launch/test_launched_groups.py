@@ -158,10 +158,10 @@ say("ends", count)
 """
 
 
-# The command, which waits less long than five seconds for members that do not end.
+# The command, which waits a little less long than five seconds for members that do not end.
 IMPATIENT = """
 from ps_launch import groups
-groups.GROUP_STOP_SECONDS = 2.0
+groups.GROUP_STOP_SECONDS = 3.0
 from ps_worker.cli import main
 main()
 """
