@@ -74,7 +74,7 @@ def test_without_a_common_clock_the_others_keep_theirs_and_what_is_lost_is_count
 
 
 @pytest.mark.parametrize(
-    ("mode", "shards"), cases([("sync", 1), ("ssp:2", 3)], [("async", 1), ("sync", 3), ("ssp:2", 1), ("async", 3)])
+    ("mode", "shards"), cases([("sync", 1), ("async", 1), ("ssp:2", 3)], [("sync", 3), ("ssp:2", 1), ("async", 3)])
 )
 def test_a_job_goes_on_on_another_number_of_shards(
     make_cluster: MakeCluster, tmp_path: Path, mode: str, shards: int

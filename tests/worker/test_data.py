@@ -308,7 +308,7 @@ def test_the_processes_of_a_loader_are_spoken_of_where_there_are_some(caplog: py
     assert "by torch.utils.data.get_worker_info() among the loader's processes" in caplog.text
 
 
-@pytest.mark.parametrize("transport", cases(["shm", "grpc"], ["tcp"]))
+@pytest.mark.parametrize("transport", cases(["tcp", "grpc"], ["shm"]))
 def test_loader_processes_work_beside_open_connections(shared: Cluster, job: str, transport: str) -> None:
     """A loader with num_workers forks this process, with its channels and threads, in the middle of training."""
     data = TensorDataset(torch.arange(24.0).view(-1, 1) / 24, torch.arange(24.0).view(-1, 1) / 12)
