@@ -20,6 +20,7 @@ from ps_server.shard.shared_changes import MOST_KEPT, SKIPPED, WORKING_COPIES, B
 from tests.tools.cases import crossed
 
 NUMEL = 4096
+BASES = {False: "from a copy", True: "from a version that changes lead to"}
 
 
 class Copy:
@@ -201,6 +202,7 @@ def test_changes_take_no_more_memory_than_the_bucket() -> None:
 @pytest.mark.parametrize(
     ("dtype", "part", "is_way"),
     crossed(["uint8", "bfloat16", "float32", "float64"], [50, 4, 3, 1], [True, False]),
+    ids=lambda value: BASES[value] if isinstance(value, bool) else None,
 )
 def test_to_compute_a_change_takes_no_more_memory_than_there_has_to_be(dtype: str, part: int, is_way: bool) -> None:
     """Only a part of the elements changes. is_way: earlier changes lead to the version from which it is computed"""

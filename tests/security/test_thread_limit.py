@@ -24,7 +24,6 @@ from ps_server.core.limits import LEAST_THREADS, Limits
 from ps_server.core.thread_shares import LEAST_CONNECTIONS, LEAST_OF_A_POOL, ThreadShares, thread_shares
 from ps_server.ops import dev_certs
 from tests.chaos.cluster import free_ports
-from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.crowded import silent
 from tests.tools.frame_client import FrameClient, push_parts, ticket
@@ -163,7 +162,7 @@ def taken(call: Callable[[], object]) -> bool:
     os.getuid() != 0 or shutil.which("setpriv") is None,
     reason="to be another user, of whom there is no other process, takes root and setpriv",
 )
-@pytest.mark.parametrize("encrypted", cases([False], [True]))
+@pytest.mark.parametrize("encrypted", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plaintext", "tls"])
 def test_a_thousand_silent_connections_and_waiting_calls_leave_a_server_with_few_threads_at_work(
     start: Callable[..., tuple[Command, str]], tmp_path: Path, encrypted: bool
 ) -> None:

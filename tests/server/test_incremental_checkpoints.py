@@ -120,7 +120,11 @@ def test_a_setting_turns_increments_off(start: Callable[..., OneProcess], every:
     assert [chain(worker.checkpoint()) for _ in range(3)] == [[], [], []]
 
 
-@pytest.mark.parametrize(("shards", "rules"), crossed([1, 2, 3], [RULES, {}]))
+@pytest.mark.parametrize(
+    ("shards", "rules"),
+    crossed([1, 2, 3], [RULES, {}]),
+    ids=lambda value: ("rules" if value else "plain") if isinstance(value, dict) else None,
+)
 def test_a_restore_on_any_number_of_shards_has_the_same_table(
     start: Callable[..., OneProcess], tmp_path: Path, shards: int, rules: dict[str, int]
 ) -> None:
