@@ -158,12 +158,14 @@ def test_connections_that_break_in_the_middle_of_steps_lose_nothing(
     monkeypatch.setattr(client, "AGAIN_SECONDS", 0.05)
     expected = trained_by_grpc(shared, job, 20)
     with shared.connect("sync", job=job, transport=transport) as session:
-        over = threading.Event()
+        over, broken = threading.Event(), 0
 
         def break_them() -> None:
+            nonlocal broken
             while not over.wait(0.01):
                 for each in connections(session) if session.clock else []:
                     if each is not None:
+                        broken += each.is_open
                         each.close()
 
         breaking = threading.Thread(target=break_them)
@@ -173,6 +175,7 @@ def test_connections_that_break_in_the_middle_of_steps_lose_nothing(
         finally:
             over.set()
             breaking.join()
+    assert broken
 
 
 def test_a_worker_receives_from_many_shards_with_few_threads(make_cluster: Callable[..., Cluster]) -> None:
