@@ -43,27 +43,23 @@ def start() -> Any:
         server.stop(READY_SECONDS)
 
 
-def test_a_coordinator_and_its_shard_say_where_they_are(start: Callable[..., OneServer]) -> None:
-    coordinator = start(*COORDINATOR).await_ready(READY_SECONDS)
+def test_servers_say_where_they_are_and_one_that_was_killed_is_told_from_one_that_ended_by_itself(
+    start: Callable[..., OneServer],
+) -> None:
+    first = start(*COORDINATOR)
+    coordinator = first.await_ready(READY_SECONDS)
     assert coordinator is not None
-    server = start("shard", "--index", "0", "--coordinator", coordinator["address"], *FREE)
-    shard = server.await_ready(READY_SECONDS)
+    second = start("shard", "--index", "0", "--coordinator", coordinator["address"], *FREE)
+    shard = second.await_ready(READY_SECONDS)
     assert shard is not None
     assert int(shard["process"]) > 0
     assert shard["address"] != coordinator["address"]
-    server.stop(READY_SECONDS)
-    assert server.await_end() == 0
-    assert server.has_ended()
-
-
-def test_one_that_was_killed_is_told_from_one_that_ended_by_itself(start: Callable[..., OneServer]) -> None:
-    first, second = start(*COORDINATOR), start(*COORDINATOR)
-    assert first.await_ready(READY_SECONDS) is not None
-    assert second.await_ready(READY_SECONDS) is not None
-    os.kill(second.pid, signal.SIGSTOP)
-    assert first.stop(READY_SECONDS)
-    assert second.stop(0.1) is False
-    assert second.await_end() == -signal.SIGKILL
+    assert second.stop(READY_SECONDS), "it ended by itself"
+    assert second.await_end() == 0
+    assert second.has_ended()
+    os.kill(first.pid, signal.SIGSTOP)
+    assert first.stop(0.1) is False, "it was killed"
+    assert first.await_end() == -signal.SIGKILL
 
 
 def test_one_that_cannot_start_leaves_its_reason(start: Callable[..., OneServer]) -> None:
