@@ -341,7 +341,7 @@ REPAIRS = (
         faults=RETURN,
         known=("sync", 0),
     ),
-    Mutation(forgets_shards_that_have_not_called_in, EVERY_MODE, HANGS, faults=RETURN, known=("sync", 2)),
+    Mutation(forgets_shards_that_have_not_called_in, EVERY_MODE, HANGS, faults=RETURN, known=("sync", 4)),
     Mutation(
         removes_from_one_shard_after_the_other,
         EVERY_MODE,
