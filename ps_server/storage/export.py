@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ import safetensors.torch
 import torch
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoints
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, bucket_layout
 from ps_protocol.pieces import whole_parameters
@@ -46,7 +47,10 @@ from ps_tables.saved import saved_rows
 
 log = logging.getLogger("ps_server")
 
-PARTS = "tables", "dcp", "model.safetensors", "optimizer.safetensors", "optimizer.json"  # of an export
+FOLDERS = "tables", "dcp"  # of an export
+PARTS = *FOLDERS, "model.safetensors", "optimizer.safetensors", "optimizer.json"
+# A file in each of the folders, by which a later export knows that it may replace the folder.
+MARK = ".ps-server-export"
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ def export(
     fallback: False: a damaged checkpoint is an error, and no earlier one is exported instead
     dcp: whether a folder of torch.distributed.checkpoint is written, too
 
-    Raises InvalidRequest, NoCheckpoints, CheckpointDamaged, CheckpointFailed.
+    Raises InvalidRequest, NoCheckpoints, CheckpointDamaged, CheckpointFailed. InvalidRequest is also for a folder in
+    `output` that has the name of an export's, and that no export has made.
     """
     check_format(tables_as)
     check_directory(directory)
@@ -94,7 +99,8 @@ def export(
     for table in spec.tables:
         model |= _module_state(table.rows, tables[table.rows.name])
     try:
-        with _put_together(output) as made:
+        folders = ["tables"] * bool(tables) + ["dcp"] * dcp
+        with _put_together(output, folders) as made:
             for name, rows in tables.items():
                 write_rows(rows, made / "tables", name, tables_as)
             save_any(model, made / "model.safetensors")
@@ -112,26 +118,69 @@ def export(
 
 
 @contextmanager
-def _put_together(output: Path) -> Iterator[Path]:
+def _put_together(output: Path, folders: list[str]) -> Iterator[Path]:
     """A `with` block that writes all files of an export into the folder that it gets, from which they go to `output`
-    at its end. There they replace those of an earlier export, also those that this one does not have.
+    at its end. There they replace those of an earlier export, also those that this one does not have. If anything fails
+    or is interrupted, the earlier export is as it was.
+
+    folders: those of FOLDERS that this export has
+
+    Raises InvalidRequest if `output` has another folder of such a name.
     """
-    made = output / ".export"
+    work = output / f"{MARK}-under-way"
+    made, earlier = work / "made", work / "earlier"
     output.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(made, ignore_errors=True)  # of an export that was killed
-    made.mkdir()
+    for name in PARTS if earlier.is_dir() else ():  # of an export that was killed while it replaced them
+        if os.path.lexists(earlier / name) and not os.path.lexists(output / name):
+            (earlier / name).rename(output / name)
+    foreign = {name for name in PARTS if _is_foreign(output / name)}
+    if in_the_way := sorted(foreign.intersection((*folders, *PARTS[len(FOLDERS) :]))):
+        raise InvalidRequest(
+            f"{output / in_the_way[0]} has no {MARK}, so no export has made it: move it, or export into another folder"
+        )
+    shutil.rmtree(work, ignore_errors=True)
+    made.mkdir(parents=True)
+    earlier.mkdir()
     try:
         yield made
-        for name in PARTS:
-            old, new = output / name, made / name
-            if old.is_dir():
-                old.rename(made / f"{name}.old")
-            elif old.exists():
-                shutil.copymode(old, new)
-            if new.exists():
-                new.replace(old)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+        for name in folders:
+            (made / name / MARK).write_text("The next `ps-server export` into the folder above replaces this folder.\n")
+        _replace(output, made, earlier, [name for name in PARTS if name not in foreign])
+    except BaseException:
+        if not any(earlier.iterdir()):  # else these could not be put back: the next export does
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def _is_foreign(part: Path) -> bool:
+    """Whether what has the name of a part is none of an earlier export."""
+    if part.is_dir():
+        return not (part / MARK).is_file()
+    return part.name in FOLDERS and os.path.lexists(part)
+
+
+def _replace(output: Path, made: Path, earlier: Path, names: list[str]) -> None:
+    """Moves the parts of an export from `output` to `earlier`, and those of the next one from `made` to `output`; all
+    of them or none.
+    """
+    new = [name for name in names if (made / name).exists()]
+    try:
+        for name in names:
+            part = output / name
+            if part.is_file():
+                shutil.copymode(part, made / name)
+            if os.path.lexists(part):
+                part.rename(earlier / name)
+            if name in new:
+                (made / name).rename(part)
+    except BaseException:
+        for name in names:
+            if name in new and not (made / name).exists():
+                (output / name).rename(made / name)
+            if os.path.lexists(earlier / name):
+                (earlier / name).rename(output / name)
+        raise
 
 
 def model_state_dict(directory: Path) -> dict[str, torch.Tensor]:

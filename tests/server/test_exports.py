@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest
 from ps_protocol.optimizers import with_defaults
 from ps_server.cli import main
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.storage import export as storage_export
 from ps_server.storage.checkpoints import CheckpointStore
-from ps_server.storage.export import export
+from ps_server.storage.export import MARK, export
 from tests.tools.checkpoint_files import filled, write_checkpoint
 from tests.tools.one_process import DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
@@ -115,20 +116,95 @@ def two(tmp_path: Path) -> Path:
     return store.directory
 
 
+def files_in(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+UNDER_WAY = f"{MARK}-under-way"
+
+
 def test_an_export_replaces_all_files_of_an_earlier_one_and_no_other(two: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     export(two, "job", "000001", output, dcp=True)
-    (output / "tables").mkdir()
-    (output / ".export").mkdir()  # of one that was killed
-    for name in ("tables/old.safetensors", "config.json", ".export/model.safetensors"):
+    (output / "tables").mkdir()  # of the user: the job has none
+    (output / UNDER_WAY / "made").mkdir(parents=True)  # of one that was killed
+    for name in ("tables/own.csv", "config.json", f"{UNDER_WAY}/made/model.safetensors"):
         (output / name).touch()
     (output / "model.safetensors").chmod(0o640)
     export(two, "job", "000002", output)
-    assert {path.name for path in output.iterdir()} == {
-        *("model.safetensors", "optimizer.safetensors", "optimizer.json", "config.json")
+    assert {path.relative_to(output).as_posix() for path in output.rglob("*")} == {
+        *("model.safetensors", "optimizer.safetensors", "optimizer.json", "config.json", "tables", "tables/own.csv")
     }
     assert weights_in(output) == {2.0}
     assert (output / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("name", ["dcp", "model.safetensors"])
+@pytest.mark.parametrize("is_beside_an_export", [False, True])
+def test_an_export_refuses_to_replace_a_folder_that_no_export_has_made(
+    two: Path, tmp_path: Path, name: str, is_beside_an_export: bool
+) -> None:
+    output = tmp_path / "out"
+    if is_beside_an_export:
+        export(two, "job", "000001", output)
+        (output / name).unlink(missing_ok=True)
+    (output / name).mkdir(parents=True)
+    (output / name / "own").touch()
+    before = files_in(output)
+    with pytest.raises(InvalidRequest, match=f"out/{name} has no {MARK}, so no export has made it: move it"):
+        export(two, "job", "000002", output, dcp=True)
+    assert files_in(output) == before
+
+
+def test_an_export_refuses_to_replace_a_file_that_has_the_name_of_its_folder(two: Path, tmp_path: Path) -> None:
+    (tmp_path / "dcp").touch()
+    with pytest.raises(InvalidRequest, match="dcp has no"):
+        export(two, "job", "000002", tmp_path, dcp=True)
+    export(two, "job", "000002", tmp_path)
+    assert (tmp_path / "dcp").is_file()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EACCES, os.strerror(errno.EACCES)), KeyboardInterrupt()], ids=type)
+@pytest.mark.parametrize("wanted", range(7))  # of the renames: one for the folder that goes, and two for each file
+def test_an_export_that_fails_while_it_replaces_an_earlier_one_puts_that_back(
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, wanted: int
+) -> None:
+    output = tmp_path / "out"
+    export(two, "job", "000001", output, dcp=True)
+    before = files_in(output)
+    rename, renames = Path.rename, itertools.count()
+
+    def fails_once(path: Path, to: Path) -> Path:
+        if next(renames) == wanted:
+            raise error
+        return rename(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fails_once)
+        with pytest.raises((CheckpointFailed, KeyboardInterrupt)):
+            export(two, "job", "000002", output)
+    assert files_in(output) == before
+    export(two, "job", "000002", output)
+    assert weights_in(output) == {2.0}
+
+
+def test_an_export_puts_back_what_one_that_was_killed_has_moved_away(
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    export(two, "job", "000001", output, dcp=True)
+    before = files_in(output)
+    (output / UNDER_WAY / "earlier").mkdir(parents=True)
+    for name in ("dcp", "optimizer.json"):
+        (output / name).rename(output / UNDER_WAY / "earlier" / name)
+    monkeypatch.setattr(storage_export, "save_any", full_disk)
+    with pytest.raises(CheckpointFailed):
+        export(two, "job", "000002", output)
+    assert files_in(output) == before
 
 
 def test_an_export_that_fails_leaves_an_earlier_one_as_it_was(
@@ -136,18 +212,18 @@ def test_an_export_that_fails_leaves_an_earlier_one_as_it_was(
 ) -> None:
     output = tmp_path / "out"
     export(two, "job", "000001", output, dcp=True)
-    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    before = files_in(output)
     save_any = storage_export.save_any
 
     def full(tensors: Any, path: Path) -> None:
         if path.name == "optimizer.safetensors":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            full_disk()
         save_any(tensors, path)
 
     monkeypatch.setattr(storage_export, "save_any", full)
     with pytest.raises(CheckpointFailed, match=r"cannot be written: .*No space left"):
         export(two, "job", "000002", output)
-    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+    assert files_in(output) == before
 
 
 @pytest.mark.parametrize("damaged", ["a bit of the weights"], indirect=True)
