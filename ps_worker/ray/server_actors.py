@@ -10,6 +10,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from ps_launch.own_servers import STOP_SECONDS
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_runtime.credentials import is_loopback
 from ps_runtime.free_ports import free_port
@@ -23,8 +24,7 @@ log = logging.getLogger("ps_worker")
 
 PLACE_SECONDS = 60.0  # for which Ray may look for nodes with room for the shards
 START_SECONDS = 120.0  # for which servers may start: nodes import torch, some of them for the first time
-LAST_CHECKPOINTS_SECONDS = 900.0  # for the coordinator's end, which may have a --drain-seconds of minutes
-STOP_SECONDS = 60.0  # for that of the shards
+SHARDS_STOP_SECONDS = 60.0  # for the end of the shards
 ANSWER_SECONDS = 10.0  # for an actor to say how its server has ended
 CALLS = 8  # to the coordinator's actor at a time
 _GIVEN = frozenset({"server", "mode", "job", "elastic", "tls_cert", "tls_key", "tls_ca", "token_file", "insecure"})
@@ -190,12 +190,17 @@ class ParameterServer:
         return status
 
     def stop(self) -> None:
-        """Stops the coordinator, which makes last checkpoints first, and then the shards. Further calls do nothing."""
+        """Stops the coordinator, which makes last checkpoints first, and then the shards. Further calls do nothing.
+
+        Ctrl-C ends the wait for last checkpoints: all servers are then killed.
+        """
         if self._coordinator is None:
             return
-        _stop("the coordinator (last checkpoints may be missing)", [self._coordinator], LAST_CHECKPOINTS_SECONDS)
-        _stop("a shard", self._shards, STOP_SECONDS)
-        self._kill()
+        try:
+            _stop("the coordinator (last checkpoints may be missing)", [self._coordinator], STOP_SECONDS)
+            _stop("a shard", self._shards, SHARDS_STOP_SECONDS)
+        finally:
+            self._kill()
 
     def _kill(self) -> None:
         for actor in (*self._shards, self._coordinator):

@@ -1,4 +1,4 @@
-"""What the end of `ParameterServer` says of servers that did not end in order. Without Ray."""
+"""The end of `ParameterServer`, with servers that do not end in order. Without Ray."""
 
 from __future__ import annotations
 
@@ -73,3 +73,26 @@ def test_a_server_that_does_not_end_in_order_is_reported(
     ]
     server_actors._stop("a shard", actors, 5.0)
     assert [record.getMessage() for record in caplog.records if record.name == "ps_worker"] == said
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RayError("its node is gone")], ids=["Ctrl-C", "an error"])
+def test_no_server_stays_where_its_stop_is_broken_off(
+    server_actors: Any, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[object] = []
+
+    def broken_off(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(server_actors.ray, "wait", broken_off)
+    monkeypatch.setattr(server_actors.ray, "kill", killed.append, raising=False)
+    monkeypatch.setattr(server_actors, "remove_placement_group", killed.append)
+    actors = [SimpleNamespace(stop=SimpleNamespace(remote=lambda seconds: Answer(None))) for _ in range(3)]
+    servers = server_actors.ParameterServer.__new__(server_actors.ParameterServer)
+    servers._coordinator, *servers._shards = actors
+    servers._group = "the placement group"
+    with pytest.raises(type(error)):
+        servers.stop()
+    assert killed == [*actors[1:], actors[0], "the placement group"]
+    servers.stop()
+    assert len(killed) == 4
