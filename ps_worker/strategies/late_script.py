@@ -20,8 +20,8 @@ from ps_worker.state.checkpoint import WorkerCheckpoint
 
 log = logging.getLogger("ps_worker")
 
-# Where all workers are at one clock, a step waits for the others, and so may a question before it.
-TOGETHER_SECONDS = 60.0
+# The longest wait for an answer where all workers are at one clock. There a step waits for the others in any case.
+QUESTION_SECONDS = 60.0
 
 
 class LateScript:
@@ -94,10 +94,10 @@ class LateScript:
         ask = self._participation.ask_script
         if not self._asks_again:
             return ask()
-        told, is_coming = ask(TOGETHER_SECONDS if self._in_step else 0.0)
+        told, is_coming = ask(QUESTION_SECONDS if self._in_step else 0.0)
         if is_coming or not self._in_step:
             return told, is_coming
-        return ask(TOGETHER_SECONDS)  # the first answer may be one to the question before an earlier step
+        return ask(QUESTION_SECONDS)  # the first answer may be one to the question before an earlier step
 
     def _go_on(self, told: SavedState | None) -> None:
         """Goes on although no other worker has told what its script has set now. told: the last report; None: none"""
