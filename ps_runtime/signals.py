@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import math
+import os
 import signal
 import sys
 import threading
@@ -129,6 +130,11 @@ class Ending:
         if self._signal is not None and threading.current_thread() is threading.main_thread():
             self._exit()
 
+    def forget(self) -> None:
+        """Forgets the signals that have come. Called in a forked child: they were its parent's, and its own first one
+        must act. Whether they are held is known by the child's stack, which is a copy of the parent's."""
+        self._signal, self._is_due, self._acted_at, self._interrupt = None, False, -math.inf, None
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Delays a signal that ends this process, and Ctrl-C, until the end of the block, in the main thread. A block
@@ -187,11 +193,13 @@ class Ending:
 
     def _exit(self) -> None:
         assert self._signal is not None
-        self._is_due, self._acted_at = False, time.monotonic()
+        if self._is_due:  # else it has acted before, and the time counts from then
+            self._is_due, self._acted_at = False, time.monotonic()
         sys.exit(128 + self._signal)
 
 
 _ending = Ending()
+os.register_at_fork(after_in_child=_ending.forget)
 
 
 def end_by_signal(number: int) -> None:

@@ -179,9 +179,34 @@ def test_signals_that_come_together_act_once_and_a_later_one_acts_again(monkeypa
     ending.tell(signal.SIGTERM)
     with ending.hold():
         ending.tell(signal.SIGTERM)
-    now += TOGETHER_SECONDS
+    with pytest.raises(SystemExit):
+        ending.exit_if_told()  # a step, which ends as the first signal did, and is none itself
+    now += TOGETHER_SECONDS / 2
     with pytest.raises(SystemExit):
         ending.tell(signal.SIGTERM)
+
+
+# A child that a script forks while it saves what it has, such as a worker of multiprocessing.Pool.
+FORKS = """
+import os, signal
+from ps_runtime.signals import end_by_signal
+signal.signal(signal.SIGTERM, lambda number, _: end_by_signal(number))
+try:
+    signal.raise_signal(signal.SIGTERM)
+finally:
+    child = os.fork()
+    if child == 0:
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_signal_of_a_process_is_none_of_a_child_that_it_forks_then(commands: Commands) -> None:
+    """The child's own first signal acts: whoever forked it, and then ends it, waits for its end."""
+    command = commands.start("-c", FORKS)
+    assert command.process.wait(END_SECONDS) == 128 + signal.SIGTERM
+    assert command.out == f"child {128 + signal.SIGTERM}\n"
 
 
 def test_a_signal_at_any_line_acts_once() -> None:
