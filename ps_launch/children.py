@@ -122,7 +122,7 @@ class Children:
         Does nothing if the child has ended, or if it does not read and its pipe is full.
         """
         process = self._running.get(number)
-        if process is not None and process.stdin is not None:
+        if process is not None and process.stdin is not None and not process.stdin.closed:
             with contextlib.suppress(BrokenPipeError, BlockingIOError):
                 # A write of up to PIPE_BUF bytes to a pipe is atomic
                 os.write(process.stdin.fileno(), line.encode() + b"\n")
@@ -153,8 +153,8 @@ class Children:
         return self._take_ended()
 
     def stop(self, seconds: float, numbers: Collection[int] | None = None) -> set[int]:
-        """Asks children to end, passes on their output meanwhile, and kills those that take longer than `seconds`.
-        Returns those that it has killed.
+        """Asks children to end, by SIGTERM and by the end of their standard input, passes on their output meanwhile,
+        and kills those that take longer than `seconds`. Returns those that it has killed.
 
         numbers: the children; None: all
 
@@ -163,7 +163,10 @@ class Children:
         self._due.clear()
         wanted = set(self._running if numbers is None else numbers)
         for number in wanted & self._running.keys():
-            self._running[number].terminate()
+            process = self._running[number]
+            if process.stdin is not None:
+                process.stdin.close()  # by this it knows that the signal is that of its parent
+            process.terminate()
         self._await_end(wanted, seconds)
         late = wanted & self._running.keys()
         if late:

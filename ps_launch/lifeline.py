@@ -7,8 +7,13 @@ import threading
 from collections.abc import Callable
 
 from ps_runtime.background import start
-from ps_runtime.signals import await_event
+from ps_runtime.signals import SignalEvent, await_event, on_further_signals
 
+# The time limits of a stop that a parent and its servers share, in addition to the workers' time to reach the last
+# checkpoints. To write these:
+WRITE_SECONDS = 5.0
+# How long a coordinator with one node's servers outlives the others' shards, which ask it whether the job is over.
+OTHERS_END_SECONDS = 20.0
 _READ_BYTES = 4096
 
 
@@ -27,12 +32,20 @@ class Lifeline:
         self._when_cut = when_cut
         self._line: str | None = None
         self._answered = threading.Event()  # set once the line has come, or the input is closed
+        self._is_over = SignalEvent()  # the input is closed, or a signal has ended the wait for that
         start(threading.Thread(target=self._read, name="lifeline", daemon=True))
 
     def line(self) -> str | None:
         """Waits for the line, and returns it; None if the input was closed first. Signals are handled meanwhile."""
         await_event(self._answered)
         return self._line
+
+    def await_parent(self, seconds: float) -> None:
+        """Waits until the input closes, so many seconds at most. A signal ends the wait, unless it comes together with
+        the one before.
+        """
+        on_further_signals(lambda *_: self._is_over.set())
+        self._is_over.wait(seconds)
 
     def _read(self) -> None:
         text = b""
@@ -43,5 +56,6 @@ class Lifeline:
                 if end:
                     self._line = line.decode().strip()
                     self._answered.set()
+        self._is_over.set()
         self._when_cut()
         self._answered.set()

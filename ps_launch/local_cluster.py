@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 
 from ps_launch.children import CANNOT_START, Children, Program, Stopped, stop_on_signals
+from ps_launch.lifeline import OTHERS_END_SECONDS, WRITE_SECONDS
 from ps_launch.output import Console, Dropped
 from ps_launch.ready import addresses_in
 from ps_launch.restarts import ShardRestarts
@@ -28,13 +29,10 @@ from ps_protocol.errors import PSError
 from ps_runtime.logs import TEXT
 from ps_runtime.own_program import own_program
 from ps_runtime.quantities import counted
-from ps_runtime.signals import on_signals
+from ps_runtime.signals import exit_at_once, on_further_signals
 
-# The time limits of a stop, in addition to the workers' time to reach the last checkpoints: to write these, and for the
-# shards to end. The shards also have what the coordinator leaves of its own time.
-WRITE_SECONDS, SHARDS_STOP_SECONDS = 5.0, 8.0
-# How long a coordinator with one node's servers outlives the others' shards, which ask it whether the job is over.
-OTHERS_END_SECONDS = 20.0
+# The time limit for the shards to end. They also have what the coordinator leaves of its own time.
+SHARDS_STOP_SECONDS = 8.0
 STOP_UNREADY_SECONDS = 2.0  # of a cluster that was never ready: it has nothing to finish
 MOST_DOUBLINGS = 4  # of the time for a start
 SAY_SECONDS = 1.0  # for which a line of the log waits for its reader
@@ -75,11 +73,11 @@ def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
     with contextlib.ExitStack() as stack:
         shards = _Shards(supervision, environment, stack)
 
-        def stop_now(number: int, frame: object) -> None:
+        def stop_now(number: int, frame: FrameType | None) -> None:
             shards.children.kill()
-            os._exit(128 + number)
+            exit_at_once(number, frame)
 
-        stop_on_signals(then=stop_now)  # a second signal ends all at once
+        stop_on_signals(then=signal.SIG_IGN)  # until the stop begins
         try:
             shards.run()
         except Stopped:
@@ -88,7 +86,7 @@ def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
             shards.say(str(error))
             code = 1
         finally:
-            on_signals(stop_now)
+            on_further_signals(stop_now)
             code = code if shards.stop() else 1
     return code
 

@@ -89,6 +89,8 @@ class OneServer:
 
     def stop(self, seconds: float) -> bool:
         """Asks the server to end, and kills it after `seconds`. Returns whether it has ended by itself."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # by this it knows that the signal is that of its parent
         self._process.terminate()
         in_time = True
         try:

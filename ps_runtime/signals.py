@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 HEARD_SECONDS = 1.0  # the longest time until a waiting main thread handles a signal
-# A signal that comes so soon after one that has acted belongs to it: a scheduler and a launcher both signal a worker.
+# A signal that comes so soon after one that has acted belongs to it: a scheduler and a launcher both signal a process.
 TOGETHER_SECONDS = 5.0
 
 
@@ -30,6 +30,25 @@ def on_signals(action: Callable[[int, FrameType | None], object] | signal.Handle
     """Sets the handler of SIGTERM and SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, action)
+
+
+def exit_at_once(number: int, frame: FrameType | None) -> None:
+    """Ends this process without any clean-up. A signal handler."""
+    os._exit(128 + number)
+
+
+def on_further_signals(action: Callable[[int, FrameType | None], object]) -> None:
+    """Sets the handler of SIGTERM and SIGINT in a process that a first one ends in order.
+
+    A SIGTERM that comes within TOGETHER_SECONDS does nothing.
+    """
+    begun = time.monotonic()
+
+    def act(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGTERM or time.monotonic() >= begun + TOGETHER_SECONDS:
+            action(number, frame)
+
+    on_signals(act)
 
 
 class SignalEvent:

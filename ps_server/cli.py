@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from ps_launch.lifeline import OTHERS_END_SECONDS, WRITE_SECONDS, Lifeline
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.wire_formats import EDITION_WIRES, FORMATS
 from ps_runtime import audit, logs
@@ -39,7 +40,7 @@ from ps_runtime.settings import (
     unknown_variables,
     whole_number,
 )
-from ps_runtime.signals import SignalEvent, on_signals
+from ps_runtime.signals import SignalEvent, exit_at_once, on_further_signals, on_signals
 from ps_runtime.thread_limit import thread_limit
 from ps_runtime.version import version
 from ps_server import failpoints
@@ -484,14 +485,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     speaker = Speaker("coordinator") if alone else Speaker("shard", arguments.index)
     logs.start(speaker, arguments.log_level, arguments.log_format)
     audit.start(speaker, arguments.audit_log)
-    supervised = arguments.supervised
     coordinates = alone or arguments.with_coordinator
     failpoints.arm(None if alone else arguments.index)
     share_memory_pool()
     coordinator = None if coordinates else arguments.coordinator
-    from ps_launch.lifeline import Lifeline
-
-    lifeline = Lifeline(sys.stdin.fileno(), end) if supervised else None
+    lifeline = Lifeline(sys.stdin.fileno(), end) if arguments.supervised else None
     from ps_server.ops.compiler import leave_out_compiler
     from ps_server.server import Server
 
@@ -509,24 +507,31 @@ def _serve(arguments: argparse.Namespace) -> int:
         pass
     if not stop.is_set():
         role = "coordinator" if alone else f"shard {shard}"
-        _announce(role, server, config, supervised)
+        _announce(role, server, config, arguments.supervised)
     _await_end(stop, server.ports)
-    # After the first signal the process ends in order, after a second one at once.
-    on_signals(lambda number, _: os._exit(128 + number))
-    if coordinates or not supervised or arguments.drains:  # or its parent has stopped the coordinator, which sees to it
-        server.drain(arguments.drain_seconds)
-    if not alone and arguments.ends_last:
-        _outlive(server)
-    server.stop()
-    audit.flush(all_of_them=True)
+    _finish(server, arguments, lifeline)
     return 0
 
 
-def _outlive(server: Server) -> None:
-    """Keeps the coordinator alive while the shards of other nodes answer."""
-    from ps_launch.local_cluster import OTHERS_END_SECONDS
+def _finish(server: Server, arguments: argparse.Namespace, lifeline: Lifeline | None) -> None:
+    """Makes last checkpoints and stops a server. A second signal ends the process at once.
 
-    server.outlive(OTHERS_END_SECONDS)
+    It imports nothing: a package may have been upgraded before its servers are stopped.
+    """
+    on_second_signal = on_signals if lifeline is None else on_further_signals
+    on_second_signal(exit_at_once)
+    alone = arguments.command == "coordinator"
+    if lifeline is None or alone or arguments.with_coordinator or arguments.drains:
+        server.drain(arguments.drain_seconds)
+    elif server.is_in_checkpoints():
+        # Its parent closes the input when the coordinator has made the last checkpoints. Until then the coordinator
+        # needs this shard, which a scheduler may have signalled together with the parent.
+        lifeline.await_parent(arguments.drain_seconds + WRITE_SECONDS)
+        on_second_signal(exit_at_once)
+    if not alone and arguments.ends_last:
+        server.outlive(OTHERS_END_SECONDS)
+    server.stop()
+    audit.flush(all_of_them=True)
 
 
 def _relay(arguments: argparse.Namespace) -> int:
@@ -547,7 +552,7 @@ def _relay(arguments: argparse.Namespace) -> int:
     if server.http_address:
         print(f"ps-server: downloads at {scheme}://{server.http_address}/jobs/", flush=True)
     _await_end(stop, server.ports)
-    on_signals(lambda number, _: os._exit(128 + number))
+    on_signals(exit_at_once)
     server.stop()
     audit.flush(all_of_them=True)
     return 0

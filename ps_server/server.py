@@ -216,6 +216,11 @@ class Server:
                 for task in last:
                     task()
 
+    def is_in_checkpoints(self) -> bool:
+        """Whether a checkpoint that is made now needs this shard."""
+        has_jobs = self.shard is not None and len(self.shard.jobs()) > 0
+        return has_jobs and self._config.checkpoint_dir is not None and self.wait_ready(0)
+
     def outlive(self, seconds: float) -> None:
         """Keeps the coordinator alive while other shards of the cluster answer.
 

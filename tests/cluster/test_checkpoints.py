@@ -455,6 +455,29 @@ def test_servers_that_are_told_twice_end_at_once(up: tuple[Command, str]) -> Non
             return False
 
         until(draining, "the refusal of newcomers")
-        command.process.send_signal(signal.SIGTERM)
-        assert command.process.wait(END_SECONDS) == 128 + signal.SIGTERM
+        command.process.send_signal(signal.SIGINT)
+        assert command.process.wait(END_SECONDS) == 128 + signal.SIGINT
     until(lambda: not any(process.is_running() for process in family), "the shards' end")
+
+
+def test_a_signal_to_all_processes_of_a_cluster_ends_them_in_order(tmp_path: Path) -> None:
+    """As of Slurm, systemd or `kill -TERM -1` in a container. The last checkpoint needs all shards, and takes a second,
+    as a checkpoint at a clock to come is waited for."""
+    flags = ["--shards=2", "--port=0", "--metrics-port=0", "--drain-seconds=1"]
+    command = Command(tmp_path, "-m", "ps_server", "up", *flags, f"--checkpoint-dir={tmp_path}/checkpoints")
+    try:
+        [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
+        with RawWorker(address, vector_job("job", "sync", 64, 1), 0) as worker:
+            worker.initialise()
+            worker.step(torch.full((64,), -1.0))
+            worker.pull()
+            family = command.family()
+            for process in (*family, command.process):
+                os.kill(process.pid, signal.SIGTERM)
+            assert command.process.wait(END_SECONDS) == 0, command.err
+            until(lambda: not any(process.is_running() for process in family), "the shards' end")
+    finally:
+        command.clean_up()
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.manifest("job", store.names("job")[-1]).clock == 1
+    assert "shard 1 ended" not in command.err

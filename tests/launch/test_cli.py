@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import re
@@ -9,9 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from torch import nn
 
 import ps_server.cli
 import ps_worker.cli
+from ps_launch.lifeline import OTHERS_END_SECONDS
 from ps_runtime.launch_id import FINISHED_WITHOUT_CODE
 from ps_runtime.quantities import counted, size_text
 from ps_server.ops import requests
@@ -418,3 +422,23 @@ def test_an_address_where_nobody_answers_is_one_line_and_an_error(tmp_path: Path
     assert last == "ps-worker: worker 0 failed with code 1"
     assert re.fullmatch(rf"worker 0: gave up after 1.5 s: coordinator at {address} does not answer \(.*\)", said[-1])
     assert sum("WARNING" in line for line in said) <= 1, "at most one word on the way that it is still trying"
+
+
+def test_a_server_imports_nothing_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package may have been upgraded before it is stopped. The files are then those of another version."""
+    done: list[object] = []
+    server: Any = SimpleNamespace(drain=done.append, outlive=done.append, stop=lambda: done.append("stopped"))
+    flags = {"command": "shard", "with_coordinator": True, "drains": False, "ends_last": True, "drain_seconds": 15.0}
+
+    def refuse(name: str, *_: object) -> None:
+        raise ModuleNotFoundError(name=name)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(builtins, "__import__", refuse)
+            ps_server.cli._finish(server, Namespace(**flags), None)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert done == [15.0, OTHERS_END_SECONDS, "stopped"]

@@ -186,6 +186,23 @@ def test_signals_that_come_together_act_once_and_a_later_one_acts_again(monkeypa
         ending.tell(signal.SIGTERM)
 
 
+def test_a_process_that_ends_in_order_takes_two_sigterms_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But Ctrl-C at once: only a person sends it again."""
+    now, acted = 1000.0, list[int]()
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        signals.on_further_signals(lambda number, _: acted.append(number))
+        signal.raise_signal(signal.SIGTERM)
+        assert acted == []
+        signal.raise_signal(signal.SIGINT)
+        now += TOGETHER_SECONDS
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert acted == [signal.SIGINT, signal.SIGTERM]
+
+
 # A child that a script forks while it saves what it has, such as a worker of multiprocessing.Pool.
 FORKS = """
 import os, signal
