@@ -46,7 +46,7 @@ LEAVE_PAUSE_SECONDS = 0.5
 # How long a worker that has something to leave tries to. A coordinator that is started again takes a few seconds, and
 # `ps-worker run` kills a worker 15 s after SIGTERM.
 LEAVE_SECONDS = 5.0
-SILENT_SECONDS = 60.0  # for so long after a farewell was given up, the next ones are tried once
+GIVEN_UP_SECONDS = 60.0  # for so long after a farewell was given up, the next ones are tried once, for LEAVE_SECONDS
 _TOO_LARGE = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
 
 
@@ -74,7 +74,7 @@ class RosterWatch:
 
 class Patience:
     """The time that a process spends on farewells that the coordinator does not answer. Jobs that are left one after
-    the other may share it: it is spent once then, and a farewell after that is tried once."""
+    the other may share it: it is spent once then, and a farewell after that is tried once and has less time."""
 
     def __init__(self) -> None:
         self._given_up_at = -math.inf
@@ -82,7 +82,7 @@ class Patience:
     @property
     def is_over(self) -> bool:
         """Whether a farewell was given up a short time ago."""
-        return time.monotonic() < self._given_up_at + SILENT_SECONDS
+        return time.monotonic() < self._given_up_at + GIVEN_UP_SECONDS
 
     def end(self) -> None:
         """Records that a farewell is given up."""
@@ -248,8 +248,8 @@ class CoordinatorClient:
         done:   the script has ended
         script: the script's settings for the job
         If the state is too large for a message, or takes too long to send, it tries once more without the state. With
-        `done` or a state it tries again for LEAVE_SECONDS where the coordinator does not answer, unless `patience` is
-        over.
+        `done` or a state it tries again for LEAVE_SECONDS where the coordinator does not answer. Once `patience` is
+        over it tries once, and waits for LEAVE_SECONDS instead of CALL_SECONDS.
         """
         request = membership_pb2.LeaveRequest(
             worker=identity_message(worker), done=done, script=workers.state_message(script)
@@ -258,8 +258,10 @@ class CoordinatorClient:
             request.state.clock, request.state.content = state.clock, state.content
         if self._figures is not None:
             request.figures.CopyFrom(worker_figures_message(self._figures()))
-        repeats = (done or state is not None) and not self.patience.is_over
-        until, timeout = time.monotonic() + (LEAVE_SECONDS if repeats else 0.0), CALL_SECONDS
+        is_over = self.patience.is_over
+        repeats = (done or state is not None) and not is_over
+        until = time.monotonic() + (LEAVE_SECONDS if repeats else 0.0)
+        timeout = LEAVE_SECONDS if is_over else CALL_SECONDS
         while True:
             try:
                 self._members.Leave(request, timeout=timeout)

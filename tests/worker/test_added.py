@@ -55,25 +55,31 @@ def train_alone() -> list[torch.Tensor]:
     return train(model, of_head(model))
 
 
-class Unavailable(grpc.RpcError):
+class Unanswered(grpc.RpcError):
     """The error of a call that nobody answers."""
 
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self._code = code
+
     def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.UNAVAILABLE
+        return self._code
 
     def details(self) -> str:
-        return "nobody is there"
+        return "nobody answers"
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED])
 def test_all_added_jobs_share_the_time_for_a_farewell_that_is_not_answered(
-    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, code: grpc.StatusCode
 ) -> None:
-    """The job itself, in which the worker's state is left, has its own."""
+    """The job itself, in which the worker's state is left, has its own. The coordinator is gone, or hangs."""
     tried: list[str] = []
+    seconds: dict[str, float] = {}  # that the first farewell to each job waits for its answer
 
     def leave(request: Any, timeout: float) -> None:
         tried.append(request.worker.job)
-        raise Unavailable
+        seconds.setdefault(request.worker.job, timeout)
+        raise Unanswered(code)
 
     monkeypatch.setattr(coordinator_calls, "LEAVE_SECONDS", 0.2)
     monkeypatch.setattr(coordinator_calls, "LEAVE_PAUSE_SECONDS", 0.02)
@@ -88,6 +94,7 @@ def test_all_added_jobs_share_the_time_for_a_farewell_that_is_not_answered(
     assert counts[added_name("job", 1)] > 1
     assert counts[added_name("job", 2)] == 1
     assert counts["job"] > 1
+    assert list(seconds.values()) == [coordinator_calls.CALL_SECONDS, 0.2, coordinator_calls.CALL_SECONDS]
 
 
 @pytest.mark.parametrize(
