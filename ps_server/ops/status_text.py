@@ -206,12 +206,12 @@ def _wait(waits: list[dict[str, Any]]) -> str:
 
 def mode_text(job: dict[str, Any]) -> str:
     """Returns a job's mode, as scripts call it."""
-    return job["mode"] or "unknown mode"  # a coordinator of an earlier version does not send it
+    return job["mode"] or "unknown mode"
 
 
 def clock_unit(job: dict[str, Any]) -> str:
     """Returns what the clocks of a job count, in the words of its users."""
-    return "rounds" if job["local_steps"] or job["round_duration"] else "steps"
+    return "rounds" if job["mode"].startswith("local:") else "steps"
 
 
 def steps_text(job: dict[str, Any]) -> str:

@@ -128,11 +128,11 @@ function takeSamples(history) {
 
 // -- the head ---------------------------------------------------------------------------------------------------------
 
-// The name of a job's mode. A coordinator of an earlier version does not send it.
+// The name of a job's mode.
 const mode = (job) => job.mode || "unknown mode";
 
 // What a worker's clock counts.
-const counted = (job) => (job.local_steps || job.round_duration ? "rounds" : "steps");
+const counted = (job) => (mode(job).startsWith("local:") ? "rounds" : "steps");
 
 function drawHead(job, view) {
   $("title").textContent = `${job.name} · ${mode(job)} · ${view.state}`;

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.convert import duration
+from ps_protocol.convert import consistency, duration, seconds
 from ps_protocol.errors import TryLater
 from ps_protocol.v1 import cluster_pb2, jobs_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
@@ -40,13 +40,15 @@ class OperatorClient:
 
     def status(self) -> Any:
         """Returns the status of the cluster, as a GetStatusResponse."""
-        return self._call(ClusterServiceStub(self._channel).GetStatus, cluster_pb2.GetStatusRequest())
+        return _with_modes(self._call(ClusterServiceStub(self._channel).GetStatus, cluster_pb2.GetStatusRequest()))
 
     def watch(self, period: float) -> Iterator[Any]:
         """Yields a view now and every period, as WatchStatusResponses, until the coordinator stops."""
         request = cluster_pb2.WatchStatusRequest(period_duration=duration(period))
         with self._watching(request) as call:
-            yield from call
+            for view in call:
+                _with_modes(view.status)
+                yield view
 
     def view(self, told: Position) -> Any:
         """Returns a view with its history, as a WatchStatusResponse. told: the events and samples that the caller has
@@ -57,7 +59,9 @@ class OperatorClient:
         )
         with self._watching(request, timeout=CALL_SECONDS) as call:
             try:
-                return next(call)
+                view = next(call)
+                _with_modes(view.status)
+                return view
             except StopIteration:
                 raise TryLater(f"{self._peer} stops") from None
 
@@ -96,3 +100,19 @@ class OperatorClient:
             return method(request, timeout=seconds, **options)
         except grpc.RpcError as call:
             raise self._peer.error(call) from None
+
+
+def _with_modes(status: Any) -> Any:
+    """Returns a GetStatusResponse, with the modes that a coordinator of an earlier version does not name."""
+    for job in status.jobs:
+        job.mode = job.mode or _mode(job)
+    return status
+
+
+def _mode(job: Any) -> str:
+    """Returns the name of a job's mode by the other fields of its JobStatus; empty if they do not tell it."""
+    if job.HasField("round_duration"):
+        return f"local:{seconds(job.round_duration):g}s"
+    if job.local_steps:
+        return f"local:{job.local_steps}" + (f"/{job.local_fragments}" if job.local_fragments else "")
+    return str(consistency(job.consistency)) if job.HasField("consistency") else ""

@@ -87,6 +87,14 @@ def test_steps_time_left_and_how_long_it_runs_are_the_first_figures() -> None:
     assert "leased data" not in figures, "an ordinary loader leases none"
 
 
+@pytest.mark.parametrize(("mode", "unit"), [("local:8", "rounds"), ("local:30s", "rounds"), ("ssp:4", "steps")])
+def test_clocks_are_rounds_in_modes_of_local_steps(mode: str, unit: str) -> None:
+    named = view(4)
+    named.status.jobs[0].mode = mode  # a relay sends no more of it
+    [shown] = page(named)["shown"]
+    assert f"{unit} made" in [name for _, name in shown["figures"]]
+
+
 def test_a_group_of_processes_is_one_runner() -> None:
     groups = view(2)
     groups.status.jobs[0].group_size = 4

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ps_server
+from ps_protocol.convert import duration
+from ps_protocol.v1 import cluster_pb2
+from ps_runtime.retry import Peer
 from ps_server.ops import plan, screen, status_text
 from ps_server.ops.columns import lines_of, wrapped
-from tests.tools.crowd import SILENT, clock_of, seen
+from ps_server.rpc import operator_client
+from ps_server.rpc.operator_client import OperatorClient
+from ps_server.rpc.plain import plain
+from ps_server.rpc.position import Position
+from tests.tools.crowd import SILENT, clock_of, response, seen
 
 COLUMNS, LINES = 80, 24
 
@@ -37,10 +45,57 @@ def ranks(lines: list[str]) -> list[int]:
     return [int(found[1]) for line in lines if (found := re.match(r" +(\d+)  +\d+  [─●]+", line))]
 
 
-def test_a_coordinator_of_an_earlier_version_sends_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = seen(4)
-    view["status"]["jobs"][0]["mode"] = ""
-    assert drawn(view, monkeypatch)[0].startswith("demo · unknown mode · training · ")
+class Views:
+    """A call that brings these."""
+
+    def __init__(self, *views: Any) -> None:
+        self._views = iter(views)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._views
+
+    def __next__(self) -> Any:
+        return next(self._views)
+
+    def cancel(self) -> None:
+        pass
+
+
+class EarlierCoordinator:
+    """Names no mode of its job, which it describes by other fields of its status."""
+
+    def __init__(self, **fields: Any) -> None:
+        self._view = response(4)
+        self._view.status.jobs[0].mode = ""
+        self._view.status.jobs[0].MergeFrom(cluster_pb2.JobStatus(**fields))
+
+    def GetStatus(self, request: Any, timeout: float) -> Any:
+        return self._view.status
+
+    def WatchStatus(self, request: Any, timeout: float = 0.0) -> Any:
+        return Views(self._view)
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields"),
+    [
+        ("ssp:4", {}),
+        ("local:8", {"local_steps": 8}),
+        ("local:8/4", {"local_steps": 8, "local_fragments": 4}),
+        ("local:30s", {"round_duration": duration(30.0)}),
+    ],
+)
+def test_the_mode_is_shown_of_a_coordinator_that_does_not_name_it(
+    mode: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator_client, "ClusterServiceStub", lambda channel: EarlierCoordinator(**fields))
+    with OperatorClient(Peer("coordinator", "127.0.0.1:1")) as coordinator:
+        views = [coordinator.view(Position()), *coordinator.watch(1.0)]
+        assert [each.mode for each in coordinator.status().jobs] == [mode]
+    for view in views:
+        assert drawn(plain(view), monkeypatch)[0].startswith(f"demo · {mode} · training · ")
+    unit = "rounds" if mode.startswith("local") else "steps"
+    assert status_text.clock_unit(plain(views[0])["status"]["jobs"][0]) == unit
 
 
 @pytest.mark.parametrize("workers", [4, 64, 512])
