@@ -180,6 +180,7 @@ class JobTraining:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
         exit_if_told()
         if self.is_past:
+            self._steps.abandon()  # also rows that the optimizer has given its tables
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
         if index is not None and self._steps.stage.number:  # no optimizer is replaced before
             self.stages.check_steps(index)
@@ -562,10 +563,9 @@ class JobTraining:
         In sync the model has them already, and in local:H it has its own weights within a round: nothing is pulled.
         Weights that the script has set since its last step stay, and are sent with the next.
         """
-        rule = self.model.spec.consistency
         if self._closing or self.model.spec.local is not None:
             return
-        if not rule.one_clock:
+        if not self.model.spec.consistency.one_clock:
             wanted: list[bool] = []
             fetch = partial(fetch_weights, self.participation, self.assignments, self.model, self._metrics)
             while self.in_place(lambda: wanted.append(fetch())) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ps_server.coordinator.timing import Timing
 from ps_server.storage.manifest import Manifest
-from ps_worker import InvalidRequest, Session
+from ps_worker import Embedding, InvalidRequest, Session
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import close, drawn, filled, same, weights_of
@@ -147,7 +148,45 @@ def test_a_gan_comes_back_from_a_checkpoint_with_both_models(make_cluster: Any, 
         assert opt_d.state_dict()["state"][0]["step"] == 3
 
 
-def test_after_a_rollback_the_rest_of_a_batchs_steps_is_left_out(make_cluster: Any, tmp_path: Any) -> None:
+Begun = tuple[Any, Callable[[torch.Tensor], None], Callable[[], list[torch.Tensor]]]
+
+
+def gan_begun(session: Session, points: Any) -> Begun:
+    """Returns the loader, what makes a batch's two steps, and what returns all weights."""
+    g, d, opt_g, opt_d, loader = prepared(session, points)
+
+    def steps(real: torch.Tensor) -> None:
+        opt_d.zero_grad()
+        (d(g(real.repeat(1, 2)).detach()).mean() - d(real).mean()).backward()
+        opt_d.step()
+        opt_g.zero_grad()
+        (-d(g(real.repeat(1, 2))).mean()).backward()
+        opt_g.step()
+
+    return loader, steps, lambda: weights_of(g, d)
+
+
+def rows_begun(session: Session, points: Any) -> Begun:
+    """As `gan_begun`: a layer and the rows of a table, which have one backward and an optimizer each."""
+    table, layer, ids = Embedding(2, initial="constant", scale=1.0), filled(nn.Linear(2, 1), seed=1), torch.arange(8)
+    model = nn.ModuleDict({"layer": layer, "table": table})
+    dense, sparse = adam(layer), torch.optim.SGD(table.parameters(), lr=0.1)
+    _, dense, sparse, loader = session.prepare(model, dense, sparse, points, bucket_bytes=64)
+
+    def steps(real: torch.Tensor) -> None:
+        dense.zero_grad()
+        sparse.zero_grad()
+        layer(table((real[:, 0] * 100).long() % len(ids))).square().mean().backward()
+        dense.step()
+        sparse.step()
+
+    return loader, steps, lambda: [*weights_of(layer), table.rows(ids)]
+
+
+@pytest.mark.parametrize("begun", [gan_begun, rows_begun])
+def test_after_a_rollback_the_rest_of_a_batchs_steps_is_left_out(
+    make_cluster: Any, tmp_path: Any, begun: Callable[[Session, Any], Begun]
+) -> None:
     """Two steps a batch, and a shard that is lost before a batch behind a checkpoint: nothing counts twice."""
     cluster = make_cluster(checkpoint_dir=tmp_path)
 
@@ -156,21 +195,16 @@ def test_after_a_rollback_the_rest_of_a_batchs_steps_is_left_out(make_cluster: A
         asked: list[Future[Manifest]] = []
         with cluster.connect("sync", job=job) as session, ThreadPoolExecutor(1) as pool:
             points = DataLoader(TensorDataset(drawn(3, 8 * MOST_BATCHES, 2)), batch_size=8)
-            g, d, opt_g, opt_d, points = prepared(session, points)
+            points, steps, weights = begun(session, points)
             for (real,) in points:
                 if last is None and (not asked or (asked[-1].done() and asked[-1].result().clock % 2)):
                     asked.append(pool.submit(cluster.coordinator.job(job).checkpoint))  # at a clock still to come
                 elif last is None and asked[-1].done():
                     cluster.start_again(1)
                     last = session.clock + 2 * BATCHES_AFTER
-                opt_d.zero_grad()
-                (d(g(real.repeat(1, 2)).detach()).mean() - d(real).mean()).backward()
-                opt_d.step()
-                opt_g.zero_grad()
-                (-d(g(real.repeat(1, 2))).mean()).backward()
-                opt_g.step()
+                steps(real)
                 if session.clock == last:
-                    return session.clock, weights_of(g, d)
+                    return session.clock, weights()
         raise AssertionError("no checkpoint came in time")
 
     last, disturbed = train("disturbed", None)
