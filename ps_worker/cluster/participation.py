@@ -73,7 +73,8 @@ class Participation:
     timeline:        records the times of steps; None: a new one, which records nothing until it is switched on
     script:          reports the settings of this worker's script to the coordinator
     group:           the processes that are this worker; None: this one is. All of them call these methods then
-    has_arrived:     the step loop has adopted the current place. `rejoin` sets it to False, and the loop to True. After
+    restore_count:   the job's rollbacks that this worker has made
+    has_arrived:     the step loop has adopted the current place. `rejoin` sets it to False, and `arrive` to True. After
                      a signal in between, the next step or wait begins with the rest of the rejoin
     """
 
@@ -90,7 +91,8 @@ class Participation:
         self.options = options
         self.group = group
         self.coordinator = CoordinatorClient(options.server, options.connect_timeout, options.access, figures)
-        self.script = ScriptTelling()
+        self.restore_count = 0
+        self.script = ScriptTelling(self._is_ahead)
         moves = self._reached, self._finished, self._cut_off, self.script
         given = self.coordinator, options, metrics_address, *moves
         self.members = OwnMembership(*given) if group is None else GroupMembership(group, *given)
@@ -160,6 +162,7 @@ class Participation:
         checkpoint_wanted = self._connect(place, model, states)
         self._before = None
         self.came_late = self.connection.place.clock > 0
+        arrive(self)
         if before is not None:
             before.began(self.connection.place.clock)
         return checkpoint_wanted
@@ -403,6 +406,11 @@ class Participation:
         connection = self._connection
         return connection.finished if connection is not None and connection.place is place else place.clock
 
+    def _is_ahead(self) -> bool:
+        """Whether the job was rolled back, and this worker has not gone back with it yet."""
+        place = self.members.place
+        return place is not None and place.restore_count > self.restore_count
+
     def _cut_off(self, lost: JoinResult) -> None:
         """Aborts the calls of a lost place. The training thread may have the next place already: its calls go on."""
         connection = self._connection
@@ -426,6 +434,11 @@ class Participation:
 def teller(participation: Participation, model: FlatModel) -> ToldBuffers:
     """Returns the sender of tensors that no optimizer steps, for readers of the weights."""
     return ToldBuffers(model, lambda: participation.connection)
+
+
+def arrive(participation: Participation) -> None:
+    """Records that the step loop has adopted the current place, and has gone back if the job has."""
+    participation.has_arrived, participation.restore_count = True, participation.connection.place.restore_count
 
 
 def end_last_step(participation: Participation) -> None:

@@ -22,9 +22,11 @@ class ScriptTelling:
     """Answers the coordinator's requests for the script's settings. Thread-safe.
 
     send: sends an answer, given the request's number and the settings; returns at once
+    is_ahead: whether the job was rolled back, and this worker has not gone back with it yet: it has nothing to report
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_ahead: Callable[[], bool] = lambda: False) -> None:
+        self._is_ahead = is_ahead
         self.send: Callable[[int, SavedState | None], None] = lambda request, script: None
         self._capture: Callable[[], SavedState | None] | None = None
         self._at_any_time = False
@@ -41,6 +43,12 @@ class ScriptTelling:
         """
         with self._lock:
             self._capture, self._at_any_time = capture, at_any_time
+
+    def end(self) -> None:
+        """Answers from now on, until `begin`, that there is nothing to report."""
+        with self._lock:
+            self._capture = None
+            self._try()
 
     @contextmanager
     def standing(self) -> Iterator[None]:
@@ -78,13 +86,16 @@ class ScriptTelling:
     def _try(self) -> None:
         """Answers the coordinator's open request, if the script's settings may be read now."""
         stands = self._at_any_time or (self._depth > 0 and not self._moves)
-        if self._request and (stands or self._capture is None):
+        if self._request and (stands or self._has_nothing()):
             request, self._request = self._request, 0
             self.send(request, self._captured())
 
+    def _has_nothing(self) -> bool:
+        return self._capture is None or self._is_ahead()
+
     def _captured(self) -> SavedState | None:
         try:
-            return None if self._capture is None else self._capture()
+            return None if self._capture is None or self._is_ahead() else self._capture()
         except Exception:
             log.exception("what the script has set could not be caught for workers that join later")
             self._capture = None

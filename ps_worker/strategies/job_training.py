@@ -29,7 +29,7 @@ from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.errors import UnknownWorker, Unsupported
 from ps_protocol.messages.workers import JoinResult, SavedState
 from ps_runtime.signals import exit_if_told, is_cut_short, undisturbed
-from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step, teller
+from ps_worker.cluster.participation import Participation, PlaceLost, arrive, end_last_step, teller
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
 from ps_worker.metrics import PULL, PUSH, WAIT, WorkerMetrics, named
@@ -472,7 +472,7 @@ class JobTraining:
                 self._checkpoint_in_place(checkpoint_wanted, fate)
             self._restore_count, self._left = place.restore_count, None
             self.kind.moved(is_kept=self.unfinished is not None)
-            self.participation.has_arrived = True
+            arrive(self.participation)
             if self._together is not None and self.unfinished is not None:
                 self._together.arrived()  # otherwise once what members hold alike is here
         self._metrics.rejoined(fate.is_lost, self.clock)

@@ -59,6 +59,7 @@ class LateScript:
         """Notes that the job was rolled back to a checkpoint that has no state of this worker."""
         self.is_late = self._goes_back = True
         self._asks_again, self._taken = False, None
+        self._participation.script.end()  # others would take over what it has set later than the job
 
     def follow(self, may_ask_again: bool = True) -> None:
         """Takes over what the job's script has set, if this process is late and its script has reached the

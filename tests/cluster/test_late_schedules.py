@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from torch.utils.data import DataLoader
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest
+from ps_server.coordinator.job_script import JobScript
+from ps_server.coordinator.timing import Timing
 from ps_worker.cluster import participation
+from ps_worker.state.state_sender import StateSender
 from tests.tools.cases import cases
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, until
 
@@ -44,7 +48,7 @@ class Trainer:
         evaluates_at: int = 0,
         **more: Any,
     ) -> None:
-        self._evaluates_at, self.evaluates, self.goes_on = evaluates_at, threading.Event(), threading.Event()
+        self.evaluates_at, self.evaluates, self.goes_on = evaluates_at, threading.Event(), threading.Event()
         quorum: dict[str, Any] = {"quorum": "all-1"} if mode == "quorum" else {}
         self.rates: dict[int, float] = {}
         self.error: BaseException | None = None
@@ -71,7 +75,7 @@ class Trainer:
                     self.scheduler.step(1.0)
                 else:
                     self.scheduler.step()
-                if self.session.clock == self._evaluates_at:
+                if self.session.clock == self.evaluates_at:
                     self.evaluates.set()
                     assert self.goes_on.wait(TEST_SECONDS)
         except BaseException as error:
@@ -197,6 +201,44 @@ def test_a_worker_that_joins_while_all_others_evaluate_has_their_schedule_once_t
     else:
         until(lambda: late.scheduler.last_epoch > len(late.rates) + 10, "the schedule of the first")
     assert caplog.text.count("asks again with each step") == 1
+
+
+@pytest.mark.parametrize("saves", [(), (0,)])
+def test_a_worker_that_went_back_without_a_state_takes_over_no_schedule_of_before_the_rollback(
+    make_cluster: Callable[..., Cluster],
+    trainers: list[Trainer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    saves: tuple[int, ...],
+) -> None:
+    """It asks while the other has not gone back. saves: the ranks of which the checkpoint has a state"""
+    asked, ask, send = threading.Event(), JobScript.ask, StateSender.send
+
+    def save(sender: StateSender, clock: int, state: bytes) -> None:
+        assert sender._members.place is not None
+        if sender._members.place.identity.rank in saves:
+            send(sender, clock, state)
+
+    monkeypatch.setattr(StateSender, "send", save)
+    monkeypatch.setattr(JobScript, "ask", lambda *given: (ask(*given), asked.set())[0])
+    cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(asked_checkpoint=2.0 if saves else 0.1))
+    trainers += [Trainer(cluster, "default", "sync") for _ in range(2)]
+    first, second = trainers
+    second.reaches(20)
+    clock = cluster.coordinator.job("default").checkpoint().clock
+    first.evaluates_at = first.session.clock + 50
+    assert first.evaluates.wait(TEST_SECONDS)
+    asked.clear()
+    cluster.start_again(1)
+    assert asked.wait(TEST_SECONDS)
+    second.rates.clear()
+    first.goes_on.set()
+    assert begins_at(second) == clock + 1
+    if saves:  # it may be from before the last step of the schedule
+        assert second.rates[clock + 1] in [pytest.approx(GAMMA ** (clock - late), rel=1e-6) for late in (0, 1)]
+    else:
+        assert "begin anew at clock" in caplog.text
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {

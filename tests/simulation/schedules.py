@@ -69,7 +69,7 @@ class Script:
         self._checkpoint.watch([self._optimizer], ModelState({}))
         self._checkpoint.add(self._schedule)
         self._checkpoint.add(_Owner(worker.rank), own=True)
-        part: Any = SimpleNamespace(ask_script=self._ask, rank=worker.rank)
+        part: Any = SimpleNamespace(ask_script=self._ask, rank=worker.rank, script=self.telling)
         self._late = LateScript(part, self._checkpoint, lambda: worker.clock, self._tell, in_step=True)
         self.telling.send = self._send
         self._could_tell: set[Worker] = set()
