@@ -49,7 +49,10 @@ T = TypeVar("T")
 
 # How long a worker that joins late waits for another one's report of its script's settings: that one may be evaluating.
 SCRIPT_SECONDS = 2.0
-SCRIPT_CALL_SECONDS = 2.0  # for one question
+SCRIPT_CALL_SECONDS = 2.0  # for one call
+# How long a worker that goes on for now waits for a coordinator that does not answer: training does not need it.
+AGAIN_SECONDS = 0.5
+AGAIN_CALL_SECONDS = 0.25
 CLOSED = "the session is closed: its calls have ended"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1
 
@@ -352,10 +355,11 @@ class Participation:
         """Returns the settings of the job's script, and whether a newer report of them is on its way: then they are of
         the last one before. None: there are none. In a group the first member asks.
 
-        seconds: the longest wait for a report that is on its way; None: SCRIPT_SECONDS
+        seconds: of a question that is asked again, the longest wait for a report that is on its way. None: it is the
+                 first question, and waits for SCRIPT_SECONDS
         Raises PlaceLost if this worker's place is lost.
         """
-        group, seconds = self.group, SCRIPT_SECONDS if seconds is None else seconds
+        group = self.group
         if group is None:
             return self._asked_script(seconds)
         with group.during("optimizer.step"):
@@ -363,18 +367,21 @@ class Participation:
             told = group.from_first(lambda: bytes([own[1]]) + write_script(own[0]))
             return read_script(told[1:]), bool(told[0])
 
-    def _asked_script(self, seconds: float) -> tuple[SavedState | None, bool]:
+    def _asked_script(self, seconds: float | None) -> tuple[SavedState | None, bool]:
         began, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+        first = SCRIPT_SECONDS, SCRIPT_SECONDS, SCRIPT_CALL_SECONDS
+        again = seconds or 0.0, min(seconds or 0.0, AGAIN_SECONDS), AGAIN_CALL_SECONDS
+        longest, unanswered, timeout = first if seconds is None else again
         answer: HeartbeatAnswer | None = None
         while True:
-            patience = seconds
+            patience = longest
             try:
-                ask = partial(self.coordinator.heartbeat, clock=self.connection.clock, timeout=SCRIPT_CALL_SECONDS)
+                ask = partial(self.coordinator.heartbeat, clock=self.connection.clock, timeout=timeout)
                 answer = self.call(lambda identity: ask(identity, script_wanted=True))  # noqa: B023
             except PSError as error:
                 if not error.retryable:
                     raise
-                patience = min(seconds, SCRIPT_SECONDS)  # training does not need the coordinator
+                patience = unanswered
             is_coming = answer is None or answer.script_coming
             if not is_coming or time.monotonic() - began >= patience:
                 return None if answer is None else answer.script, is_coming

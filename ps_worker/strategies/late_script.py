@@ -5,8 +5,9 @@ late     The process joins a job that is under way. Or the job was rolled back, 
 follows  Right before its first step, the worker asks the other workers for what their scripts have set, and takes it
          over (ps_worker/state/job_state.py). If they are at a later stage of the script, it does so right before its
          first step of that stage.
-for now  The others may all be in code outside of the session, such as an evaluation. Then it takes over the last report
-         of what they had set, and asks again with each step until one of them tells what it has set now.
+for now  The others may all be in code outside of the session, such as an evaluation. Or the coordinator is away. Then
+         the worker takes over the last report of what they had set, and asks again with later steps until one of them
+         tells what it has set now. After each vain question it leaves more steps without one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ log = logging.getLogger("ps_worker")
 
 # The longest wait for an answer where all workers are at one clock. There a step waits for the others in any case.
 QUESTION_SECONDS = 60.0
+MOST_LEFT_OUT = 15  # steps without a question, after vain ones: a question may take a while
 
 
 class LateScript:
@@ -46,6 +48,7 @@ class LateScript:
         self._in_step = in_step
         self.is_late = False
         self._asks_again = False
+        self._left_out = self._leave_out = 0  # steps since the last vain question, and so many are to be without one
         self._taken: SavedState | None = None  # for now, until another worker tells what its script has set
         self._goes_back = False  # it is ahead of the job's, which was rolled back
         self._until = 0  # the stage of the script at which what the job has can be taken over
@@ -58,7 +61,7 @@ class LateScript:
     def goes_back(self) -> None:
         """Notes that the job was rolled back to a checkpoint that has no state of this worker."""
         self.is_late = self._goes_back = True
-        self._asks_again, self._taken = False, None
+        self._asks_again, self._taken, self._left_out, self._leave_out = False, None, 0, 0
         self._participation.script.end()  # others would take over what it has set later than the job
 
     def follow(self, may_ask_again: bool = True) -> None:
@@ -69,6 +72,9 @@ class LateScript:
         """
         if not self.is_late or self._checkpoint.stage < self._until or (self._asks_again and not may_ask_again):
             return
+        if self._left_out < self._leave_out:
+            self._left_out += 1
+            return
         if self._checkpoint.job.are_some:
             try:
                 told, is_coming = self._asked()
@@ -77,6 +83,7 @@ class LateScript:
             if is_coming:
                 self._go_on(told)
                 return
+            self._left_out = self._leave_out = 0
             if told is None or told != self._taken:
                 self._take(told)
             if self._checkpoint.stage < self._until:
@@ -103,6 +110,7 @@ class LateScript:
     def _go_on(self, told: SavedState | None) -> None:
         """Goes on although no other worker has told what its script has set now. told: the last report; None: none"""
         if self._asks_again:
+            self._left_out, self._leave_out = 0, min(2 * self._leave_out + 1, MOST_LEFT_OUT)
             return
         self._asks_again = True
         if told is not None:
@@ -110,7 +118,7 @@ class LateScript:
             self._taken = None if self._checkpoint.stage < self._until else told
         log.warning(
             "worker %d goes on at clock %d with %s for now: no other worker tells what its script has set, so this one "
-            "asks again with each step",
+            "asks again with later steps",
             *(self._participation.rank, self._clock()),
             "its own schedules and the like" if told is None else f"those that the job had at clock {told.clock}",
         )

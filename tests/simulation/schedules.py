@@ -15,7 +15,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ps_protocol.errors import PSError
 from ps_protocol.messages.workers import SavedState
-from ps_worker.cluster.participation import FIRST_PAUSE_SECONDS, SCRIPT_SECONDS, PlaceLost
+from ps_worker.cluster.participation import (
+    AGAIN_CALL_SECONDS,
+    AGAIN_SECONDS,
+    FIRST_PAUSE_SECONDS,
+    SCRIPT_SECONDS,
+    PlaceLost,
+)
 from ps_worker.cluster.script import ScriptTelling
 from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.state.encoding import decode
@@ -153,19 +159,21 @@ class Script:
         place = self._worker.place
         return self._worker.run.name, place.run, self._worker.rank, place.incarnation, place.key
 
-    def _ask(self, seconds: float = SCRIPT_SECONDS) -> tuple[SavedState | None, bool]:
+    def _ask(self, seconds: float | None = None) -> tuple[SavedState | None, bool]:
         """Does as Participation.ask_script."""
-        world, told = self._worker.world, None
-        until = world.now + seconds
+        world, told, is_first = self._worker.world, None, seconds is None
+        began, longest = world.now, SCRIPT_SECONDS if seconds is None else seconds
+        timeout = SCRIPT_SECONDS if is_first else AGAIN_CALL_SECONDS
         while True:
-            is_coming = True
+            is_coming, patience = True, longest
             try:
                 network = self._worker.cluster.network
-                told, is_coming = network.call(COORDINATOR, "ask_script", *self._who(), seconds=SCRIPT_SECONDS)
+                told, is_coming = network.call(COORDINATOR, "ask_script", *self._who(), seconds=timeout)
             except PSError as error:
                 if not error.retryable:
                     raise PlaceLost from error
-            if not is_coming or world.now >= until:
+                patience = longest if is_first else min(longest, AGAIN_SECONDS)
+            if not is_coming or world.now - began >= patience:
                 return (None if told is None else SavedState(*told)), is_coming
             world.let_pass(10 * FIRST_PAUSE_SECONDS)
 

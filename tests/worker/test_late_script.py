@@ -5,7 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from ps_protocol.errors import TryLater
 from ps_protocol.messages.workers import SavedState
+from ps_worker.cluster import participation
+from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.script import ScriptTelling
 from ps_worker.strategies.late_script import LateScript
 
@@ -70,3 +75,46 @@ def test_a_worker_that_has_not_gone_back_yet_has_nothing_to_tell() -> None:
     with telling.standing():
         telling.want(2)
     assert (sent[2], telling.last()) == (SavedState(5, b"own"), SavedState(5, b"own"))
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_after_vain_questions_a_worker_asks_with_fewer_steps(in_step: bool) -> None:
+    """A coordinator that is away would hold up each step, and in sync those of all workers."""
+    worker = Asking((None, True), in_step=in_step)
+    worker.late.joins()
+    worker.steps(50)
+    assert worker.at == [0, 1, 3, 7, 15, 31, 47]
+    worker.late.goes_back()
+    worker.steps(3)
+    assert worker.at[-2:] == [50, 51]
+
+
+class Away:
+    """A coordinator that is gone, or hangs, and the time that passes meanwhile."""
+
+    def __init__(self, hangs: bool) -> None:
+        self._hangs, self.now = hangs, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def heartbeat(self, worker: Any, clock: int, timeout: float, script_wanted: bool) -> Any:
+        self.now += timeout if self._hangs else 0.001
+        raise TryLater("nobody answers")
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize(("seconds", "longest"), [(None, 4.0), (60.0, 0.8), (0.0, 0.3)])
+def test_a_question_that_is_asked_again_waits_less_for_a_coordinator_that_is_away(
+    hangs: bool, seconds: float | None, longest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = Away(hangs)
+    monkeypatch.setattr(participation, "time", away)
+    asks: Any = SimpleNamespace(
+        coordinator=away, connection=SimpleNamespace(clock=3), call=lambda ask: ask(None), wait=away.wait
+    )
+    assert Participation._asked_script(asks, seconds) == (None, True)
+    assert away.now < longest
