@@ -240,7 +240,7 @@ class Interrupt:
 
 
 @pytest.mark.parametrize(
-    ("mode", "transport"), cases([("sync", "tcp"), ("async", "shm")], [("ssp:1", "grpc"), ("async", "tcp")])
+    ("mode", "transport"), cases([("sync", "tcp"), ("async", "shm")], [("ssp:1", "shm"), ("async", "tcp")])
 )
 @pytest.mark.parametrize("counts", [True, False])
 def test_what_a_script_sets_after_it_has_interrupted_a_step_goes_with_the_next_one(
