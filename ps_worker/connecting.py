@@ -11,11 +11,13 @@ import logging
 import multiprocessing.util
 import os
 import signal
+import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 
-from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.errors import InvalidRequest, PSError, Unsupported
 from ps_runtime.signals import end_by_signal
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
@@ -119,9 +121,10 @@ def connect(
     warn_of_unknown_variables()
     _close_earlier(config)
     session = Session(config, _forget)
-    _close_at_exit(session)
+    opened = _Opened(session, config)
+    _close_at_exit(opened)
     with _opening:
-        _open.append(_Opened(session, config))
+        _open.append(opened)
     return session
 
 
@@ -137,6 +140,20 @@ class _Opened:
         """Whether the session is this process's, and of the same worker of the same job."""
         own, other = ((each.server, each.job, each.rank, each.launch.name) for each in (self.config, config))
         return own == other and self.pid == os.getpid()
+
+    def end(self) -> None:
+        """Closes the session as its process ends. Nobody would see an error that is raised here but in the exit code,
+        so an error ends the process at once.
+        """
+        try:
+            self.session.close()
+        except PSError as error:
+            log.critical("%s", error)
+            with suppress(PSError):
+                close_open_sessions()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 _open: list[_Opened] = []  # the sessions of this process that are not closed
@@ -154,13 +171,18 @@ def _close_earlier(config: WorkerConfig) -> None:
             "an earlier session of this process was worker %d of job %s at %s: it is closed, and a new one begins",
             *(config.rank, config.job, config.server),
         )
-        session.close()
+        try:
+            session.close()
+        except PSError as error:
+            log.warning("%s", error)  # it belongs to that session
 
 
 def _forget(session: Session) -> None:
     """Removes a session that is closed from those that are open."""
-    atexit.unregister(session.close)
     with _opening:
+        for opened in _open:
+            if opened.session is session:
+                atexit.unregister(opened.end)
         _open[:] = [opened for opened in _open if opened.session is not session]
 
 
@@ -186,15 +208,15 @@ def close_open_sessions() -> None:
         session.close()
 
 
-def _close_at_exit(session: Session) -> None:
+def _close_at_exit(opened: _Opened) -> None:
     """Leaves the job when the script ends, also by SIGTERM, which would skip atexit."""
     if multiprocessing.parent_process() is None:
         # It keeps the session alive: a script may hold it in a function that has ended.
-        atexit.register(session.close)
+        atexit.register(opened.end)
     else:
         # A process that multiprocessing forked ends without atexit. And where it does not, as under mp.spawn, an error
         # that ended the worker's function is gone by then, so that the worker would seem to have come to its end.
-        multiprocessing.util.Finalize(None, session.close, exitpriority=0)
+        multiprocessing.util.Finalize(None, opened.end, exitpriority=0)
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         ending = threading.Event()

@@ -494,17 +494,24 @@ class Session:
         """Leaves the job and closes every connection. Further calls do nothing.
 
         A signal that comes meanwhile acts when the worker has left. A second Ctrl-C acts at once.
+
+        Raises:
+            InvalidRequest: The job was rolled back to a checkpoint after the script's last loop, so that steps of it
+                are lost. The worker has left all the same, and its job is not finished. Started again, it continues. A
+                process that ends without this call logs the error, and ends with code 1.
         """
         if self._pid != os.getpid():
             return  # a forked child, such as a DataLoader's worker: the session belongs to its parent
         with undisturbed():  # a second signal must not keep the worker from leaving with its state
             self._warn_of_unused_loaders()
-            self._strategy.close()
-            for take_back in self._take_back:  # so that another session may prepare these models
-                take_back()
-            self._timeline.close()
-            self._metrics.close()
-            self._forget(self)
+            try:
+                self._strategy.close()
+            finally:
+                for take_back in self._take_back:  # so that another session may prepare these models
+                    take_back()
+                self._timeline.close()
+                self._metrics.close()
+                self._forget(self)
 
     def _warn_of_unused_loaders(self) -> None:
         """Warns if the script has trained and never asked a prepared loader for a batch."""

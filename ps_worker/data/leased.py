@@ -78,6 +78,7 @@ class StepData:
 
     accounts: by loader
     rollbacks: the number of rollbacks of the job
+    is_behind: since the last of them no loop has asked for a batch
     """
 
     def __init__(self) -> None:
@@ -85,6 +86,7 @@ class StepData:
         self._taken: list[DataRange] = []
         self._using: list[DataRange] | None = None
         self.rollbacks = 0
+        self.is_behind = False
 
     def took(self, batch: DataRange) -> None:
         """Records a batch that the script takes."""
@@ -125,6 +127,7 @@ class StepData:
         keep_using: keeps those of the current step, which is pushed again
         """
         self.rollbacks += 1
+        self.is_behind = True
         self._using, self._taken = self._using if keep_using else None, []
         for account in self.accounts.values():
             account.clear()
@@ -191,6 +194,7 @@ class LeasedBatches(Sampler[list[int]]):
             held = [*self.data.held(spec.loader), *account.handed, *account.waiting]
             report = LeaseReport(held, list(account.pushed), list(account.returned))
             lease = self._stepper.lease(LeaseRequest(spec, self.number, count, report))
+        self.data.is_behind &= count == 0
         self._complete = lease.complete
         del account.pushed[: len(report.committed)], account.returned[: len(report.returned)]
         account.waiting += lease.ranges

@@ -116,10 +116,11 @@ class WorkerCheckpoint:
         self._stateful.append(thing)
         self.job.add(thing, own)
 
-    def add_loader(self, loader: DataLoader[Any], look_ahead: LookAhead) -> LoaderPosition:
-        """Adds a loader. Returns its position, which yields its batches. look_ahead: whether batches may be read
-        ahead"""
-        self.loaders.append(LoaderPosition(self, loader, len(self.loaders), look_ahead))
+    def add_loader(
+        self, loader: DataLoader[Any], look_ahead: LookAhead, catch_up: Callable[[], object] = lambda: None
+    ) -> LoaderPosition:
+        """Adds a loader. Returns its position, which yields its batches. The rest is as for LoaderPosition."""
+        self.loaders.append(LoaderPosition(self, loader, len(self.loaders), look_ahead, catch_up))
         return self.loaders[-1]
 
     # -- steps -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ passes before the checkpoint yield nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,9 +84,19 @@ class LoaderPosition:
     going: whether that pass is in progress
     """
 
-    def __init__(self, hooks: LoopHooks, loader: DataLoader[Any], index: int, look_ahead: LookAhead) -> None:
-        """look_ahead: whether the batches of a pass may be read ahead"""
+    def __init__(
+        self,
+        hooks: LoopHooks,
+        loader: DataLoader[Any],
+        index: int,
+        look_ahead: LookAhead,
+        catch_up: Callable[[], object] = lambda: None,
+    ) -> None:
+        """look_ahead: whether the batches of a pass may be read ahead; catch_up: makes a rollback of the job that this
+        process has heard of
+        """
         self.index = index
+        self._catch_up = catch_up
         self.going = False
         self._hooks = hooks
         self._passes = RepeatablePasses(loader, look_ahead)
@@ -219,6 +229,9 @@ class LoaderPosition:
         return self._begun < self._script and self._broken_off.get(self._begun) == self._taken
 
     def _end_pass(self) -> Iterator[Any] | None:
+        self._catch_up()  # while this loop can still repeat what a rollback has undone
+        if self._hooks.target(self.index) is not None:
+            return self._go_to_target()
         self.going, self._over = False, 0
         return self._following()
 

@@ -17,5 +17,6 @@ single.py            Training in one process, without servers: the reference tha
 step_kind.py         The kind of a job's steps: steps of gradients, or rounds of local steps
 strategy.py          The interface of a strategy, one way to train, for a session
 together.py          Steps of a group: all members make one, or none does
+undone.py            Steps that a rollback of the job has undone, and that the script does not make again
 unfinished.py        A step that has ended on this worker and does not count yet, and its fate if the place is lost
 """

@@ -92,7 +92,6 @@ class FragmentExchange:
     def stepped(self) -> None:
         """Ends a step of the script; pushes and mixes in the fragments that are due."""
         loop = self._loop
-        loop.rolled_back = False
         self._round.stepped()
         loop.stepped = True
         landed: list[bool] = []

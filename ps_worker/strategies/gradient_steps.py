@@ -30,6 +30,11 @@ class GradientSteps:
         """The script's steps: the clock."""
         return self._loop.clock
 
+    @property
+    def counted(self) -> int:
+        """The steps that servers have had: all of them."""
+        return self._loop.clock
+
     def prepared(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
         """Returns optimizers that step on the servers."""
         return [ServerOptimizer(optimizer, self._loop, index) for index, optimizer in enumerate(optimizers)]

@@ -44,6 +44,7 @@ from ps_worker.strategies.late_script import LateScript
 from ps_worker.strategies.sent_step import SentStep, last_state
 from ps_worker.strategies.step_kind import StepKind
 from ps_worker.strategies.together import StepsTogether
+from ps_worker.strategies.undone import undone_steps
 from ps_worker.strategies.unfinished import Fate, Unfinished, fate_in, has_all_before
 from ps_worker.values import PullResult, PushResult
 
@@ -65,7 +66,7 @@ class JobTraining:
     script:        what it has set, where this process has come late
     sent:          the step that is under way
     unfinished:    the step that has ended on this worker, until it counts
-    rolled_back:   the job was, with this worker, and the script has asked for no batch since
+    rolled_back:   the job was, with this worker, from this number of steps, and none was made since; None: it was not
     lag:           1 while the script goes on, and the weights of the connection's clock are still on their way; else 0
     """
 
@@ -99,8 +100,9 @@ class JobTraining:
         self.lag = 0
         self._counted: int | None = None  # the clock of the last step of this process that counts
         self._restore_count = participation.connection.place.restore_count  # the rollbacks that this worker has made
-        self.rolled_back = self._closing = False
-        self._left: tuple[int, SetByScript] | None = None  # between two places: the clock, and what the script had set
+        self.rolled_back: int | None = None
+        self._closing = False
+        self._left: tuple[int, SetByScript, int] | None = None  # while between two places: see `_take_place`
         self._beside = beside
         self.kind = kind(self)
         self.checkpoint = self.kind.make_checkpoint(device, self._sender.send)
@@ -134,10 +136,13 @@ class JobTraining:
         self.kind.begun()
 
     def close(self) -> None:
-        """Leaves the job with this worker's state, and ends threads and connections; may be called more than once."""
+        """Leaves the job with this worker's state, and ends threads and connections; may be called more than once.
+        Raises InvalidRequest at its end if steps are lost: see undone_steps.
+        """
         if self._closing:
             return
         self._closing = True
+        undone = None if self._beside else undone_steps(self.rolled_back, self.kind.counted, self.checkpoint, self.data)
         self.kind.leaving()
         self._added.close()
         state = None
@@ -147,19 +152,15 @@ class JobTraining:
         except Exception:
             log.exception("this worker's state could not be caught")  # the worker leaves all the same
         self._sender.close()
-        self.participation.close(state, done=not is_cut_short())
+        self.participation.close(state, done=undone is None and not is_cut_short())
         self._sender.join()
         self.model.release()
+        if undone is not None:
+            raise undone
 
     def _last_state(self) -> SavedState:
-        """Returns this worker's state after its last step that counts: a signal may have ended it in the middle of one.
-
-        After a rollback that this worker has not made yet, it is the state that it would go back to.
-        """
         place = self.participation.members.place
-        if place is not None and place.restore_count > self._restore_count and place.state is not None:
-            return place.state  # it stops before it has gone on from there
-        return last_state(self.checkpoint, self.clock, self.sent, place, self.model)
+        return last_state(self.checkpoint, self.clock, self.sent, place, self.model, self._restore_count)
 
     @property
     def clock(self) -> int:
@@ -184,7 +185,7 @@ class JobTraining:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
         if index is not None and self._steps.stage.number:  # no optimizer is replaced before
             self.stages.check_steps(index)
-        self.rolled_back = False
+        self.rolled_back = None
         self.script.follow()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
@@ -200,7 +201,7 @@ class JobTraining:
     @property
     def is_past(self) -> bool:
         """Whether the job was rolled back and the script has not reached its loader: its batch will come again."""
-        return self.rolled_back and self.checkpoint.waits_for_loader
+        return self.rolled_back is not None and self.checkpoint.waits_for_loader
 
     def empty_step(self) -> None:
         """Makes a step for a worker that has no data while others wait for its clock."""
@@ -251,8 +252,7 @@ class JobTraining:
             return self._in_this_place(exchange, end)
 
     def _in_this_place(self, exchange: Callable[[], None], end: Callable[[], object] | None) -> bool | None:
-        if self.participation.members.error is not None:
-            self.participation.members.raise_lost()
+        self.participation.members.raise_lost()
         is_local = self.model.spec.local is not None
         is_behind = self._left is not None  # an interrupt came on the way to the place: it has not arrived there yet
         try:
@@ -270,7 +270,7 @@ class JobTraining:
             self._broke_off(error)
             raise
         counts = self.come_back()
-        if is_behind and end is not None and not self.rolled_back and not is_local:
+        if is_behind and end is not None and self.rolled_back is None and not is_local:
             return self._in_this_place(exchange, end)
         self._steps.abandon()
         return counts
@@ -443,10 +443,11 @@ class JobTraining:
         gradients = self.model.held_gradients()
         is_sent = unfinished is not None or self.sent is not None
         if self._left is None:
-            self._left = self.clock, self.assignments.at_hand(of_step=is_sent, since=unfinished is None)
+            at_hand = self.assignments.at_hand(of_step=is_sent, since=unfinished is None)
+            self._left = self.clock, at_hand, self.kind.counted
         elif unfinished is None:  # an interrupt came on the way: the script may have set more
-            self._left = self._left[0], self.assignments.with_later(self._left[1])
-        (done, set_by_script), rule = self._left, self.model.spec.consistency
+            self._left = self._left[0], self.assignments.with_later(self._left[1]), self._left[2]
+        (done, set_by_script, counted), rule = self._left, self.model.spec.consistency
         checkpoint_wanted = self.participation.rejoin(self.model)
         place = self.participation.connection.place
         self._allow_drafts()
@@ -455,7 +456,7 @@ class JobTraining:
             has_all = has_all_before(place, done, unfinished, self.sent, self._counted, rule)
             if rolled_back and (self.data.accounts or not has_all):
                 with self.participation.script.moving():
-                    self._roll_back(place.state)
+                    self._roll_back(place.state, counted)
             else:
                 rolled_back = False
             fate = self._fate(place, rolled_back, is_leased)
@@ -511,8 +512,8 @@ class JobTraining:
             self.checkpoint.want(self.clock)
         self.checkpoint.stepped()
 
-    def _roll_back(self, saved: SavedState | None) -> None:
-        """Rolls this worker back with the job. saved: its own state of that checkpoint"""
+    def _roll_back(self, saved: SavedState | None, counted: int) -> None:
+        """Rolls this worker back with the job. saved: its own state of that checkpoint; counted: steps until now"""
         with nullcontext() if self._together is None else self._together.interrupt_later():
             if saved is None:
                 rank = self.participation.rank
@@ -525,7 +526,7 @@ class JobTraining:
                 self.checkpoint.rollback(saved.content, self.clock, saved.clock)
                 self.checkpoint.try_restore()
         self.data.rollback()
-        self.rolled_back = True
+        self.rolled_back = max(counted, self.rolled_back or 0)
         self.assignments.rollback(self.clock)
 
     # -- between steps -----------------------------------------------------------------------------------------------

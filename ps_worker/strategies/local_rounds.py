@@ -122,6 +122,14 @@ class LocalRounds:
         """Steps of the script, counted from the job's beginning."""
         return self._round.steps
 
+    @property
+    def counted(self) -> int:
+        """The script's steps in rounds of which servers have had a part; if rounds end by time, the rounds."""
+        at_hand = self._round
+        if at_hand.before is not None:
+            return self._loop.clock
+        return at_hand.steps if at_hand.is_streamed and at_hand.pushed else at_hand.steps - at_hand.made
+
     def prepared(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
         """Returns the optimizers unchanged; their steps are counted."""
         return optimizers
@@ -254,6 +262,7 @@ class LocalRounds:
             # of this one do not count.
             self._round.begin_anew()
             return
+        self._loop.rolled_back = None
         if self._fragments is not None and self._round.is_streamed:
             self._fragments.stepped()
             return
@@ -340,7 +349,7 @@ class LocalRounds:
     def _ends_early(self) -> bool:
         """Whether the steps made so far may be pushed as a whole round, now that the place is lost."""
         loop = self._loop
-        if loop.unfinished is not None or loop.rolled_back:
+        if loop.unfinished is not None or loop.rolled_back is not None:
             return False
         if self._round.is_streamed:
             return bool(self._round.step)

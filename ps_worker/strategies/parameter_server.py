@@ -191,7 +191,8 @@ class ServerStrategy:
         share, timer = shard_loader(loader, training.participation.share, seed), self._metrics.timer
         is_iterable = isinstance(loader.dataset, IterableDataset)
         if self._job.world_size or is_iterable:
-            position = training.checkpoint.add_loader(share, training.look_ahead)
+            catch_up = partial(make_known_rollback, training)
+            position = training.checkpoint.add_loader(share, training.look_ahead, catch_up)
             begin, known = position.batches, position if position.is_divided else None
             if is_iterable:
                 begin = warning_once(loader, training.participation.share, begin)
@@ -239,6 +240,16 @@ class ServerStrategy:
             self._training.close()
         elif self._joining is not None:
             self._joining.close()
+
+
+def make_known_rollback(training: JobTraining) -> None:
+    """Makes a rollback of the job that this process has heard of, and has not made. In a group it does nothing: members
+    make one together, in a call of all of them.
+    """
+    part = training.participation
+    place, own = part.members.place, part.connection.place
+    if part.group is None and place is not None and place.restore_count > own.restore_count and not part.is_closed:
+        training.come_back()
 
 
 def warn_of_no_step(alone: SteppedAlone, metrics: WorkerMetrics) -> None:

@@ -83,15 +83,31 @@ class SentStep:
 
 
 def last_state(
-    checkpoint: WorkerCheckpoint, clock: int, sent: SentStep | None, now: JoinResult | None, model: FlatModel
+    checkpoint: WorkerCheckpoint,
+    clock: int,
+    sent: SentStep | None,
+    now: JoinResult | None,
+    model: FlatModel,
+    rollbacks: int,
 ) -> SavedState:
     """Returns the state of a worker that leaves, after its last step that counts: a signal may have ended it in the
     middle of one. A step counts if all its pushes are staged, whether or not the other workers have come.
 
+    After a rollback that the worker has not made, it is the state that the worker would go back to.
+
     clock: that of the last step that is over
     sent:  the step under way; None: there is none
     now:   the worker's current place; None: it has none
+    rollbacks: the rollbacks of the job that this worker has made
     """
+    if now is not None and now.restore_count > rollbacks and now.state is not None:
+        if now.clock < clock and not is_cut_short():
+            log.warning(
+                "the job was rolled back from clock %d to clock %d after this worker's last step: what this process "
+                "has is of clock %d, and the servers and their checkpoints are behind it",
+                *(clock, now.clock, clock),
+            )
+        return now.state
     counts = sent is not None and sent.counts_at_end(now, LEAVING_SECONDS)
     if sent is not None:
         clock = sent.clock - (not counts)

@@ -49,6 +49,10 @@ class StepKind(Protocol):
     def check_leased(self) -> None:
         """Raises Unsupported if steps of this kind cannot use leased batches."""
 
+    @property
+    def counted(self) -> int:
+        """Those of `steps` that a rollback of the job may undo; if rounds end by time, the rounds."""
+
     # -- the loop asks ---------------------------------------------------------------------------------------------
 
     def make_checkpoint(self, device: torch.device, save: Save) -> WorkerCheckpoint:

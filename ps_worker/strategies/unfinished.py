@@ -21,7 +21,7 @@ class Fate(enum.Enum):
 
     COUNTS = "its last gradient counts"
     AGAIN = "its last gradient is pushed from there"
-    DATA_COMES_AGAIN = "the data of its last step comes again"
+    DATA_COMES_AGAIN = "the data of its last step comes again when the script next asks for a batch"
     NOT_KNOWN = (
         "its last gradient is lost, or a part of it: the coordinator does not say which shards have had it, because a "
         "server is of an earlier version"

@@ -581,6 +581,8 @@ def test_a_round_in_which_a_job_was_set_back_ends_where_others_repeat_steps_that
         if rank == 0:
             with pytest.raises(InvalidRequest, match="rolled back to a checkpoint while this worker was in"):
                 worker.session.mean(1)
+            with pytest.raises(InvalidRequest, match="no loop of this script has repeated"):
+                worker.session.close()
         else:
             until(lambda: in_round(cluster))
             cluster.start_again(1)

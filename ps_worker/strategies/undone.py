@@ -1,0 +1,31 @@
+"""Steps that a rollback of the job has undone, and that the script does not make again, because its loop is over.
+
+A script makes the undone steps again when its loop asks for the next batch or, without a loader, when it steps. A
+rollback that is noticed between two passes is therefore made up for by the next loop. After the last loop nothing asks.
+Whether there is another loop is known only when the script ends.
+"""
+
+from __future__ import annotations
+
+from ps_protocol.errors import InvalidRequest
+from ps_runtime.signals import is_cut_short
+from ps_worker.data.leased import StepData
+from ps_worker.state.checkpoint import WorkerCheckpoint
+
+
+def undone_steps(before: int | None, now: int, checkpoint: WorkerCheckpoint, data: StepData) -> InvalidRequest | None:
+    """Returns the error of a script that ends without the steps that a rollback has undone; None if none are missing,
+    or if the script is interrupted.
+
+    before: the steps before the rollback; None: there was none, or the script has stepped since
+    now:    the steps after it
+    """
+    if before is None or before <= now or is_cut_short():
+        return None
+    asks = checkpoint.loaders or data.accounts
+    if asks and not (checkpoint.waits_for_loader or (data.accounts and data.is_behind)):
+        return None  # a loop has repeated the steps, or another worker has
+    return InvalidRequest(
+        f"the job was rolled back from clock {before} to clock {now}, and no loop of this script has repeated that: "
+        f"what it trained after clock {now} is in no weights. Start this worker again, and it continues from there"
+    )

@@ -1,0 +1,242 @@
+"""A rollback of the job behind which nothing repeats the steps: a script does not end as if it had made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ps_server.storage.checkpoints import CheckpointStore
+from ps_worker import InvalidRequest, Session
+from ps_worker.cluster.participation import Participation
+from tests.tools.cluster import Cluster, until
+from tests.tools.forkserver import Nursery
+from tests.tools.rollbacks import QUICK, await_first
+from tests.tools.small_models import drawn, same, step, weights_of
+from tests.tools.small_steps import adamw, make_net
+
+pytestmark = pytest.mark.usefixtures("soon_sure")
+
+MakeCluster = Callable[..., Cluster]
+
+STEPS = 16  # of one pass
+# The one checkpoint is of the first clock: after this many steps. In local:6/2 a fragment of the third round has come.
+KEPT = {"sync": 1, "local:6": 6, "local:6/2": 7}
+COUNTED = {"sync": 16, "local:6": 12, "local:6/2": 16}
+MODES = [*KEPT]
+CALLS: dict[str, Callable[[Session], object]] = {
+    "barrier": Session.barrier,
+    "mean": lambda session: session.mean(1.0),
+    "gather": lambda session: session.gather(None),
+}
+
+
+@dataclass
+class Loses:
+    """Loses a shard once there is a checkpoint. hears: waits until the worker has heard of the rollback"""
+
+    cluster: Cluster
+    directory: Path
+    is_over: bool = False
+
+    def begun(self) -> None:
+        """Waits until the checkpoint of the first clock is begun."""
+        await_first(self.cluster)
+
+    def __call__(self, session: Session, hears: bool = False) -> None:
+        if self.is_over:
+            return
+        self.is_over = True
+        until(lambda: CheckpointStore(self.directory).names("default"), "the checkpoint")
+        self.cluster.start_again(1)
+        until(lambda: self.cluster.coordinator.job("default").members.restore_count, "the rollback")
+        part = participation_of(session)
+        own = part.connection.place
+
+        def has_heard() -> bool:
+            part.members.await_change(own)
+            place = part.members.place
+            return place is not None and place.restore_count > own.restore_count
+
+        if hears:
+            until(has_heard, "the worker to hear of it")
+
+
+@pytest.fixture
+def loses(make_cluster: MakeCluster, tmp_path: Path) -> Loses:
+    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="1000steps", timing=QUICK)
+    return Loses(cluster, tmp_path)
+
+
+def participation_of(session: Session) -> Participation:
+    return session._strategy._training.participation  # type: ignore[attr-defined, no-any-return]
+
+
+def run(
+    session: Session,
+    begun: Callable[[], object] = lambda: None,
+    each: Callable[[int], object] = lambda number: None,
+    after: Callable[[], object] = lambda: None,
+    passes: int = 1,
+    steps: int = STEPS,
+) -> torch.nn.Module:
+    """Trains on a prepared loader; returns the model.
+
+    begun: is called before the first step; each: after each step, with its number; after: after each pass
+    """
+    model = make_net()
+    loader: Any = DataLoader([drawn(number, 6) for number in range(4 * steps)], batch_size=4)  # type: ignore[arg-type]
+    prepared = session.prepare(model, adamw(model), loader, bucket_bytes=128, outer={"warm_up": 0})
+    model, optimizer, loader = prepared
+    begun()
+    number = 0
+    for _ in range(passes):
+        for batch in loader:
+            step(model, optimizer, batch)
+            number += 1
+            each(number)
+        after()
+    return model
+
+
+def ends_with(session: Session, model: torch.nn.Module) -> list[torch.Tensor]:
+    return [*(value.clone() for value in session.global_weights().values()), *weights_of(model)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pass_does_not_end_before_a_rollback_is_made_that_the_worker_has_heard_of(
+    loses: Loses, shared: Cluster, job: str, mode: str
+) -> None:
+    with shared.connect(mode, job=job) as session:
+        expected = ends_with(session, run(session))
+    with loses.cluster.connect(mode) as session:
+
+        def each(number: int) -> None:
+            if number == STEPS:
+                loses(session, hears=True)
+
+        found = ends_with(session, run(session, loses.begun, each))
+        assert loses.is_over
+        assert session.clock == STEPS
+        assert same(found, expected)
+
+
+@pytest.mark.parametrize(("mode", "call"), [*zip(MODES, CALLS, strict=True)])
+def test_a_script_whose_last_steps_are_undone_behind_its_loop_ends_with_an_error_and_its_job_is_not_finished(
+    loses: Loses, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str, call: str
+) -> None:
+    ends: list[bool] = []
+    close = Participation.close
+
+    def noted(part: Participation, state: Any = None, done: bool = False) -> None:
+        ends.append(done)
+        close(part, state, done)
+
+    monkeypatch.setattr(Participation, "close", noted)
+    session = loses.cluster.connect(mode)
+    run(session, loses.begun)
+    loses(session)
+    CALLS[call](session)
+    assert session.clock == KEPT[mode]
+    back = f"rolled back from clock {COUNTED[mode]} to clock {KEPT[mode]}, and no loop of this script"
+    with pytest.raises(InvalidRequest, match=back):
+        session.close()
+    assert ends == [False]
+    assert "default" not in loses.cluster.coordinator.jobs()
+    session.close()  # once is enough
+    said = "it was in no step" if mode == "sync" else "the data of its last step comes again when the script next asks"
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_next_loop_repeats_the_steps_that_are_undone_between_two_passes(
+    loses: Loses, shared: Cluster, job: str, mode: str
+) -> None:
+    with shared.connect(mode, job=job) as session:
+        expected = ends_with(session, run(session, passes=2))
+    with loses.cluster.connect(mode) as session:
+
+        def between() -> None:
+            loses(session)
+            session.barrier()
+
+        found = ends_with(session, run(session, loses.begun, after=between, passes=2))
+        assert session.clock == 2 * STEPS
+        assert same(found, expected)
+
+
+def test_steps_of_a_round_that_is_not_finished_are_not_missed(loses: Loses) -> None:
+    """Undisturbed the script would end without them, too."""
+    with loses.cluster.connect("local:6") as session:
+        run(session, loses.begun, steps=8)
+        loses(session)
+        session.barrier()
+        assert session.round == 1
+
+
+@pytest.mark.parametrize("mode", ["sync", "local:6"])
+def test_without_a_loader_the_undone_steps_are_missed_unless_the_script_steps_again(loses: Loses, mode: str) -> None:
+    session = loses.cluster.connect(mode)
+    model = make_net()
+    model, optimizer = session.prepare(model, adamw(model), bucket_bytes=128, outer={"warm_up": 0})
+    loses.begun()
+    while session.clock < STEPS - 4:
+        step(model, optimizer, drawn(session.clock, 4, 6))
+    loses(session)
+    session.barrier()
+    assert session.clock == KEPT[mode]
+    while session.clock < STEPS - 5:
+        step(model, optimizer, drawn(session.clock, 4, 6))
+    session.close()
+
+
+def test_an_error_of_the_script_is_the_one_that_is_seen(loses: Loses) -> None:
+    with pytest.raises(ZeroDivisionError), loses.cluster.connect("sync") as session:  # noqa: PT012
+        run(session, loses.begun)
+        loses(session)
+        session.barrier()
+        raise ZeroDivisionError
+
+
+def test_a_worker_that_leaves_before_it_is_rolled_back_says_that_the_servers_are_behind_it(
+    loses: Loses, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has the weights of its last step, and the script may have saved them."""
+    with loses.cluster.connect("sync") as session:
+        run(session, loses.begun)
+        loses(session, hears=True)
+    assert f"rolled back from clock {STEPS} to clock 1 after this worker's last step" in caplog.text
+
+
+SCRIPT = """
+import sys
+import torch
+import ps_worker
+
+session = ps_worker.connect(sys.argv[1], "sync", sys.argv[2])
+model = torch.nn.Linear(2, 1)
+model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+session._strategy._training.rolled_back = int(sys.argv[3])  # as behind a rollback of two steps
+print("the script is over")
+"""
+
+
+@pytest.mark.parametrize(("before", "code"), [(5, 1), (3, 0)])
+def test_a_process_that_ends_without_close_shows_it_in_its_code(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, before: int, code: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    worker = nursery.run(script, [shared.address, job, before], tmp_path / "out", finalizes=True)
+    assert worker.wait(60.0) == code
+    text = (tmp_path / "out").read_text()
+    assert "the script is over" in text
+    assert ("rolled back from clock 5 to clock 3" in text) == bool(code)
