@@ -101,6 +101,8 @@ class FragmentExchange:
             loop.data.lost()
         elif not any(landed):
             self._metrics.stepped_alone(self._round.steps)
+        if not loop.is_past:  # a script without a loader sees in the clock that it was rolled back
+            loop.rolled_back = None
 
     @property
     def _is_due(self) -> bool:

@@ -66,7 +66,7 @@ class JobTraining:
     script:        what it has set, where this process has come late
     sent:          the step that is under way
     unfinished:    the step that has ended on this worker, until it counts
-    rolled_back:   the job was, with this worker, from this number of steps, and none was made since; None: it was not
+    rolled_back:   the job was, with this worker, from this number of steps; None: it was not, or a step was made since
     lag:           1 while the script goes on, and the weights of the connection's clock are still on their way; else 0
     """
 
@@ -197,6 +197,7 @@ class JobTraining:
             (self.data.pushed if staged else self.data.lost)()
         if index is not None and self._added.groups:
             self._added.step(index)
+        self.rolled_back = self.rolled_back if self.is_past else None  # a script without a loader sees it in the clock
 
     @property
     def is_past(self) -> bool:
@@ -443,8 +444,7 @@ class JobTraining:
         gradients = self.model.held_gradients()
         is_sent = unfinished is not None or self.sent is not None
         if self._left is None:
-            at_hand = self.assignments.at_hand(of_step=is_sent, since=unfinished is None)
-            self._left = self.clock, at_hand, self.kind.counted
+            self._left = self.clock, self.assignments.at_hand(is_sent, since=unfinished is None), self.kind.counted
         elif unfinished is None:  # an interrupt came on the way: the script may have set more
             self._left = self._left[0], self.assignments.with_later(self._left[1]), self._left[2]
         (done, set_by_script, counted), rule = self._left, self.model.spec.consistency

@@ -2,7 +2,8 @@
 
 A script makes the undone steps again when its loop asks for the next batch or, without a loader, when it steps. A
 rollback that is noticed between two passes is therefore made up for by the next loop. After the last loop nothing asks.
-Whether there is another loop is known only when the script ends.
+Whether there is another loop is known only when the script ends. A script without a loader sees in the clock that a
+step was one of a rollback; what it does then is its own decision.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def undone_steps(before: int | None, now: int, checkpoint: WorkerCheckpoint, dat
     """Returns the error of a script that ends without the steps that a rollback has undone; None if none are missing,
     or if the script is interrupted.
 
-    before: the steps before the rollback; None: there was none, or the script has stepped since
+    before: the steps before the rollback; None: there was none, or the script has stepped since, or goes by the clock
     now:    the steps after it
     """
     if before is None or before <= now or is_cut_short():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,8 +121,10 @@ def test_a_pass_does_not_end_before_a_rollback_is_made_that_the_worker_has_heard
             if number == STEPS:
                 loses(session, hears=True)
 
-        found = ends_with(session, run(session, loses.begun, each))
+        model = run(session, loses.begun, each)
         assert loses.is_over
+        session.barrier()  # which would make it here
+        found = ends_with(session, model)
         assert session.clock == STEPS
         assert same(found, expected)
 
@@ -179,8 +182,10 @@ def test_steps_of_a_round_that_is_not_finished_are_not_missed(loses: Loses) -> N
         assert session.round == 1
 
 
-@pytest.mark.parametrize("mode", ["sync", "local:6"])
-def test_without_a_loader_the_undone_steps_are_missed_unless_the_script_steps_again(loses: Loses, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "again"), [("sync", False), ("sync", True), ("local:6", True)])
+def test_without_a_loader_the_undone_steps_are_missed_unless_the_script_steps_again(
+    loses: Loses, mode: str, again: bool
+) -> None:
     session = loses.cluster.connect(mode)
     model = make_net()
     model, optimizer = session.prepare(model, adamw(model), bucket_bytes=128, outer={"warm_up": 0})
@@ -190,9 +195,23 @@ def test_without_a_loader_the_undone_steps_are_missed_unless_the_script_steps_ag
     loses(session)
     session.barrier()
     assert session.clock == KEPT[mode]
-    while session.clock < STEPS - 5:
+    while again and session.clock < STEPS - 5:
         step(model, optimizer, drawn(session.clock, 4, 6))
-    session.close()
+    with contextlib.nullcontext() if again else pytest.raises(InvalidRequest, match="rolled back from clock 12 to"):
+        session.close()
+
+
+def test_a_script_without_a_loader_that_stops_by_its_own_count_is_not_an_error(loses: Loses) -> None:
+    """It sees the rollback in the clock."""
+    with loses.cluster.connect("sync") as session:
+        model = make_net()
+        model, optimizer = session.prepare(model, adamw(model), bucket_bytes=128)
+        loses.begun()
+        for number in range(STEPS):
+            if number == STEPS - 1:
+                loses(session)
+            step(model, optimizer, drawn(number, 4, 6))
+        assert session.clock < STEPS
 
 
 def test_an_error_of_the_script_is_the_one_that_is_seen(loses: Loses) -> None:
