@@ -23,7 +23,7 @@ pieces.py          Pieces of parameters, which the members of a group hold; the 
 row_ids.py         Ids of rows: their hash, and the shard of a row
 row_optimizers.py  The optimizers that can step the rows of a table, and their arguments
 segment_layout.py  The layout of the memory that a worker shares with the shards on its host
-stages.py          Stages of a script that changes its optimizers: the optimizer of a bucket in each stage
+stage_spec.py      Stages of a script that changes its optimizers: the optimizer of a bucket in each stage
 tables.py          The specification of a table of rows, which servers compare between workers
 tensors.py         Tensors as bytes: as they lie in memory, without copying, and in the wire formats of buckets
 versions.py        The versions of the protocol, and their compatibility

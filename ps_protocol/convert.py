@@ -24,7 +24,7 @@ from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec, PiecePlace
 from ps_protocol.local import Local
 from ps_protocol.modes import Consistency
-from ps_protocol.stages import StageSpec
+from ps_protocol.stage_spec import StageSpec
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_protocol.v1 import data_pb2, figures_pb2, job_pb2, types_pb2
 

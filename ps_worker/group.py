@@ -76,7 +76,7 @@ class Group:
     ranks:  of the processes in the default process group
     given:  as `prepare` got it, if it did: a DeviceMesh or a process group
     data:   the share of the group's data that this member has, as (index, how many shares)
-    stages: by member, the pipeline stage that it holds: the number of the first member that holds the same one
+    pipeline_stages: by member, the pipeline stage that it holds: the number of the first member that holds the same one
     neighbours: whether the other members go on
 
     start_timeout: seconds to wait for the other members to come. timeout: as for Neighbours; 0: none
@@ -97,7 +97,7 @@ class Group:
         self._parts: dict[Members, Any] = {}  # process groups of some of the members
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
         self.data = self.member, self.size
-        self.stages = [0] * self.size
+        self.pipeline_stages = [0] * self.size
         self._call, self._met = "", 0  # of the script, and how often the members have met in it
         self._under_way: tuple[Collectives[Any], Any] | None = None  # an exchange, and its collective that has begun
         self._waits_since: float | None = None
@@ -106,7 +106,7 @@ class Group:
     @property
     def is_pipeline(self) -> bool:
         """Whether members hold unlike stages of a pipeline."""
-        return len(set(self.stages)) > 1
+        return len(set(self.pipeline_stages)) > 1
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:

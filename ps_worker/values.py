@@ -10,7 +10,7 @@ from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.local import Local
 from ps_protocol.messages.workers import ShardMap
-from ps_protocol.stages import StageSpec
+from ps_protocol.stage_spec import StageSpec
 
 
 @dataclass(frozen=True)

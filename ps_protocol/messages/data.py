@@ -39,7 +39,7 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
 from ps_protocol.segment_layout import SegmentOffer
-from ps_protocol.stages import StageSpec
+from ps_protocol.stage_spec import StageSpec
 from ps_protocol.v1 import data_pb2
 
 NO_PAYLOAD = memoryview(b"")

@@ -19,7 +19,7 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.optimizer_state import is_scalar_state, required_state
 from ps_protocol.optimizers import check_change, check_hyper_parameters
-from ps_protocol.stages import MAX_STAGES, StageSpec, first_stage, stage_difference
+from ps_protocol.stage_spec import MAX_STAGES, StageSpec, first_stage, stage_difference
 from ps_protocol.tensors import PLAIN, Codec, gradient_codec, is_finite, plain_codec
 from ps_server.core.commands import Assign, Commit, DraftGradient, Initialise, StageGradient, UnitCommand
 from ps_server.core.data_commits import check_ranges

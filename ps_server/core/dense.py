@@ -20,7 +20,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizer_state import FUSED_ON_CPU, is_scalar_state
 from ps_protocol.optimizers import ELEMENTWISE, bare_step, hyper_parameters
-from ps_protocol.stages import StageSpec, first_stage
+from ps_protocol.stage_spec import StageSpec, first_stage
 from ps_protocol.tensors import TORCH_DTYPES, Blocks, weight_codec
 from ps_server.core.agreement import Agreement
 from ps_server.core.snapshot import OptimizerState

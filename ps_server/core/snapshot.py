@@ -16,7 +16,7 @@ import torch
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import shards_of
-from ps_protocol.stages import StageSpec
+from ps_protocol.stage_spec import StageSpec
 from ps_server.core.data_commits import Committed, in_all
 from ps_server.core.placement import Place
 from ps_tables.increments import merged

@@ -11,7 +11,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import check_hyper_parameters
 from ps_protocol.row_optimizers import check_row_optimizer
-from ps_protocol.stages import StageSpec
+from ps_protocol.stage_spec import StageSpec
 from ps_server.core.extent import check_extent
 from ps_server.core.limits import Limits
 

@@ -13,7 +13,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, bucket_layout
 from ps_protocol.messages.workers import shard_map_message
 from ps_protocol.segment_layout import SegmentPlan, segment_plan
-from ps_protocol.stages import MAX_STAGES
+from ps_protocol.stage_spec import MAX_STAGES
 from ps_protocol.v1 import jobs_pb2, jobs_pb2_grpc
 from ps_protocol.versions import VERSION, check_worker_version
 from ps_server.coordinator.coordinator import Coordinator

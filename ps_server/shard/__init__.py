@@ -21,7 +21,7 @@ row_feeds.py  Feeds of rows: each reader gets the changes of a table, round afte
 segments.py   Maps a worker's segment, without trusting the worker
 shard.py      A shard: its jobs, and the calls to it
 snapshots.py  Takes a snapshot of a job on one shard, while it trains; copies tables in pieces
-stage_room.py Memory for the optimizer state of a script's later stages
+optimizer_room.py Memory for the optimizer state of a script's later stages
 terms.py      The terms of coordinators: a shard obeys only the latest one
 told_relays.py What relays have said of themselves, for status and metrics
 told_room.py  Memory for rank 0's buffers, which readers get

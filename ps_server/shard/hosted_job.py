@@ -46,8 +46,8 @@ from ps_server.core.statistics import ShardJobStatistics, Wait
 from ps_server.core.sums import Scratch
 from ps_server.core.unit import Bucket, Unit
 from ps_server.shard.editions import Editions
+from ps_server.shard.optimizer_room import OptimizerRoom
 from ps_server.shard.snapshots import Refusal, Refusals, SavedParts, SnapshotTask, TableCopying, begin_copy
-from ps_server.shard.stage_room import StageRoom
 from ps_server.shard.waiting import READER, Pull, PushTimes, Waiter
 from ps_tables.row_sums import copy_numbers
 
@@ -242,7 +242,7 @@ class HostedJob:
         self.narrowed = Narrowed()
         self.times = PushTimes()
         self._room = room
-        self.stage_room = StageRoom(spec.name, state.checker, self.promised)
+        self.optimizer_room = OptimizerRoom(spec.name, state.checker, self.promised)
         self.failure: PSError | None = None
         self.snapshot_task: SnapshotTask | None = None  # the snapshot under way, or the last one
         self.refusals = Refusals()
@@ -462,7 +462,7 @@ class HostedJob:
     def promised(self) -> int:
         """Returns the bytes that the job was promised and has not allocated yet."""
         state = self.state
-        optimizer = self._room.optimizer + self.stage_room.more
+        optimizer = self._room.optimizer + self.optimizer_room.more
         left = (optimizer - state.optimizer_bytes, self._room.staged - state.reserved_bytes)
         return sum(max(0, size) for size in left) + state.promised_bytes
 

@@ -171,7 +171,7 @@ class Pushes:
             if isinstance(command, PushCommand):
                 job.check_taken(command.worker.rank, command.unit, command.clock)
                 if isinstance(command, Assign) and command.assignment.next is not None:
-                    job.stage_room.make(job.buckets[command.unit].unit.spec, command.assignment.next)
+                    job.optimizer_room.make(job.buckets[command.unit].unit.spec, command.assignment.next)
             staged = job.state.execute(command)
             is_fresh = staged.fresh
             if is_fresh and isinstance(command, PushCommand) and job.times.follows_any((command.worker.rank,)):

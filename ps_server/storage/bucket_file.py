@@ -14,7 +14,7 @@ import torch
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.layout import BucketSpec
-from ps_protocol.stages import StageSpec
+from ps_protocol.stage_spec import StageSpec
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.data_commits import Committed
 from ps_server.core.other_cut import OtherCut

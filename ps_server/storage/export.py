@@ -29,7 +29,7 @@ from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidReque
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, bucket_layout
 from ps_protocol.pieces import whole_parameters
-from ps_protocol.stages import first_stage
+from ps_protocol.stage_spec import first_stage
 from ps_protocol.tables import TableSpec
 from ps_protocol.tensors import TORCH_DTYPES, whole_of
 from ps_server.core.other_cut import OtherCut

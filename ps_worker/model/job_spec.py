@@ -59,7 +59,7 @@ def describe(
 
     if group is not None:
         group.data = group.all_through(partial(data_share, models, group.given))
-        group.stages = stages_of(group, {key for key, _ in _named(models, are_stages=True)}, group.data[1])
+        group.pipeline_stages = stages_of(group, {key for key, _ in _named(models, is_pipeline=True)}, group.data[1])
     spec, tensors = own() if group is None else described_together(group, own)
     validate(spec)
     return spec if options.bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
@@ -89,8 +89,8 @@ def _described(
             f"mode local:H has no tables of rows, and the model has {next(iter(tables))!r}: train it in sync, ssp:K or "
             "async, or make it a torch.nn.Embedding"
         )
-    ranks, are_stages = (None, False) if group is None else (group.ranks, group.is_pipeline)
-    parameters, tensors = _parameters(models, optimizers, ranks, are_stages)
+    ranks, is_pipeline = (None, False) if group is None else (group.ranks, group.is_pipeline)
+    parameters, tensors = _parameters(models, optimizers, ranks, is_pipeline)
     of_group = [index for index, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
     spec = JobSpec(
         name="",
@@ -119,12 +119,12 @@ def _parameters(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     ranks: Sequence[int] | None,
-    are_stages: bool = False,
+    is_pipeline: bool = False,
 ) -> tuple[tuple[ParameterSpec, ...], list[torch.Tensor]]:
     """Returns all tensors of the models, each once: their descriptions, and the tensors.
 
     ranks:      the processes of the group that shares them; None: there is no group
-    are_stages: the models are stages of a pipeline
+    is_pipeline: the models are stages of a pipeline
     """
     groups = _groups(models, optimizers)
     known = {id(table.weight) for table in named_tables(models).values()}  # handles: the rows are in no bucket
@@ -134,7 +134,7 @@ def _parameters(
     parameters: list[ParameterSpec] = []
     tensors: list[torch.Tensor] = []
     names: set[str] = set()
-    for key, tensor in _named(models, are_stages):
+    for key, tensor in _named(models, is_pipeline):
         if id(tensor) in known:
             continue
         known.add(id(tensor))
@@ -207,14 +207,14 @@ def check_known(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Op
     _refuse_unknown(len(groups))
 
 
-def _named(models: Sequence[nn.Module], are_stages: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+def _named(models: Sequence[nn.Module], is_pipeline: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors of the models with their names in the job; tied tensors several times.
 
-    are_stages: they are stages of one model, and have its names
+    is_pipeline: they are stages of one model, and have its names
     """
     for number, model in enumerate(models):
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            yield f"{number}.{key}" if len(models) > 1 and not are_stages else key, tensor
+            yield f"{number}.{key}" if len(models) > 1 and not is_pipeline else key, tensor
 
 
 def _not_persistent(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -85,7 +85,7 @@ def check_values(group: Group, specs: Sequence[Sequence[ParameterSpec]], tensors
             held.setdefault(each.key, {})[member] = each
     wanted = {
         key: shared
-        for key, shared in ((key, _Shared(each, group.stages)) for key, each in held.items())
+        for key, shared in ((key, _Shared(each, group.pipeline_stages)) for key, each in held.items())
         if len(shared.by) > 1 and (shared.is_trained or shared.is_across)
     }
     if not wanted:
@@ -122,16 +122,16 @@ class _Shared:
     """Tensors that several members hold under one name.
 
     by:     by member, its description of the tensor
-    stages: by member, its stage
+    pipeline_stages: by member, its stage
     """
 
     by: Mapping[int, ParameterSpec]
-    stages: Sequence[int]
+    pipeline_stages: Sequence[int]
 
     @property
     def is_across(self) -> bool:
         """Whether members of different stages hold it."""
-        return len({self.stages[member] for member in self.by}) > 1
+        return len({self.pipeline_stages[member] for member in self.by}) > 1
 
     @property
     def is_trained(self) -> bool:
@@ -148,7 +148,7 @@ class _Shared:
         for member in others:
             one, other = told[first], told[member]
             both = f"members {first} and {member} of this worker's group both hold {self.by[first].name}"
-            if self.stages[first] == self.stages[member]:
+            if self.pipeline_stages[first] == self.pipeline_stages[member]:
                 # torch treats a tensor over one mesh as one parameter.
                 is_one = one.mesh == other.mesh != []
                 if self.is_trained and not is_one and one.checksum != other.checksum:

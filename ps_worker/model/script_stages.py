@@ -2,7 +2,7 @@
 stage.
 
 The job stays as it is registered, with its buckets, clocks and checkpoints. A stage has the optimizers, whose
-hyper-parameters are sent with each push, and the StageSpec of each bucket (ps_protocol/stages.py).
+hyper-parameters are sent with each push, and the StageSpec of each bucket (ps_protocol/stage_spec.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ps_protocol.errors import Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters, optimizer_name
-from ps_protocol.stages import StageSpec, first_stage
+from ps_protocol.stage_spec import StageSpec, first_stage
 
 
 @dataclass(frozen=True)
-class Stage:
+class ScriptStage:
     """One stage of one job.
 
     number:     from 0, which is the job as it was registered
@@ -55,21 +55,21 @@ def tensors_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
-def stage_of_job(spec: JobSpec, layout: Layout, optimizers: Sequence[torch.optim.Optimizer]) -> Stage:
+def stage_of_job(spec: JobSpec, layout: Layout, optimizers: Sequence[torch.optim.Optimizer]) -> ScriptStage:
     """Returns the stage that a job begins with."""
     owner = {i: each.optimizer for i, each in enumerate(spec.parameters) if layout.trains(each)}
     groups = [(number, place) for number, each in enumerate(optimizers) for place in range(len(each.param_groups))]
     trained = {bucket.index: first_stage(spec, bucket) for bucket in layout.trained}
-    return Stage(0, spec, dict(enumerate(optimizers)), groups, owner, dict.fromkeys(owner, 0), trained)
+    return ScriptStage(0, spec, dict(enumerate(optimizers)), groups, owner, dict.fromkeys(owner, 0), trained)
 
 
 def next_stage(
-    before: Stage,
+    before: ScriptStage,
     layout: Layout,
     indices: Mapping[int, int],
     optimizers: Mapping[int, torch.optim.Optimizer],
     new: Collection[int],
-) -> Stage:
+) -> ScriptStage:
     """Returns the stage after `before`.
 
     indices:    by the id of a parameter in the job's buckets, its index
@@ -102,7 +102,7 @@ def next_stage(
         group_optimizers=tuple(classes.index(names[i]) if names[i] in classes else 0 for i, _ in groups),
     )
     told = {bucket.index: _told(spec, bucket, number, since) for bucket in layout.buckets if not bucket.frozen}
-    return Stage(number, spec, optimizers, groups, owner, since, told)
+    return ScriptStage(number, spec, optimizers, groups, owner, since, told)
 
 
 def _classes(spec: JobSpec, owner: Mapping[int, int], names: Mapping[int, str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.messages.data import PulledState
 from ps_protocol.optimizer_state import is_scalar_state, required_state
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from, whole_of
-from ps_worker.model.script_stages import Stage
+from ps_worker.model.script_stages import ScriptStage
 from ps_worker.model.sharded import is_sharded, local
 from ps_worker.values import BucketAssignment
 
@@ -122,7 +122,7 @@ class StateCollector:
     parameters of an optimizer that began later.
     """
 
-    def __init__(self, stage: Stage, layout: Layout) -> None:
+    def __init__(self, stage: ScriptStage, layout: Layout) -> None:
         self._stage = stage
         self._spec = stage.spec
         self._layout = layout

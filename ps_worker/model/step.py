@@ -28,7 +28,7 @@ from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters, opt
 from ps_runtime.troubles import Troubles
 from ps_worker.metrics import PUSH, WorkerMetrics, named
 from ps_worker.model.flat import FlatModel
-from ps_worker.model.script_stages import Stage, next_stage, stage_of_job
+from ps_worker.model.script_stages import ScriptStage, next_stage, stage_of_job
 from ps_worker.tables.server_rows import ServerTables, TableStep
 from ps_worker.timeline.recording import Timeline
 
@@ -207,7 +207,7 @@ class StepMaker:
         self._draft_room = 0.0  # bytes that may still leave as drafts in this step
         self._skipped = Troubles(log, None)  # ps_worker_non_finite_total counts them
 
-    def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
+    def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> ScriptStage:
         """Returns the stage after the current one, without entering it. Raises as `next_stage`.
 
         optimizers: by number, all optimizers that step in it
@@ -215,7 +215,7 @@ class StepMaker:
         """
         return next_stage(self.stage, self._layout, self._indices, optimizers, new)
 
-    def enter(self, stage: Stage) -> None:
+    def enter(self, stage: ScriptStage) -> None:
         """Enters a stage. No step may be under way."""
         self.stage, self._groups = stage, LiveGroups(stage)
         self._overlaps, self._others = {}, {}
@@ -370,7 +370,7 @@ class StepMaker:
 class LiveGroups:
     """Reads the current hyper-parameters of the script's optimizers, which schedulers change."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: ScriptStage) -> None:
         """Groups that are added to an optimizer later are not included."""
         self._optimizers = [
             (optimizer_name(each), each, sum(number == index for number, _ in stage.groups))

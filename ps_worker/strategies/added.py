@@ -20,7 +20,7 @@ from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec, added_name
 from ps_worker.model.elements import is_trained
 from ps_worker.model.optimizer import ParameterStates, RemoteOptimizers, optimizer_like
-from ps_worker.model.script_stages import Stage
+from ps_worker.model.script_stages import ScriptStage
 
 log = logging.getLogger("ps_worker")
 
@@ -28,10 +28,10 @@ log = logging.getLogger("ps_worker")
 class AddedStages(Protocol):
     """The stages of a second job, see job_stages.py."""
 
-    def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
+    def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> ScriptStage:
         """Returns the stage in which these optimizers step, without entering it. See JobStages.following."""
 
-    def enter(self, stage: Stage) -> None:
+    def enter(self, stage: ScriptStage) -> None:
         """Begins a stage."""
 
     def read_groups(self, groups: Sequence[dict[str, Any]]) -> None:

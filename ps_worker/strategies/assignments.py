@@ -34,7 +34,7 @@ from ps_worker.model.alike import beside
 from ps_worker.model.empty_shards import with_empty_shards
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
-from ps_worker.model.script_stages import Stage, tensors_in
+from ps_worker.model.script_stages import ScriptStage, tensors_in
 from ps_worker.model.sharded import is_sharded
 from ps_worker.model.state_transfer import StateCollector, States, check_states, state_assignments
 from ps_worker.tables.server_rows import ServerTables
@@ -179,14 +179,14 @@ class Assignments:
         check_states(self._spec, loaded)
         self._states = {**(self._states or {}), **loaded}
 
-    def enter(self, stage: Stage) -> None:
+    def enter(self, stage: ScriptStage) -> None:
         """Enters a stage. State that was set for optimizers that do not step any more is dropped."""
         kept = {index for index, since in stage.since.items() if since < stage.number}
         states = {index: state for index, state in (self._states or {}).items() if index in kept}
         self._spec, self._stage, self._states = stage.spec, stage.number, states or None
 
     def state_of(
-        self, stage: Stage, optimizer: int, group: Group | None, fetch: Callable[[], States]
+        self, stage: ScriptStage, optimizer: int, group: Group | None, fetch: Callable[[], States]
     ) -> dict[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Returns the state of one optimizer as torch.optim keeps it: as the script has set it since the last step, or
         as it is on the shards. fetch: returns the latter, of all optimizers
@@ -353,7 +353,10 @@ def fetch_weights(
 
 
 def fetched_states(
-    participation: Participation, in_place: Callable[[Callable[[], None]], bool | None], stage: Stage, layout: Layout
+    participation: Participation,
+    in_place: Callable[[Callable[[], None]], bool | None],
+    stage: ScriptStage,
+    layout: Layout,
 ) -> States:
     """Pulls the optimizer state of a worker's parameters from the shards. in_place: see JobTraining
 

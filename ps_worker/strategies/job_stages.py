@@ -16,7 +16,7 @@ import torch
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded, Unsupported
 from ps_worker.cluster.participation import Participation
-from ps_worker.model.script_stages import Stage, tensors_in
+from ps_worker.model.script_stages import ScriptStage, tensors_in
 from ps_worker.model.state_transfer import check_states, states_of
 from ps_worker.model.step import StepMaker
 from ps_worker.state.checkpoint import WorkerCheckpoint
@@ -103,7 +103,7 @@ class JobStages:
         if self._steps.stage.number + 1 >= limit:
             raise LimitExceeded(f"a job may come to {limit} stages, each with other optimizers, and this is one more")
 
-    def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
+    def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> ScriptStage:
         """Returns the stage after the current one, without entering it. Raises as `next_stage`.
 
         optimizers: by number, all optimizers that step in it
@@ -111,7 +111,7 @@ class JobStages:
         """
         return self._steps.following(optimizers, new)
 
-    def enter(self, stage: Stage) -> None:
+    def enter(self, stage: ScriptStage) -> None:
         """Enters a stage. The next step tells the shards: see `tell`."""
         self._participation.connection.drop_drafts()
         self._steps.enter(stage)

@@ -341,12 +341,12 @@ class OneOf:
 
     def __init__(self, members: Members, member: int) -> None:
         self._members, self.size, self.member = members, members.size, member
-        self.ranks, self.stages, self.data = range(members.size), [0] * members.size, (0, 1)
+        self.ranks, self.pipeline_stages, self.data = range(members.size), [0] * members.size, (0, 1)
         self.given = None
 
     @property
     def is_pipeline(self) -> bool:
-        return len(set(self.stages)) > 1
+        return len(set(self.pipeline_stages)) > 1
 
     def gather(self, own: bytes) -> list[bytes]:
         return self._members.gather(self.member, own)

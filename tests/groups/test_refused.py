@@ -280,7 +280,7 @@ def test_weights_that_a_script_changes_count(
 class Told:
     """A group of two members, of which the other one describes another job, and has the same values."""
 
-    size, member, stages = 2, 0, (0, 0)
+    size, member, pipeline_stages = 2, 0, (0, 0)
 
     def __init__(self, other: JobSpec) -> None:
         self._others = [json.dumps(job_spec_data(other)).encode()]

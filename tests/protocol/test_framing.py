@@ -27,7 +27,7 @@ from ps_protocol.messages.data import (
     PushedBucket,
     PushKind,
 )
-from ps_protocol.stages import StageSpec
+from ps_protocol.stage_spec import StageSpec
 from ps_protocol.v1 import data_pb2, job_pb2, types_pb2
 
 HEAD = data_pb2.PushRequest(

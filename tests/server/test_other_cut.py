@@ -16,7 +16,7 @@ from ps_protocol.errors import JobMismatch
 from ps_protocol.job import JobSpec, are_cut_alike, difference, difference_of_uncut, validate
 from ps_protocol.layout import BucketSpec, ParameterSpec, PiecePlace, bucket_layout
 from ps_protocol.modes import parse_mode
-from ps_protocol.stages import StageSpec
+from ps_protocol.stage_spec import StageSpec
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.other_cut import OtherCut
 from ps_server.core.snapshot import BucketSnapshot

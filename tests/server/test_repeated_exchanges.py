@@ -27,7 +27,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.layout import bucket_layout
 from ps_protocol.messages.data import PullCall, PushCall, PushedBucket, PushKind
 from ps_protocol.segment_layout import SegmentMap, segment_plan
-from ps_protocol.stages import StageSpec
+from ps_protocol.stage_spec import StageSpec
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.core.commands import StageGradient
 from ps_server.shard.pulls import Pulls

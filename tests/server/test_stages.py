@@ -14,10 +14,10 @@ from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
 from ps_protocol.layout import bucket_layout
 from ps_protocol.messages.data import PushCall, PushKind
 from ps_protocol.optimizers import hyper_parameters
-from ps_protocol.stages import MAX_STAGES, StageSpec
+from ps_protocol.stage_spec import MAX_STAGES, StageSpec
 from ps_server.core.commands import AddWorker
 from ps_server.core.partition import JobPartition
-from ps_server.shard.stage_room import StageRoom
+from ps_server.shard.optimizer_room import OptimizerRoom
 from ps_server.storage.bucket_file import read_snapshots, snapshot_tensors
 from ps_server.storage.table_files import save_tensors
 from ps_server.storage.tensor_file import TensorReader
@@ -180,10 +180,10 @@ def test_it_is_part_of_a_snapshot_and_of_its_file(tmp_path: Path) -> None:
 
 def test_a_stage_is_refused_that_keeps_more_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"bytes": 0}
-    monkeypatch.setattr("ps_server.shard.stage_room.free_bytes", lambda: free["bytes"])
+    monkeypatch.setattr("ps_server.shard.optimizer_room.free_bytes", lambda: free["bytes"])
     job = partition("async")
     bucket = job.buckets[0].weights.bucket
-    room = StageRoom("sums", job.checker, lambda: 100)  # which other pushes may take
+    room = OptimizerRoom("sums", job.checker, lambda: 100)  # which other pushes may take
     room.make(bucket, StageSpec(1, "SGD", (3,), {3: {"lr": 0.5}}))
     assert room.more == 0, "as much as before"
     free["bytes"] = 100 + 2 * bucket.nbytes - 1

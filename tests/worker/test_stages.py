@@ -407,7 +407,7 @@ def test_state_that_a_shard_has_no_memory_for_is_refused(
 ) -> None:
     """The model has 418 parameters; each shard's part of it comes to keep its weights twice."""
     free = {"bytes": 0}
-    monkeypatch.setattr("ps_server.shard.stage_room.free_bytes", lambda: free["bytes"])
+    monkeypatch.setattr("ps_server.shard.optimizer_room.free_bytes", lambda: free["bytes"])
     with shared.connect("sync", job=job) as session:
         net = make_net()
         net, optimizer = session.prepare(net, sgd(net), bucket_bytes=256)

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from ps_protocol.errors import LimitExceeded
 from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizer_state import tensors_kept
-from ps_protocol.stages import StageSpec
+from ps_protocol.stage_spec import StageSpec
 from ps_runtime.memory import free_bytes
 from ps_server.core.checking import PushChecker
 
 
-class StageRoom:
+class OptimizerRoom:
     """The memory for the optimizer state of one job's later stages, beyond its first stage's. Not thread-safe.
 
     promised: returns the bytes of free memory that the job was promised and has not allocated yet
