@@ -149,9 +149,9 @@ class EditionArrays:
         """Whether a bucket has values that rank 0 has sent: no optimizer steps it."""
         return self.contents.buckets[index].frozen and self.versions.get(index, 0) > 0
 
-    def is_older(self, index: int, told: Mapping[int, int]) -> bool:
+    def is_older(self, index: int, shard_versions: Mapping[int, int]) -> bool:
         """Whether rank 0 has sent newer values of a bucket that no optimizer steps."""
-        return told.get(index, 0) > self.versions.get(index, 0)
+        return shard_versions.get(index, 0) > self.versions.get(index, 0)
 
     @property
     def buffers_version(self) -> int:
@@ -218,7 +218,7 @@ class Arriving:
 
     before: an edition of the same run and timeline, whose frozen tensors are taken over, and of which changes may come;
             None: none
-    told:   by bucket that no optimizer steps, the version on the shard; `before` may have older values
+    shard_versions:   by bucket that no optimizer steps, the version on the shard; `before` may have older values
     memory: makes a memory file of so many bytes for a space; None: it is to lie in memory of this process alone
     nbytes: that have come of buckets; whole: of those that came whole; elements: of the buckets that have come, as they
             lie in the edition
@@ -228,7 +228,7 @@ class Arriving:
         self,
         contents: Contents,
         before: EditionArrays | None,
-        told: Mapping[int, int] | None = None,
+        shard_versions: Mapping[int, int] | None = None,
         memory: Callable[[int], MemoryFile | None] = lambda size: None,
     ) -> None:
         self._contents, self._before = contents, before
@@ -243,7 +243,9 @@ class Arriving:
         self.nbytes = self.whole = self.elements = 0
         itemsizes = {each.space: DATA_TYPES[contents.dtype(each)].itemsize for each in contents.buckets.values()}
         frozen = [each for each in contents.buckets.values() if each.frozen]
-        newer = {each.index for each in frozen if before is not None and before.is_older(each.index, told or {})}
+        newer = {
+            each.index for each in frozen if before is not None and before.is_older(each.index, shard_versions or {})
+        }
         spaces = {each.space for each in frozen}
         renewed = {each.space for each in frozen if each.index in newer}
         is_shared = len(itemsizes) <= MOST_FILES  # otherwise no relay could hand them over

@@ -118,7 +118,7 @@ class Subscription:
     access: needs the role of a reader
     changes: True: changes of buckets in place of whole ones; False: never; None: while the network is slow
     shared_directory: where a server on this host may hand over the memory of its editions; None: all comes in messages
-    told:   is called, in the subscription's thread, at each new edition, at an error, and at the end
+    on_event: is called, in the subscription's thread, at each new edition, at an error, and at the end
     room:   the memory into which editions are received
     relay:  returns what the reader says of itself; None: nothing, as it is no relay
 
@@ -137,7 +137,7 @@ class Subscription:
         access: Access = PLAINTEXT,
         changes: bool | None = None,
         shared_directory: Path | None = None,
-        told: Callable[[], None] | None = None,
+        on_event: Callable[[], None] | None = None,
         room: ReceivingRoom | None = None,
         relay: Callable[[], RelayReport | None] = lambda: None,
     ) -> None:
@@ -149,7 +149,7 @@ class Subscription:
         if not isinstance(period, int | float) or not 0 <= period <= 3600:
             raise InvalidRequest(f"period must be 0 to 3600 seconds, got {period!r}")
         self._servers, self._job, self._access = server.split(","), job, access
-        self._told_of, self._room = told, room or ReceivingRoom()
+        self._on_event, self._room = on_event, room or ReceivingRoom()
         self._telling = Telling(relay, lambda: TELL_SECONDS * _RANDOM.uniform(1.0, 1.5))
         self._every, self._wire, self._period = every, wire, period
         self._process, self._wanted = os.getpid(), None if parameters is None else frozenset(parameters)
@@ -164,9 +164,9 @@ class Subscription:
         self.received = Received()
         self._due = 0.0  # when the next edition may come, if a period is set
         self._lag: float | None = None  # seconds since a relay knew last that its edition is the newest; None: no relay
-        self._told = 0  # the highest version that any shard has told of on these
+        self._announced = 0  # the highest version that any shard has told of on these
         self._asked_for, self._refused = -1, -1  # the version asked for last, and the last that a shard was past
-        self._updated = time.monotonic()  # when `_told` rose last
+        self._updated = time.monotonic()  # when `_announced` rose last
         self._described_at = 0.0  # when shards were asked last how far they are
         self._equal: float | None = None  # when the edition was last known to be the newest there is
         self._ended, self._restores = False, 0
@@ -199,7 +199,7 @@ class Subscription:
     @property
     def behind(self) -> int:
         """Updates that the newest edition lacks, as far as shards have told: -1 before the first edition."""
-        return -1 if self._edition is None else max(0, self._told - self._edition.version)
+        return -1 if self._edition is None else max(0, self._announced - self._edition.version)
 
     @property
     def is_left(self) -> bool:
@@ -210,7 +210,7 @@ class Subscription:
     @property
     def latest(self) -> int:
         """The highest version that shards have told of."""
-        return self._told
+        return self._announced
 
     @property
     def age(self) -> float:
@@ -316,8 +316,8 @@ class Subscription:
     def _tell(self) -> None:
         with self._changed:
             self._changed.notify_all()
-        if self._told_of is not None:
-            self._told_of()
+        if self._on_event is not None:
+            self._on_event()
 
     def _follow(self) -> None:
         """Receives editions until there is a trouble, and records it."""
@@ -383,7 +383,7 @@ class Subscription:
         self._check_order(here[0], timeline)
         self._lag = here[0].age
         if self._series != (here[0].run, timeline):
-            self._series, self._told, self._refused = (here[0].run, timeline), 0, -1  # the version may have fallen
+            self._series, self._announced, self._refused = (here[0].run, timeline), 0, -1  # the version may have fallen
         self._heard_of(highest)
         ended = [each.ended for each in here]
         if any(ended) and not all(ended):
@@ -501,8 +501,8 @@ class Subscription:
 
     def _heard_of(self, version: int) -> None:
         """Notes that a shard has told of a version."""
-        if version > self._told:
-            self._told, self._updated = version, time.monotonic()
+        if version > self._announced:
+            self._announced, self._updated = version, time.monotonic()
 
     def _receive(
         self, shards: EachShard, here: list[WeightsHere], version: int, before: EditionArrays | None, least: int
@@ -510,9 +510,9 @@ class Subscription:
         """Receives an edition. least: the lowest version that would do; the one that is asked for may be further on"""
         contents = self._contents
         assert contents is not None
-        told = {index: version for each in here for index, version in each.buffers.items()}
+        shard_versions = {index: version for each in here for index, version in each.buffers.items()}
         room = self._room
-        arriving = Arriving(contents, before, told, room.memory)
+        arriving = Arriving(contents, before, shard_versions, room.memory)
         room.check(arriving)
         base = before if self._wants_changes() else None
         came = Incoming(arriving, room, f"edition {version}")
@@ -531,17 +531,17 @@ class Subscription:
             else:
                 del heard[reader.index]
 
-        def alive(index: int, told: int, age: float | None) -> None:
-            self._heard_of(told)
+        def alive(index: int, lowest: int, age: float | None) -> None:
+            self._heard_of(lowest)
             self._lag = age
             heard[index] = time.monotonic() - (age or 0.0)
             if self._telling.is_due():  # the wait goes on meanwhile: the edition may come at any moment
                 for each in shards.readers:
                     each.tell(self._asking(here[0].run))
-            if before is not None and self._told <= before.version:
+            if before is not None and self._announced <= before.version:
                 equal = min(list(heard.values()))
                 self._equal = equal if self._equal is None else max(self._equal, equal)
-            elif least <= self._told < version and self._is_idle():
+            elif least <= self._announced < version and self._is_idle():
                 raise _StandsStill
 
         try:
@@ -591,7 +591,7 @@ class Subscription:
         with self._changed:
             self._restores += is_restored
             self._edition, self._trouble, self._ended = edition, None, is_last
-            if self._lag is not None or edition.version >= self._told:
+            if self._lag is not None or edition.version >= self._announced:
                 self._equal = time.monotonic() - (self._lag or 0.0)
             elif self._equal is None or is_restored:
                 self._equal = self._described_at

@@ -49,14 +49,14 @@ class Program:
 
     arguments: the arguments of the Python interpreter
     out, err:  receive the child's output; None: the child writes to this process's own
-    is_told:   the child gets a pipe as standard input, for `tell`; it closes when this process ends
+    has_stdin: the child gets a pipe as standard input, for `tell`; it closes when this process ends
     """
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
     out: Output | None = None
     err: Output | None = None
-    is_told: bool = False
+    has_stdin: bool = False
 
 
 class Children:
@@ -87,12 +87,12 @@ class Children:
         process = subprocess.Popen(
             [sys.executable, *program.arguments],
             env=dict(program.environment),
-            stdin=subprocess.PIPE if program.is_told else None,
+            stdin=subprocess.PIPE if program.has_stdin else None,
             stdout=subprocess.PIPE if program.out is not None else None,
             stderr=subprocess.PIPE if program.err is not None else None,
             start_new_session=True,
             # A child with a pipe as standard input learns from its end that this process is gone.
-            preexec_fn=None if program.is_told else self._guard,
+            preexec_fn=None if program.has_stdin else self._guard,
         )
         self._running[number], self._pids[number] = process, process.pid
         self._streams[number] = []

@@ -116,14 +116,14 @@ class _Ready:
     def __init__(self, tell: Callable[[dict[str, str]], None], console: Console) -> None:
         self._tell = tell
         self._console = console
-        self._told = False
+        self._has_addresses = False
 
     def take(self, data: bytes, lines: list[bytes]) -> None:
         """Processes whole lines of output."""
         for line in lines:
-            addresses = addresses_in(line.decode(errors="replace")) if not self._told else None
+            addresses = addresses_in(line.decode(errors="replace")) if not self._has_addresses else None
             if addresses is not None:
-                self._told = True
+                self._has_addresses = True
                 self._tell(addresses)
             else:
                 self._console.write(sys.stderr.fileno(), line + b"\n")
@@ -294,7 +294,7 @@ class _Shards:
             # The coordinator ends last. A shard without a coordinator on this host requests its own last checkpoints.
             arguments += ["--ends-last" if index == COORDINATOR else "--drains"]
         out = _Ready(lambda place: self._is_ready(index, place), self._console)
-        return Program(arguments, self._shard_environment(index), out=out, is_told=True)
+        return Program(arguments, self._shard_environment(index), out=out, has_stdin=True)
 
     def _shard_environment(self, index: int) -> dict[str, str]:
         shard, environment = self._shards[index], dict(self._environment)

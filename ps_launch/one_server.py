@@ -37,7 +37,7 @@ class OneServer:
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._addresses: dict[str, str] | None = None
-        self._told = threading.Event()  # it is ready, or has ended
+        self._settled = threading.Event()  # it is ready, or has ended
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._process = subprocess.Popen(
             [sys.executable, *own_program("ps_server", *arguments, "--supervised")],
@@ -70,7 +70,7 @@ class OneServer:
         """Waits up to `seconds` for the server to be ready. Returns its `address`, `metrics` and `process`; None if it
         is not ready.
         """
-        self._told.wait(seconds)
+        self._settled.wait(seconds)
         return self._addresses
 
     def has_ended(self) -> bool:
@@ -108,10 +108,10 @@ class OneServer:
                 addresses = addresses_in(line) if self._addresses is None else None
                 if addresses is not None:
                     self._addresses = addresses
-                    self._told.set()
+                    self._settled.set()
                 else:
                     self._pass_on([line])
-        self._told.set()  # it has ended
+        self._settled.set()  # it has ended
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

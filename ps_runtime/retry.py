@@ -82,7 +82,7 @@ class Retry:
         self._is_explained = False
         self._waits_since: float | None = None  # when the peer first asked to repeat the call later
         self._is_long = False  # whether the log warns of that
-        self._told: str | None = None  # the last progress
+        self._progress: str | None = None  # the last progress
         self._is_unknown = False  # the peer did not know the token that was shown last
         self._begin_anew()
 
@@ -125,8 +125,8 @@ class Retry:
             self._begin_anew()
             self._closing.wait(error.retry_after * _RANDOM.uniform(1.0, 1.5))
             return
-        if error.progress is not None and error.progress != self._told:
-            self._told = error.progress  # the peer's progress, which restarts the time limit
+        if error.progress is not None and error.progress != self._progress:
+            self._progress = error.progress  # the peer's progress, which restarts the time limit
             self._begin_anew()
             self._name_wait(error)
         passed = time.monotonic() - self._since

@@ -122,7 +122,7 @@ class Ending:
         self._handler: Callable[[int, FrameType | None], object] | None = None
 
     @property
-    def is_told(self) -> bool:
+    def end_requested(self) -> bool:
         """Whether a signal has come."""
         return self._signal is not None
 
@@ -144,7 +144,7 @@ class Ending:
         if not self._held:
             self._exit()
 
-    def exit_if_told(self) -> None:
+    def exit_if_requested(self) -> None:
         """Raises SystemExit once more in the main thread if a signal has come."""
         if self._signal is not None and threading.current_thread() is threading.main_thread():
             self._exit()
@@ -231,7 +231,7 @@ def end_by_signal(number: int) -> None:
 undisturbed, interruptible = _ending.hold, _ending.let_through
 # Called by each step. A script trains on after the signal only where its SystemExit was lost: in a `__del__`, or in a
 # callback from C.
-exit_if_told = _ending.exit_if_told
+exit_if_requested = _ending.exit_if_requested
 
 
 def is_held_back() -> bool:
@@ -241,4 +241,4 @@ def is_held_back() -> bool:
 
 def is_cut_short() -> bool:
     """Whether the script is interrupted. Call it while an exception propagates, or after it has ended the script."""
-    return _ending.is_told or sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
+    return _ending.end_requested or sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None

@@ -314,10 +314,10 @@ def _run(arguments: argparse.Namespace) -> int:
         output = Path(arguments.output)
         where = arguments.checkpoint_dir, arguments.job, arguments.checkpoint, output, arguments.format
 
-        def told(text: str) -> None:
+        def on_skipped(text: str) -> None:
             print(logs.line_of(Speaker("ps-server"), text, logs.TEXT), file=sys.stderr, flush=True)
 
-        print(export(*where, told=told, fallback=not arguments.no_fallback, dcp=arguments.dcp))
+        print(export(*where, on_skipped=on_skipped, fallback=not arguments.no_fallback, dcp=arguments.dcp))
         return 0
     if arguments.command == "plan":
         return _plan(arguments)

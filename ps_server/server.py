@@ -261,7 +261,7 @@ class Server:
             *(timing,),
             charge=charge,
         )
-        coordinator.events.told = note_event
+        coordinator.events.notify = note_event
         coordinator.start()
         return coordinator
 

@@ -25,7 +25,7 @@ BLOCK = 2**16  # numbers looked at in one step of a walk: some tens of microseco
 
 _HIGHEST = 2**32 - 1  # the highest version, minus the base, that is stored for an entry
 
-Told = Callable[[RowNumbers], None]
+Observer = Callable[[RowNumbers], None]
 
 
 class Gone(NamedTuple):
@@ -54,7 +54,7 @@ class Entries:
         self._base = 0
         self._threshold = 1  # minus the base: entries whose last use is before it have expired
         self._live = 0
-        self._told: Told | None = None  # called with entries that are about to change
+        self._observer: Observer | None = None  # called with entries that are about to change
         self.exact_since = 0  # versions from this one on are as they were; see `_rebase`
 
     def __len__(self) -> int:
@@ -101,8 +101,8 @@ class Entries:
         highest = int(np.max(version, initial=0)) - self._base
         if highest > _HIGHEST:
             self._rebase(highest - _HIGHEST // 2)
-        if self._told is not None:
-            self._told(numbers)
+        if self._observer is not None:
+            self._observer(numbers)
         self._used[numbers] = np.maximum(version - np.int64(self._base), self._threshold)
 
     def remove(self, ids: Ids, numbers: RowNumbers) -> None:
@@ -176,7 +176,7 @@ class Entries:
         expired entries are not free, because the copy may still need them.
         """
         used = self._used[: self._end][numbers]
-        without: npt.NDArray[np.bool_] = used == 0 if self._told is not None else used < self._threshold
+        without: npt.NDArray[np.bool_] = used == 0 if self._observer is not None else used < self._threshold
         return without
 
     @property
@@ -193,14 +193,14 @@ class Entries:
         used = self._used[: self._end]
         return int(np.count_nonzero(_between(used, first - self._base, last - self._base)))
 
-    def before_change(self, told: Told) -> None:
+    def before_change(self, observer: Observer) -> None:
         """Sets the function that is called with the numbers of entries before these change or are released."""
-        self._told = told
+        self._observer = observer
 
-    def no_longer(self, told: Told) -> None:
+    def no_longer(self, observer: Observer) -> None:
         """Removes a function of `before_change`, unless another one has replaced it."""
-        if self._told == told:
-            self._told = None
+        if self._observer == observer:
+            self._observer = None
 
     def ids(self, numbers: RowNumbers) -> Ids:
         """Returns the id of each number that is an entry's."""
@@ -223,8 +223,8 @@ class Entries:
 
     def _give_back(self, ids: Ids, numbers: RowNumbers) -> None:
         if len(ids):
-            if self._told is not None:
-                self._told(numbers)
+            if self._observer is not None:
+                self._observer(numbers)
             self._index.remove(ids, numbers)
             self._used[numbers] = 0
             self._free = np.concatenate([self._free, numbers])
@@ -233,8 +233,8 @@ class Entries:
         """Moves the base of the stored versions forward by `shift`, so that they fit into 32 bits. Versions before the
         new base become the base.
         """
-        if self._told is not None:
-            self._told(np.arange(self._end))
+        if self._observer is not None:
+            self._observer(np.arange(self._end))
         self.exact_since = self._base + shift + _HIGHEST // 2
         used = self._used[: self._end]
         free, expired = used == 0, used < self._threshold

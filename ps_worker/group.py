@@ -234,12 +234,12 @@ class Group:
                 raise raised.__cause__ or raised from None
             except Exception as raised:
                 error, made = raised, b"-" + _error_bytes(raised)
-        told = self._broadcast(made)
+        answer = self._broadcast(made)
         if error is not None:
             raise error
-        if told[:1] != b"+":
-            raise _error_of(told[1:], 0)
-        return told[1:]
+        if answer[:1] != b"+":
+            raise _error_of(answer[1:], 0)
+        return answer[1:]
 
     def _broadcast(self, made: bytes) -> bytes:
         """Returns what the first member has made. Each member needs memory for that alone."""
@@ -292,13 +292,13 @@ class Group:
         error the neighbours have been left.
         """
         try:
-            told = [each.decode() for each in self.gather(own.encode())]
-            member = next((index for index, each in enumerate(told) if each != told[0]), None)
+            gathered = [each.decode() for each in self.gather(own.encode())]
+            member = next((index for index, each in enumerate(gathered) if each != gathered[0]), None)
             if member is not None:
                 raise InvalidRequest(
-                    f"the members of a group are one worker: member 0 is {told[0]}, and member {member} is "
-                    f"{told[member]}. connect(rank=..., world_size=...) takes the number of the group, and how many "
-                    "groups there are"
+                    f"the members of a group are one worker: member 0 is {gathered[0]}, and member {member} is "
+                    f"{gathered[member]}. connect(rank=..., world_size=...) takes the number of the group, and how "
+                    "many groups there are"
                 )
         except BaseException:  # the session does not know of this group yet
             self.neighbours.leave()
@@ -335,11 +335,11 @@ class Group:
             worst = LOST if isinstance(error, PlaceLost) else FAILED
         own_worst, (worst, *highest) = worst, self._meet(worst, *own)
         if worst == FAILED:
-            told = self.gather(_error_bytes(error) if error is not None and own_worst == FAILED else b"")
+            gathered = self.gather(_error_bytes(error) if error is not None and own_worst == FAILED else b"")
             if error is not None and own_worst == FAILED:
                 raise error
-            member = next(index for index, each in enumerate(told) if each)
-            raise _error_of(told[member], member) from error
+            member = next(index for index, each in enumerate(gathered) if each)
+            raise _error_of(gathered[member], member) from error
         if worst == LOST:
             return error if isinstance(error, PlaceLost) else PlaceLost(), highest
         return None, highest
@@ -350,9 +350,9 @@ def unlike_calls(where: Sequence[bytes]) -> InvalidRequest:
 
     where: by member, how often it has met the others, and in which call
     """
-    told = [each.rstrip(b"\0").decode(errors="replace") for each in where]
-    member = next((index for index, each in enumerate(told) if each != told[0]), 0)
-    (first, call), (second, other) = (told[index].split(" ", 1) for index in (0, member))
+    gathered = [each.rstrip(b"\0").decode(errors="replace") for each in where]
+    member = next((index for index, each in enumerate(gathered) if each != gathered[0]), 0)
+    (first, call), (second, other) = (gathered[index].split(" ", 1) for index in (0, member))
     if call == other:  # its name says nothing of what differs
         call, other = f"part {first} of {call}", f"part {second} of {other}: one of them was interrupted in it"
     return InvalidRequest(
@@ -475,7 +475,7 @@ def _error_bytes(error: BaseException) -> bytes:
     return f"{reason}\n{type(error).__name__}: {error}".encode()
 
 
-def _error_of(told: bytes, member: int) -> PSError:
+def _error_of(encoded: bytes, member: int) -> PSError:
     """Returns the error of another member, as this one raises it."""
-    reason, _, text = told.decode(errors="replace").partition("\n")
+    reason, _, text = encoded.decode(errors="replace").partition("\n")
     return BY_REASON.get(reason, InvalidRequest)(f"member {member} of this worker's group: {text}")

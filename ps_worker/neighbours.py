@@ -75,7 +75,7 @@ class Neighbours:
         self.pause = seconds / SIGNS
         self.awaits_all = False
         self._others = [other for other in range(size) if other != member]
-        self._told: dict[int, str] = {}  # by member, its last sign
+        self._signs: dict[int, str] = {}  # by member, its last sign
         self._heard: set[int] = set()  # whose sign is new since the last `check`
         self._silent = dict.fromkeys(self._others, 0.0)  # for how long, while this process ran
         self._checked = time.monotonic()
@@ -98,7 +98,7 @@ class Neighbours:
         began = time.monotonic()
         notice_at = began + NOTICE_SECONDS
         with self._changed:
-            while missing := [other for other in self._others if other not in self._told]:
+            while missing := [other for other in self._others if other not in self._signs]:
                 if self._broken is not None:
                     raise self._broken
                 now = time.monotonic()
@@ -128,7 +128,7 @@ class Neighbours:
                 self._silent[other] = 0.0 if has_given else self._silent[other] + passed
             self._heard.clear()
             gone = [other for other in self._others if self._silent[other] >= self._seconds]
-            who = _named(gone, " and ", self._told)
+            who = _named(gone, " and ", self._signs)
         if gone:
             self._end(
                 f"{who} of this worker's group {'has' if len(gone) == 1 else 'have'} given no sign for "
@@ -144,11 +144,11 @@ class Neighbours:
     @property
     def _have_come(self) -> bool:
         """Whether all members have."""
-        return len(self._told) == len(self._others)
+        return len(self._signs) == len(self._others)
 
     def _has_left(self, other: int) -> bool:
         """Whether a member has told that it gives no more signs."""
-        return self._told.get(other, "").startswith(_LEFT)
+        return self._signs.get(other, "").startswith(_LEFT)
 
     def _run(self) -> None:
         who, count = f"{socket.gethostname()}, pid {os.getpid()}", 0
@@ -190,16 +190,16 @@ class Neighbours:
         turn: a number that rises by 1
         """
         for other in self._others if self._have_come else self._newcomers(turn):
-            told = self._connection.get(self._key(other)).decode()
+            sign = self._connection.get(self._key(other)).decode()
             with self._changed:
-                if self._told.get(other) != told:
-                    self._told[other] = told
+                if self._signs.get(other) != sign:
+                    self._signs[other] = sign
                     self._heard.add(other)
                     self._changed.notify_all()
 
     def _newcomers(self, turn: int) -> list[int]:
         """Returns members that have come, and were missing. It asks the store twice, however many are missing."""
-        missing = [other for other in self._others if other not in self._told]
+        missing = [other for other in self._others if other not in self._signs]
         if self._connection.check([self._key(other) for other in missing]):
             return missing
         one = missing[turn % len(missing)]  # `await_all` names those that have not come
@@ -245,11 +245,11 @@ def _check_there(store: Any) -> None:
         socket.create_connection((store.host, store.port), _CONNECT_SECONDS).close()
 
 
-def _named(members: Iterable[int], between: str = ", ", told: dict[int, str] | None = None) -> str:
+def _named(members: Iterable[int], between: str = ", ", signs: dict[int, str] | None = None) -> str:
     """Returns members with their numbers, and where they run, as far as they have told."""
     names = []
     for member in members:
-        sign, _, who = (told or {}).get(member, "").partition(" ")
+        sign, _, who = (signs or {}).get(member, "").partition(" ")
         who += ", has closed its session" if sign == _LEFT else ""
         names.append(f"member {member}" + (f" ({who})" if who else ""))
     return between.join(names)

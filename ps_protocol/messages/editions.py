@@ -24,7 +24,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.v1 import feed_pb2
 
 LEAST_PART_BYTES = 2**16  # of a payload in one message: each message costs both ends some time
-MOST_TOLD_READERS = 1_000_000  # that a relay can say it has
+MOST_REPORTED_READERS = 1_000_000  # that a relay can say it has
 _RELAY_NAME = re.compile(r"[A-Za-z0-9.:_%\[\]-]{1,128}")
 
 
@@ -32,7 +32,7 @@ class RelayReport(NamedTuple):
     """What a relay says of itself. Nobody checks it.
 
     name:    the address at which readers reach it, or one with the name of its host
-    readers: its own, and those of relays behind it, up to MOST_TOLD_READERS
+    readers: its own, and those of relays behind it, up to MOST_REPORTED_READERS
     version: that of its newest edition; None: there is none of the job's present run and timeline
     """
 
@@ -192,7 +192,7 @@ def is_relay_name(name: str) -> bool:
 def _relay_message(report: RelayReport | None) -> feed_pb2.RelayReport | None:
     if report is None:
         return None
-    readers = min(report.readers, MOST_TOLD_READERS)
+    readers = min(report.readers, MOST_REPORTED_READERS)
     return feed_pb2.RelayReport(name=report.name, reader_count=readers, edition_version=report.version)
 
 
@@ -201,7 +201,7 @@ def _relay_report(message: feed_pb2.RelayReport) -> RelayReport:
     if not is_relay_name(message.name):
         raise InvalidRequest("the name of a relay must be an address of 1 to 128 characters")
     version = message.edition_version if message.HasField("edition_version") else None
-    return RelayReport(message.name, min(message.reader_count, MOST_TOLD_READERS), version)
+    return RelayReport(message.name, min(message.reader_count, MOST_REPORTED_READERS), version)
 
 
 def write_weights_asked(asked: WeightsAsked) -> bytes:

@@ -134,11 +134,11 @@ def write_script(script: SavedState | None) -> bytes:
     return b"" if message is None else b"+" + message.SerializeToString()
 
 
-def read_script(told: bytes) -> SavedState | None:
+def read_script(encoded: bytes) -> SavedState | None:
     """Returns the state that a script has set, from the bytes of `write_script`; None if there is none."""
-    if not told:
+    if not encoded:
         return None
-    message = membership_pb2.WorkerState.FromString(told[1:])
+    message = membership_pb2.WorkerState.FromString(encoded[1:])
     return SavedState(message.clock, message.content)
 
 

@@ -34,7 +34,7 @@ class Charge:
     def __init__(self) -> None:
         self._leased: Leased | None = None
         self._refused = ""  # the reason, from a shard
-        self._is_told = False
+        self._is_logged = False
 
     def begin(self, leased: Leased) -> None:
         """Sets the lease that decides from now on whether this coordinator is in charge. This process must hold it."""
@@ -53,8 +53,8 @@ class Charge:
     def lost(self) -> str:
         """Why this coordinator is no longer in charge; empty: it is, as far as it knows."""
         why = self._refused or (self._leased.taken_over() if self._leased is not None else "")
-        if why and not self._is_told:
-            self._is_told = True
+        if why and not self._is_logged:
+            self._is_logged = True
             log.error(
                 "this coordinator is not in charge any more, and changes nothing: %s. Its workers find the other one "
                 "when this process has ended: end it",

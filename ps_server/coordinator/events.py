@@ -47,13 +47,13 @@ class EventLog:
         self._clock = clock
         self._lock = Lock()
         self._events: list[Event] = []
-        self.told: Callable[[str, str, str], object] = lambda kind, job, text: None  # called with each event
+        self.notify: Callable[[str, str, str], object] = lambda kind, job, text: None  # called with each event
         self._last = 0
 
-    def note(self, kind: str, job: str, text: str, told_as: str = "") -> None:
-        """Logs an event. told_as: its kind in the audit log; empty: the same kind"""
+    def note(self, kind: str, job: str, text: str, audit_kind: str = "") -> None:
+        """Logs an event. audit_kind: its kind in the audit log; empty: the same kind"""
         text = text[:MOST_CHARACTERS]
-        self.told(told_as or kind, job, text)
+        self.notify(audit_kind or kind, job, text)
         with self._lock:
             self._last += 1
             before = self._same(kind, job, text)

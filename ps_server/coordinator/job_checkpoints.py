@@ -124,7 +124,7 @@ class JobCheckpoints:
             yield from self._await_due()
             started, asked = self._clock.now(), self._requests.asked
             error: PSError | None = None
-            self._job.cluster.events.told("checkpoint begun", self._spec.name, "a checkpoint is begun")
+            self._job.cluster.events.notify("checkpoint begun", self._spec.name, "a checkpoint is begun")
             try:
                 yield from self._next_attempt().make()
                 self._progress.seconds, self._progress.at = self._clock.now() - started, self._clock.now()

@@ -57,7 +57,7 @@ class _Waiter:
     clock: int
     listener: Listener
     since: float
-    told: float
+    noticed_at: float
 
 
 class JobRounds:
@@ -208,8 +208,8 @@ class JobRounds:
                     self._waiters.remove(waiter)
                     waiter.listener.tell(Standing(number, None, missing, wanted))
                     waiter.listener.finish()
-                elif now - waiter.told >= self._timing.round_notice:
-                    waiter.told = now
+                elif now - waiter.noticed_at >= self._timing.round_notice:
+                    waiter.noticed_at = now
                     waiter.listener.tell(Standing(number, None, missing))
 
     def _missing(self, live: Mapping[int, int]) -> tuple[int, ...]:

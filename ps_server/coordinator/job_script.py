@@ -36,7 +36,7 @@ class JobScript:
         changed: Callable[[], None],
     ) -> None:
         self._members, self._in_step, self._saved, self._changed = members, in_step, saved, changed
-        self._told: Report | None = None
+        self._report: Report | None = None
         self._asking: dict[tuple[int, int], int] = {}  # by rank and incarnation, the request of a worker that came late
         self._number = self._answered = 1
         self._candidates: list[int] = []  # ranks that may be asked for the last request, the first one first
@@ -65,22 +65,22 @@ class JobScript:
             waits = self._number > self._answered and self._candidates
             return (self._candidates[0], self._number) if waits else None
 
-    def tell(self, rank: int, request: int, told: Report | None) -> None:
+    def tell(self, rank: int, request: int, report: Report | None) -> None:
         """Keeps a live worker's report of its script's settings. Raises InvalidRequest if it has over MAX_SCRIPT_BYTES.
 
         request: the number of the request that it answers
-        told:    the worker's clock and its settings; None: the worker has nothing to report
+        report:    the worker's clock and its settings; None: the worker has nothing to report
         """
-        if told is not None and len(told[1]) > MAX_SCRIPT_BYTES:
-            raise InvalidRequest(f"what a script has set may have {MAX_SCRIPT_BYTES} bytes, got {len(told[1])}")
+        if report is not None and len(report[1]) > MAX_SCRIPT_BYTES:
+            raise InvalidRequest(f"what a script has set may have {MAX_SCRIPT_BYTES} bytes, got {len(report[1])}")
         asks_next = False
         with self._lock:
-            if told is not None and (self._told is None or told[0] >= self._told[0]):
-                self._told = told
+            if report is not None and (self._report is None or report[0] >= self._report[0]):
+                self._report = report
             if request == self._number > self._answered and rank in self._candidates:
-                if told is None:
+                if report is None:
                     self._candidates.remove(rank)
-                if told is not None or not self._candidates:
+                if report is not None or not self._candidates:
                     self._answered = self._number
                 asks_next = self._number > self._answered
         if asks_next:
@@ -107,16 +107,16 @@ class JobScript:
             is_coming = self._asking.setdefault(worker, self._number) > self._answered
             if not is_coming:
                 self._asking.pop(worker, None)
-            told = self._told
+            report = self._report
         if is_new and candidates:
             self._changed()
-        saved = None if is_coming else self._saved(-1 if told is None else told[0])
-        return saved or told, is_coming
+        saved = None if is_coming else self._saved(-1 if report is None else report[0])
+        return saved or report, is_coming
 
     def forget(self) -> None:
         """Forgets what scripts have reported since the checkpoint to which the job was rolled back."""
         with self._lock:
-            self._told = None
+            self._report = None
 
     def _by_preference(self, but: int | None = None) -> list[int]:
         """Returns the live ranks, in the order in which to ask them: the rank whose script counts first, and ranks that

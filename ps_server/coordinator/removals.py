@@ -68,14 +68,14 @@ class Removals:
 
     def _tell_all(self, index: int) -> None:
         """Sends one shard its removals, until none is left or the shard does not answer."""
-        told = False
+        is_done = False
         try:
             while workers := self._next(index):
                 if not self._tell(index, workers):
                     return
-            told = True
+            is_done = True
         finally:
-            if not told:
+            if not is_done:
                 with self._lock:
                     self._telling.discard(index)
 

@@ -31,7 +31,7 @@ class Watchers:
 
     def __init__(self, roster: Callable[[], Roster], clock: Clock, later: Later) -> None:
         self._roster, self._clock, self._later = roster, clock, later
-        self._told = roster()
+        self._announced = roster()
         self._lock = threading.RLock()  # a watcher may stop in its callback, in the same thread
         self._watchers: list[Watcher] = []
         self._not_before = clock.now()
@@ -43,7 +43,7 @@ class Watchers:
         watcher: is called with each new roster, and with None when no more come
         """
         with self._lock:
-            watcher(None if self._over else self._told)
+            watcher(None if self._over else self._announced)
             self._watchers.append(watcher)
 
         def stop() -> None:
@@ -58,7 +58,7 @@ class Watchers:
         with self._lock:
             _, _, started = self._roster()
             wait = self._not_before - self._clock.now()
-            if wait <= 0 or started != self._told[2]:
+            if wait <= 0 or started != self._announced[2]:
                 self._tell()
             elif not self._is_due:
                 self._is_due = True
@@ -72,9 +72,9 @@ class Watchers:
 
     def _tell(self) -> None:
         self._is_due = False
-        self._told = self._roster()
+        self._announced = self._roster()
         for watcher in list(self._watchers):
-            watcher(self._told)
+            watcher(self._announced)
         self._not_before = self._clock.now() + PAUSE_A_WATCHER * len(self._watchers)
 
     def end(self) -> None:

@@ -192,7 +192,7 @@ class Membership:
     _left: set[int] = field(default_factory=set)  # ranks whose last worker has left by itself
     _doubted: float = -math.inf  # when the workers of `in_doubt` came into doubt
     _has_nobody: bool = False  # no worker was left, and the job waits for its ranks to join again
-    _is_told: bool = True  # `newly_awaited` has returned the ranks
+    _is_reported: bool = True  # `newly_awaited` has returned the ranks
 
     def claim(
         self, rank: int | None, request: JoinRequest = UNKNOWN, reserved: Iterable[int] = (), now: float = math.inf
@@ -316,15 +316,15 @@ class Membership:
         awaited = (recent | others) - self.done - self.rejoining.keys() - {rank}
         self.rejoining |= dict.fromkeys(sorted(awaited), math.inf)
         self.in_doubt, self._doubted = set(others), now
-        self._has_nobody, self._is_told = True, False
+        self._has_nobody, self._is_reported = True, False
 
     def newly_awaited(self) -> tuple[int, ...]:
         """Returns, once, the ranks that the job begins to wait for because no worker is left; later calls
         return none.
         """
-        if self._is_told or self.started or self.in_doubt:
+        if self._is_reported or self.started or self.in_doubt:
             return ()
-        self._is_told = True
+        self._is_reported = True
         return tuple(sorted(self.rejoining))
 
     def _give_time(self, rank: int, now: float, launch_ranks: range, is_back: bool) -> None:

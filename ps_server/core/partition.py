@@ -43,7 +43,7 @@ from ps_server.core.data_commits import DataCommits
 from ps_server.core.dense import DenseBucket, Gradient
 from ps_server.core.membership import Counted, check_incarnation, wrong_key
 from ps_server.core.placement import Place
-from ps_server.core.server_figures import TableFigures, told
+from ps_server.core.server_figures import TableFigures, reported
 from ps_server.core.shard_table import ShardTable
 from ps_server.core.snapshot import VersionRange, union
 from ps_server.core.sums import Scratch
@@ -277,8 +277,8 @@ class JobPartition:
         return sum((each for each in known if each is not None), Agreement()) if any(known) else None
 
     def table_figures(self) -> tuple[TableFigures, ...]:
-        """Returns the size and the counts of each table; see `told`. Tables may be stepped meanwhile."""
-        return told([table.figures() for table in self.tables.values()])
+        """Returns the size and the counts of each table; see `reported`. Tables may be stepped meanwhile."""
+        return reported([table.figures() for table in self.tables.values()])
 
 
 class Reached:

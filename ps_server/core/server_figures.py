@@ -15,7 +15,7 @@ from ps_server.core.validation import check_once
 
 # Tables of a job that are reported one by one. Their number is limited because whoever registers a job chooses how many
 # tables it has, and their names.
-TABLES_TOLD = 100
+TABLES_REPORTED = 100
 OTHER_TABLES = "(others)"
 
 
@@ -95,16 +95,16 @@ class TableFigures:
     file_bytes: int = 0
 
 
-def told(tables: Sequence[TableFigures]) -> tuple[TableFigures, ...]:
-    """Returns the figures of a job's tables for a message: the first TABLES_TOLD tables, and the sum of the others."""
-    rest = tables[TABLES_TOLD:]
+def reported(tables: Sequence[TableFigures]) -> tuple[TableFigures, ...]:
+    """Returns the figures of a job's tables for a message: the first TABLES_REPORTED, and the sum of the others."""
+    rest = tables[TABLES_REPORTED:]
     if not rest:
         return tuple(tables)
     counts = sum((table.counts for table in rest), RowCounts())
     rows, nbytes = sum(each.rows for each in rest), sum(each.nbytes for each in rest)
     in_file = sum(each.file_rows for each in rest), sum(each.file_bytes for each in rest)
     others = TableFigures(OTHER_TABLES, rows, nbytes, counts, *in_file)
-    return (*tables[:TABLES_TOLD], others)
+    return (*tables[:TABLES_REPORTED], others)
 
 
 def check_worker_figures(figures: WorkerFigures) -> None:

@@ -284,14 +284,14 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         self.spec, self._checker = spec, checker
         self.is_trained = not spec.frozen
         # What readers get instead of `weights`: the clock at which rank 0 sent its values, and the values.
-        self._told: tuple[int, torch.Tensor] | None = None
+        self._for_readers: tuple[int, torch.Tensor] | None = None
 
     def _begin(self, command: UnitCommand) -> Staged:
         """Handles the initial weights, or the initial optimizer state, which comes before them."""
         if not isinstance(command, Initialise):
             raise TypeError(f"expected a command for a bucket, got {type(command).__name__}")
         if self.rule.initialised:
-            return self._kept() if self._is_told(command) else self._duplicate()
+            return self._kept() if self._keeps_for_readers(command) else self._duplicate()
         if self._pending_at(0, 0) is None:
             self.drop_pending(0)
         pending = self._make_pending(0, 0)
@@ -306,22 +306,22 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         self.rule.initialised = True
         return Staged(self.rule.version, duplicate=False)
 
-    def _is_told(self, command: Initialise) -> bool:
+    def _keeps_for_readers(self, command: Initialise) -> bool:
         """Keeps rank 0's values of a bucket that no optimizer steps, for readers. Returns whether they were kept.
 
         Messages may overtake one another: values that are known, or older ones, are not kept.
         """
         value = command.value
-        if self.told_bytes(command) and isinstance(value, torch.Tensor):
-            self._told = command.clock, value.clone()  # the value lies in a message's buffer
+        if self.reader_bytes(command) and isinstance(value, torch.Tensor):
+            self._for_readers = command.clock, value.clone()  # the value lies in a message's buffer
             return True
         return False
 
-    def told_bytes(self, command: Initialise) -> int:
+    def reader_bytes(self, command: Initialise) -> int:
         """Returns the bytes that a command takes on this shard because it has newer values for readers; 0: it
         has none.
         """
-        is_newer = command.clock > self.told_version and not self.is_trained
+        is_newer = command.clock > self.reader_version and not self.is_trained
         is_kept = self.rule.initialised and is_newer and isinstance(command.value, torch.Tensor)
         return self.spec.nbytes if is_kept else 0
 
@@ -331,12 +331,12 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         The version counts updates; for a bucket that no optimizer steps, the steps of rank 0. The caller keeps the
         bucket from being stepped.
         """
-        return (self.rule.version, self.weights.flat) if self._told is None else self._told
+        return (self.rule.version, self.weights.flat) if self._for_readers is None else self._for_readers
 
     @property
-    def told_version(self) -> int:
+    def reader_version(self) -> int:
         """The clock of rank 0 at which it last sent the readers' values of this bucket; 0: it has sent none."""
-        return 0 if self._told is None else self._told[0]
+        return 0 if self._for_readers is None else self._for_readers[0]
 
     def _check_begun(self, command: PushCommand) -> None:
         """Raises InvalidRequest for a push before the initial values. A commit has no gradient, and may come."""

@@ -46,7 +46,7 @@ def page_site(answer: Callable[[Position], Any]) -> Site:
 
 def coordinators_page(views: Views) -> Site:
     """Returns the page of a coordinator in this process, which shows all jobs."""
-    return page_site(lambda told: views.answer(lambda _: True, told, history=True)[0])
+    return page_site(lambda seen: views.answer(lambda _: True, seen, history=True)[0])
 
 
 def view_json(response: Any) -> bytes:

@@ -66,11 +66,11 @@ def _relays(status: dict[str, Any], job: str) -> list[dict[str, Any]]:
     A relay reports to all shards. Of its reports to the shards that answer, the one with the highest version is the
     last.
     """
-    told: dict[str, dict[str, Any]] = {}
+    reported: dict[str, dict[str, Any]] = {}
     for feed in _fed(status, job):
         for relay in feed["relays"]:
-            told[relay["name"]] = max(told.get(relay["name"], relay), relay, key=_newer)
-    return sorted(told.values(), key=lambda relay: (-relay["reader_count"], relay["name"]))
+            reported[relay["name"]] = max(reported.get(relay["name"], relay), relay, key=_newer)
+    return sorted(reported.values(), key=lambda relay: (-relay["reader_count"], relay["name"]))
 
 
 def _fed(status: dict[str, Any], job: str) -> list[dict[str, Any]]:
@@ -216,12 +216,12 @@ def clock_unit(job: dict[str, Any]) -> str:
 
 def steps_text(job: dict[str, Any]) -> str:
     """Returns a job's progress in steps as text; empty if no script announces its number of steps."""
-    told = [worker["figures"] for worker in job["workers"] if worker["figures"]]
-    told = [figures for figures in told if figures.get("total_step_count")]
-    if not told:
+    reported = [worker["figures"] for worker in job["workers"] if worker["figures"]]
+    reported = [figures for figures in reported if figures.get("total_step_count")]
+    if not reported:
         return ""
-    done = [figures["done_step_count"] for figures in told]
-    return f"step {_range(done)} of {max(figures['total_step_count'] for figures in told)}"
+    done = [figures["done_step_count"] for figures in reported]
+    return f"step {_range(done)} of {max(figures['total_step_count'] for figures in reported)}"
 
 
 def _job_lines(job: dict[str, Any]) -> list[str]:
@@ -261,8 +261,8 @@ def _ways(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
             some = any(rank in each["sharing_ranks"] + each["connected_ranks"] for each in held)
             way = "by gRPC to some shards" if some else "by gRPC"
         ways.setdefault(way, []).append(rank)
-    told = [f"{way} (ranks {ranges(sorted(ranks))})" for way, ranks in ways.items()]
-    return ["  buckets travel " + ", ".join(told)] if told else []
+    reported = [f"{way} (ranks {ranges(sorted(ranks))})" for way, ranks in ways.items()]
+    return ["  buckets travel " + ", ".join(reported)] if reported else []
 
 
 def _bytes(status: dict[str, Any], job: dict[str, Any]) -> list[str]:

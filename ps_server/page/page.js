@@ -12,7 +12,7 @@ const FIGURE_WIDTH = 160; // pixels, at least
 const LINES = ["#3b82d4", "#d9822b", "#2c9a6b", "#b455c9", "#c94a4a", "#7a8a2b", "#3aa7b8", "#8b6f5a"];
 
 const $ = (id) => document.getElementById(id);
-const told = { process: 0, last_event: 0, next_sample: 0 };
+const seen = { process: 0, last_event: 0, next_sample: 0 };
 let times = [];
 let series = new Map(); // by job, name and rank: { job, name, rank, values }
 let events = new Map(); // by first number
@@ -91,13 +91,13 @@ function number(value) {
 // -- what came --------------------------------------------------------------------------------------------------------
 
 function take(view) {
-  if (view.process !== told.process) {
+  if (view.process !== seen.process) {
     [times, series, events, finished] = [[], new Map(), new Map(), new Map()];
-    Object.assign(told, { process: view.process, last_event: 0, next_sample: 0 });
+    Object.assign(seen, { process: view.process, last_event: 0, next_sample: 0 });
   }
   for (const event of view.events) {
     events.set(event.first_number, event);
-    told.last_event = Math.max(told.last_event, event.number);
+    seen.last_event = Math.max(seen.last_event, event.number);
   }
   events = new Map([...events.values()].sort((a, b) => a.number - b.number).slice(-EVENTS_KEPT).map((e) => [e.first_number, e]));
   takeSamples(view.history);
@@ -107,7 +107,7 @@ function take(view) {
 
 function takeSamples(history) {
   if (history === null || history.times.length === 0) return;
-  if (history.first_sample !== told.next_sample) [times, series] = [[], new Map()]; // some are forgotten
+  if (history.first_sample !== seen.next_sample) [times, series] = [[], new Map()]; // some are forgotten
   const before = times.length;
   times.push(...history.times);
   for (const each of history.series) {
@@ -116,7 +116,7 @@ function takeSamples(history) {
     const kept = series.get(key);
     kept.values.push(...each.values);
   }
-  told.next_sample = history.first_sample + history.times.length;
+  seen.next_sample = history.first_sample + history.times.length;
   const surplus = Math.max(0, times.length - KEPT);
   times.splice(0, surplus);
   for (const [key, kept] of series) {
@@ -150,8 +150,8 @@ function drawFigures(job, view, status) {
   const age = view.checkpoint_age_duration;
   const loader = job.loaders[0];
   const part = loader ? `${Math.floor((100 * loader.committed_count) / Math.max(1, loader.sample_count))} % of pass ${loader.pass_number}` : "–";
-  const told = job.workers.map((worker) => worker.figures).filter((each) => each && each.step_count > 0);
-  const steps = sum(told, "step_count"), moved = sum(told, "sent_bytes") + sum(told, "received_bytes");
+  const reported = job.workers.map((worker) => worker.figures).filter((each) => each && each.step_count > 0);
+  const steps = sum(reported, "step_count"), moved = sum(reported, "sent_bytes") + sum(reported, "received_bytes");
   // Rows of tables are moved, too: nothing says what float32 would be.
   const fewer = held.some((each) => each.tables.length) || moved === 0 ? 0 : (2 * job.trained_bytes * steps) / moved;
   const less = fewer > 1.05 ? `, ${fewer.toFixed(1)} times fewer than float32 sync` : "";
@@ -166,7 +166,7 @@ function drawFigures(job, view, status) {
     [job.group_size > 1 ? `groups of ${job.group_size} processes` : "workers", job.world_size ? `${clocks.length} of ${job.world_size}` : `${clocks.length}, elastic`],
     ["shards", `${status.shards.length - silent} of ${status.coordinator.shard_count}`, silent ? "bad" : ""],
     ["weights + state", `${bytes(job.parameter_bytes)} + ${bytes(state)}`],
-    [`bytes a step${less}`, steps ? `${bytes(sum(told, "sent_bytes") / steps)} + ${bytes(sum(told, "received_bytes") / steps)}` : "–"],
+    [`bytes a step${less}`, steps ? `${bytes(sum(reported, "sent_bytes") / steps)} + ${bytes(sum(reported, "received_bytes") / steps)}` : "–"],
     ...(loader ? [["leased data", part]] : []),
     ["last checkpoint", age === null ? "none" : `${span(age)} ago`, age !== null && age > OLD_CHECKPOINT ? "bad" : ""],
     ...readers(status, job.name),
@@ -388,12 +388,12 @@ function drawTables(job, status) {
 // What relays have said of themselves, each to all shards. Those with the most readers come first.
 function drawRelays(job, status) {
   const held = status.shards.flatMap((shard) => shard.jobs).filter((each) => each.job === job.name && each.feed);
-  const feeds = held.map((each) => each.feed), told = new Map();
+  const feeds = held.map((each) => each.feed), reported = new Map();
   for (const relay of feeds.flatMap((feed) => feed.relays)) {
-    const before = told.get(relay.name), newer = (relay.edition_version ?? -1) - (before?.edition_version ?? -1);
-    if (!before || newer > 0 || (newer === 0 && relay.behind > before.behind)) told.set(relay.name, relay);
+    const before = reported.get(relay.name), newer = (relay.edition_version ?? -1) - (before?.edition_version ?? -1);
+    if (!before || newer > 0 || (newer === 0 && relay.behind > before.behind)) reported.set(relay.name, relay);
   }
-  const relays = [...told.values()].sort((a, b) => b.reader_count - a.reader_count || (a.name < b.name ? -1 : 1));
+  const relays = [...reported.values()].sort((a, b) => b.reader_count - a.reader_count || (a.name < b.name ? -1 : 1));
   const shown = relays.slice(0, RELAYS);
   const heads = ["relay", ["readers", "number"], ["edition", "number"], ["updates behind", "number"]];
   const rows = shown.map((relay) => {
@@ -656,7 +656,7 @@ let latest = null;
 
 async function look() {
   try {
-    const answer = await fetch(`/api/view?${new URLSearchParams(told)}`, { signal: AbortSignal.timeout(10000) });
+    const answer = await fetch(`/api/view?${new URLSearchParams(seen)}`, { signal: AbortSignal.timeout(10000) });
     if (!answer.ok) throw new Error(await answer.text());
     latest = await answer.json();
     take(latest);

@@ -25,8 +25,8 @@ from ps_server.relay.room import EditionRoom
 from ps_server.relay.sending import RelaySender
 from ps_server.shard.mapped import MappedFiles
 from ps_server.shard.outbox import Outbox
+from ps_server.shard.relay_reports import RelayReports
 from ps_server.shard.shared_changes import BucketChanges
-from ps_server.shard.told_relays import ToldRelays
 
 MOST = 2
 HELD_SECONDS = 30.0  # for which readers may hold an edition that a newer one waits to replace
@@ -49,10 +49,10 @@ class FollowedJob:
         room: EditionRoom,
         mapped: MappedFiles | None = None,
         clock: Callable[[], float] | None = None,
-        relays: ToldRelays | None = None,
+        relays: RelayReports | None = None,
     ) -> None:
         self.name, self.wire, self.mapped = name, wire, mapped or MappedFiles(None)
-        self.relays = relays or ToldRelays()
+        self.relays = relays or RelayReports()
         self._clock = clock or time.monotonic  # no default argument, so that a simulation can replace time.monotonic
         self.asked = self._clock()  # when a reader last asked for the job
         self.sent_bytes = self.sent_elements = 0  # `sent_elements`: the bytes if changes had been sent whole
@@ -69,8 +69,8 @@ class FollowedJob:
         self._following = threading.Lock()  # held while another subscription is made; taken before `_lock`
         self._lock = threading.Lock()
         self._has_news = threading.Condition(self._lock)
-        self._subscription = subscribe(self._told)
-        self._told()  # events that came before `_subscription` was set
+        self._subscription = subscribe(self._on_event)
+        self._on_event()  # events that came before `_subscription` was set
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -263,11 +263,11 @@ class FollowedJob:
         with self._following:
             if self.ended_at is None or self._is_closed:
                 return
-            before, following = self._subscription, self._subscribe(self._told)
+            before, following = self._subscription, self._subscribe(self._on_event)
             with self._lock:
                 self._subscription, self.ended_at = following, None
             before.close(0)
-        self._told()
+        self._on_event()
 
     def close(self) -> None:
         """Ends following the job, and all its readers."""
@@ -300,7 +300,7 @@ class FollowedJob:
             raise TryLater(f"this relay has no edition of the new run of job {self.name!r} yet")
         return kept
 
-    def _told(self) -> None:
+    def _on_event(self) -> None:
         """Adopts the subscription's newest edition or its end. The subscription's thread calls this."""
         with self._lock:
             # The old subscription may report its end while it is closed: only the present one counts.

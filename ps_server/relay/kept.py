@@ -53,10 +53,10 @@ class KeptEdition:
             each = ",".join(f"{index}:{version}" for index, version in sorted(edition.versions.items()))
             text += f"-{zlib.crc32(each.encode()):08x}"
         if edition.buffers_version:
-            told = ",".join(
+            buffers = ",".join(
                 f"{index}:{edition.versions[index]}" for index in edition.contents.buckets if edition.tells(index)
             )
-            text += f"-{zlib.crc32(told.encode()):08x}"
+            text += f"-{zlib.crc32(buffers.encode()):08x}"
         wire = edition.contents.wire
         text += "" if wire == "float32" else f"-{wire}"
         return f'"{text}"'

@@ -22,7 +22,7 @@ from ps_server.relay.room import EditionRoom
 from ps_server.relay.upstream import Upstream
 from ps_server.shard.mapped import MappedFiles
 from ps_server.shard.outbox import Outbox
-from ps_server.shard.told_relays import ToldRelays
+from ps_server.shard.relay_reports import RelayReports
 
 log = logging.getLogger("ps_server")
 
@@ -62,7 +62,7 @@ class Relayed:
         self._followed: dict[tuple[str, str], FollowedJob] = {}
         # Mapped files use memory, and count, even after their job is no longer followed.
         self._mapped: dict[tuple[str, str], MappedFiles] = {}
-        self._told_relays: dict[str, ToldRelays] = {}  # by job
+        self._relay_reports: dict[str, RelayReports] = {}  # by job
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         with self._lock:  # the first subscription reports this relay's readers while others are being added
@@ -148,20 +148,20 @@ class Relayed:
         self.upstream.stop()
 
     def _follow(self, name: str, wire: str) -> FollowedJob:
-        def subscribe(told: Callable[[], None]) -> Subscription:
+        def subscribe(on_event: Callable[[], None]) -> Subscription:
             return Subscription(
                 *(self.upstream.servers, name),
                 every=self._every,
                 wire=wire,
                 period=self._period,
                 access=self.upstream.access,
-                told=told,
+                on_event=on_event,
                 room=self._room,
                 relay=partial(self._report, name),
             )
 
         mapped = self._mapped.setdefault((name, wire), MappedFiles(self._directory))
-        relays = self._told_relays.setdefault(name, ToldRelays())
+        relays = self._relay_reports.setdefault(name, RelayReports())
         return FollowedJob(name, wire, subscribe, self._room, mapped, relays=relays)
 
     def _report(self, name: str) -> RelayReport | None:
@@ -215,7 +215,7 @@ class Relayed:
                 with self._lock:
                     self._followed.pop(key, None)
                     if not any(name == job.name for name, _ in self._followed):
-                        self._told_relays.pop(job.name, None)
+                        self._relay_reports.pop(job.name, None)
                 job.close()
         self._forget_mapped()
 

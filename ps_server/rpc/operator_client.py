@@ -50,12 +50,12 @@ class OperatorClient:
                 _with_modes(view.status)
                 yield view
 
-    def view(self, told: Position) -> Any:
-        """Returns a view with its history, as a WatchStatusResponse. told: the events and samples that the caller has
+    def view(self, seen: Position) -> Any:
+        """Returns a view with its history, as a WatchStatusResponse. seen: the events and samples that the caller has
         already
         """
         request = cluster_pb2.WatchStatusRequest(
-            history_wanted=True, process=told.process, last_event=told.last_event, next_sample=told.next_sample
+            history_wanted=True, process=seen.process, last_event=seen.last_event, next_sample=seen.next_sample
         )
         with self._watching(request, timeout=CALL_SECONDS) as call:
             try:

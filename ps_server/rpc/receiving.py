@@ -53,13 +53,13 @@ class Refused(Exception):
 class _Call:
     """A call whose request is to be received: it waits for a place, or has one.
 
-    told: called once with this object, from any thread, if the decision comes while the call waits. It must not refer
-          to this object: in a cycle, gRPC's call would live until the garbage collector runs, and gRPC refuses new
-          streams on a connection that has too many.
+    on_decision: called once with this object, from any thread, if the decision comes while the call waits. It must not
+          refer to this object: in a cycle, gRPC's call would live until the garbage collector runs, and gRPC refuses
+          new streams on a connection that has too many.
     """
 
-    def __init__(self, call: ServerCall, told: Callable[[_Call], object]) -> None:
-        self.call, self.told = call, told
+    def __init__(self, call: ServerCall, on_decision: Callable[[_Call], object]) -> None:
+        self.call, self.on_decision = call, on_decision
         self.is_admitted = self.is_refused = False
 
 
@@ -118,11 +118,11 @@ class Receiving:
             else:
                 refuse(self._refusal(kind, origin))
 
-        def told(waiting: _Call) -> None:
+        def on_decision(waiting: _Call) -> None:
             with contextlib.suppress(RuntimeError):  # the pool is shut down: the server is stopping
                 submit(partial(decided, waiting))
 
-        waiting = _Call(call, told)
+        waiting = _Call(call, on_decision)
         if self._ask(kind, waiting, origin):
             decided(waiting)
         elif not call.add_callback(lambda: self._give_up(kind, waiting)):
@@ -142,7 +142,7 @@ class Receiving:
         return was
 
     def _ask(self, kind: RequestPlaces[_Call], call: _Call, origin: Origin) -> bool:
-        """Asks for a place. Returns whether the decision is made; if not, `told` is called later."""
+        """Asks for a place. Returns whether the decision is made; if not, `on_decision` is called later."""
         with self._lock:
             decided = _decide(kind.ask(call, origin, time.monotonic()))
             is_decided = call.is_admitted or call.is_refused
@@ -190,4 +190,4 @@ def _decide(changes: AdmissionChanges[_Call]) -> list[_Call]:
 
 def _tell(calls: Iterable[_Call]) -> None:
     for call in calls:
-        call.told(call)
+        call.on_decision(call)

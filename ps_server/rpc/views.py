@@ -60,26 +60,26 @@ class Views:
             software_version=version(),
         )
 
-    def answer(self, sees: Sees, told: Position, history: bool) -> tuple[cluster_pb2.WatchStatusResponse, Position]:
+    def answer(self, sees: Sees, seen: Position, history: bool) -> tuple[cluster_pb2.WatchStatusResponse, Position]:
         """Returns the answer to a caller, and the caller's position after it."""
         watch = self.watch
-        if told.process != watch.process:
-            told = Position(watch.process)
+        if seen.process != watch.process:
+            seen = Position(watch.process)
         view = watch.view
         response = view_response(self.about(), view, sees)
         response.process = watch.process
-        events = self._events.after(told.last_event)
+        events = self._events.after(seen.last_event)
         response.events.extend(event_messages(events, sees))
-        next_sample = told.next_sample
+        next_sample = seen.next_sample
         if history:
-            samples = watch.samples(told.next_sample, [name for name in view.jobs if sees(name)])
+            samples = watch.samples(seen.next_sample, [name for name in view.jobs if sees(name)])
             response.history.CopyFrom(history_message(samples))
             next_sample = samples.first + len(samples.times)
         for job in watch.finished:
             if sees(job.job.statistics.name):
-                curves = history and job.gone >= told.next_sample
+                curves = history and job.gone >= seen.next_sample
                 response.finished_jobs.append(finished_message(job, self._how_it_ended(job), curves))
-        last_event = events[-1].number if events else told.last_event
+        last_event = events[-1].number if events else seen.last_event
         return response, Position(watch.process, last_event, next_sample)
 
     def _how_it_ended(self, job: EndedJobView) -> str:
@@ -108,7 +108,7 @@ class ViewStream:
     ) -> None:
         self._caller = caller
         self._views, self._stream, self._sees = views, stream, sees
-        self._period, self._told, self._history = period(request), position(request), request.history_wanted
+        self._period, self._seen, self._history = period(request), position(request), request.history_wanted
         self._queued = False
         self._due = 0.0
 
@@ -128,5 +128,5 @@ class ViewStream:
 
     def _next(self) -> cluster_pb2.WatchStatusResponse:
         self._queued = False
-        response, self._told = self._views.answer(self._sees, self._told, self._history)
+        response, self._seen = self._views.answer(self._sees, self._seen, self._history)
         return response

@@ -137,20 +137,22 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
                 job.figures.heard(worker.rank, worker.incarnation, figures)
             answer.script_request = job.script.asked_by_heartbeat(worker.rank)
         if request.script_wanted:
-            told, answer.script_coming = job.script.ask(worker.rank, worker.incarnation)
-            if told is not None:
-                answer.script.clock, answer.script.content = told
+            report, answer.script_coming = job.script.ask(worker.rank, worker.incarnation)
+            if report is not None:
+                answer.script.clock, answer.script.content = report
         return answer
 
     def SaveWorkerState(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker, state = request.worker, request.state
         check_job(worker.job)
-        identity, told = (worker.rank, worker.incarnation, worker.lease_key), _told(request)
+        identity, report = (worker.rank, worker.incarnation, worker.lease_key), _report(request)
         job = self._coordinator.job(worker.job, worker.run)
-        if told is not None or request.script_request:
+        if report is not None or request.script_request:
             job.members.check(*identity)
-        if (told is not None or request.script_request) and not worker.member:  # the first member speaks for its group
-            job.script.tell(worker.rank, request.script_request, told)
+        if (
+            report is not None or request.script_request
+        ) and not worker.member:  # the first member speaks for its group
+            job.script.tell(worker.rank, request.script_request, report)
         if request.HasField("state") or not request.script_request:
             job.save_worker_state(*identity, state.clock, state.content, worker.member)
         return membership_pb2.SaveWorkerStateResponse()
@@ -160,13 +162,13 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         check_job(worker.job)
         identity = worker.job, worker.rank, worker.incarnation
         state = (request.state.clock, request.state.content) if request.HasField("state") else None
-        told = _told(request)
+        report = _report(request)
         speaks = not worker.member  # for its group
-        if speaks and told is not None and len(told[1]) <= MAX_SCRIPT_BYTES:
+        if speaks and report is not None and len(report[1]) <= MAX_SCRIPT_BYTES:
             with suppress(PSError):  # the worker is no longer a member, and leaves nevertheless
                 job = self._coordinator.job(worker.job, worker.run)
                 job.members.check(worker.rank, worker.incarnation, worker.lease_key)
-                job.script.tell(worker.rank, 0, told)
+                job.script.tell(worker.rank, 0, report)
         if speaks and request.done and request.HasField("figures"):
             with suppress(PSError):  # the same; and an error in the report prevents no worker from leaving
                 job = self._coordinator.job(worker.job, worker.run)
@@ -192,7 +194,7 @@ def _pushed(on_shards: Mapping[int, Counted]) -> dict[int, ShardPushed]:
     }
 
 
-def _told(request: membership_pb2.SaveWorkerStateRequest | membership_pb2.LeaveRequest) -> tuple[int, bytes] | None:
+def _report(request: membership_pb2.SaveWorkerStateRequest | membership_pb2.LeaveRequest) -> tuple[int, bytes] | None:
     """Returns the worker's state in a request, with its clock; None if it has none."""
     return (request.script.clock, request.script.content) if request.HasField("script") else None
 

@@ -23,8 +23,8 @@ shard.py      A shard: its jobs, and the calls to it
 snapshots.py  Takes a snapshot of a job on one shard, while it trains; copies tables in pieces
 optimizer_room.py Memory for the optimizer state of a script's later stages
 terms.py      The terms of coordinators: a shard obeys only the latest one
-told_relays.py What relays have said of themselves, for status and metrics
-told_room.py  Memory for rank 0's buffers, which readers get
+relay_reports.py What relays have said of themselves, for status and metrics
+reader_room.py Memory for rank 0's buffers, which readers get
 threads.py    The threads of a shard: they apply updates, write checkpoints, and tick
 waiting.py    A pull under way, and the limit of the buckets that each principal has asked for
 weight_feeds.py Feeds of weights: each reader gets an edition, bucket after bucket, once it is complete

@@ -34,8 +34,8 @@ from ps_server.core.unit import Bucket
 from ps_server.shard.copied_buckets import CopiedBucket, EditionFiles, Piece, memory_files
 from ps_server.shard.feed_tally import FeedTally
 from ps_server.shard.mapped import MappedFiles, NewFiles
+from ps_server.shard.relay_reports import RelayReports
 from ps_server.shard.shared_changes import BucketChanges
-from ps_server.shard.told_relays import ToldRelays
 
 MOST = 2
 KEPT_SECONDS = 10.0  # for which an edition that nobody reads is kept for others
@@ -285,7 +285,7 @@ class Editions:
         self._mapped: dict[MappedFiles, float] = {}
         self._new_files = NewFiles(WrittenFile)
         self.waiting: tuple[TakenEdition, ...] = ()
-        self.tally, self.relays = FeedTally(), ToldRelays()
+        self.tally, self.relays = FeedTally(), RelayReports()
 
     def versions(self) -> list[int]:
         """Returns the versions of editions of one version that somebody waits for, or that no bucket is past yet."""

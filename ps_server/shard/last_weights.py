@@ -38,8 +38,8 @@ class LastWeights:
         self.shards = job.state.row_checker.place.shards
         self.specs = {index: bucket.unit.spec for index, bucket in job.buckets.items()}
         self.versions = [bucket.rule.version for bucket in job.buckets.values() if bucket.unit.is_trained]
-        told = {index: bucket.unit.told_version for index, bucket in job.buckets.items()}
-        self.buffers = {index: version for index, version in told.items() if version}
+        versions = {index: bucket.unit.reader_version for index, bucket in job.buckets.items()}
+        self.buffers = {index: version for index, version in versions.items() if version}
         self._edition, self._heard = edition, now
         self._readers: set[Feed] = set()
         self._lock = threading.Lock()

@@ -36,9 +36,9 @@ from ps_server.shard.hosted_job import Attached, AttachedRows, HostedJob, Hosted
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import Outbox
 from ps_server.shard.pulls import Pulls
+from ps_server.shard.reader_room import check_reader_buffers
 from ps_server.shard.segments import attach
 from ps_server.shard.threads import Task, Threads
-from ps_server.shard.told_room import check_told
 
 log = logging.getLogger("ps_server")
 
@@ -164,9 +164,9 @@ class Pushes:
         if armed:
             failpoint("push-checked")
         if isinstance(command, Initialise):
-            told = job.buckets[command.unit].unit.told_bytes(command)
-            if told:
-                check_told(job.name, told, job.promised)
+            reader_bytes = job.buckets[command.unit].unit.reader_bytes(command)
+            if reader_bytes:
+                check_reader_buffers(job.name, reader_bytes, job.promised)
         with job.lock:
             if isinstance(command, PushCommand):
                 job.check_taken(command.worker.rank, command.unit, command.clock)

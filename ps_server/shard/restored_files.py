@@ -60,21 +60,24 @@ class RestoredFiles:
         return self._store.bytes_to_read(self._request.spec.name, self.files)
 
     def read(
-        self, job: HostedJob, told: Callable[[int], object]
+        self, job: HostedJob, on_progress: Callable[[int], object]
     ) -> tuple[Mapping[int, BucketSnapshot], Mapping[int, TableSnapshot]]:
-        """Reads the job's buckets, their weights into the job's memory, and its tables. told: see `read_files`"""
+        """Reads the job's buckets, their weights into the job's memory, and its tables.
+
+        on_progress: see `read_files`
+        """
         name, before = job.name, self._before
         weights = {index: bucket.unit.weights.flat for index, bucket in job.buckets.items()}
         if before is not None:
             before.cut.use(weights)
-            snapshots = self._store.read_files(name, self.files, told, cut=before.cut)
+            snapshots = self._store.read_files(name, self.files, on_progress, cut=before.cut)
             if any(bucket.unit.spec.frozen for bucket in job.buckets.values()):
                 changed = changed_tensors(self._store, name, before.manifest, before.spec)
                 for parameter, values in changed.items():
                     before.cut.take_changed(parameter, values)
             return snapshots, {}
         parts: dict[int, list[TableSnapshot]] = {index: [] for index in job.state.tables}
-        snapshots = self._store.read_files(name, self.files, told, weights, parts)
+        snapshots = self._store.read_files(name, self.files, on_progress, weights, parts)
         return snapshots, {index: joined(each, job.state.row_checker.place) for index, each in parts.items() if each}
 
 

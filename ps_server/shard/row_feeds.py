@@ -94,7 +94,7 @@ class ShardFeed:
         self._hosted: tuple[HostedJob, HostedTable] | None = (job, table)
         self._since, self._period, self._clock = since, period, clock
         self._walk: Changes | None = None  # of the round that is under way
-        self._told = 0  # the version of the last round
+        self._sent_version = 0  # the version of the last round
         self._waits = False  # for the time of the next round, or for changes
         self._due = self._sign_due = 0.0
 
@@ -112,7 +112,7 @@ class ShardFeed:
         hosted = self._hosted
         if not self._waits or hosted is None or now < self._due or not hosted[1].rule.initialised:
             return
-        if hosted[1].rule.version != self._told or now >= self._sign_due:
+        if hosted[1].rule.version != self._sent_version or now >= self._sign_due:
             self._waits = False
             self.outbox.lend(self._next)
 
@@ -160,17 +160,17 @@ class ShardFeed:
         else:
             self.outbox.lend(self._next)
         content = len(removed), rows, wire_format_of(codec), cursor, payload or None
-        return FeedPart(self._told, begin, *content)
+        return FeedPart(self._sent_version, begin, *content)
 
     def _begin(self, job: HostedJob, table: HostedTable) -> RoundBegin:
         now = self._clock()
         self._due, self._sign_due = now + self._period, now + max(self._period, SIGN_OF_LIFE_SECONDS)
         with table.tensors:
             walk = table.unit.weights.changes(self._since)
-            self._told = table.rule.version
+            self._sent_version = table.rule.version
         self._walk = walk
         spec, shards = table.unit.weights.spec, job.state.row_checker.place.shards
-        return RoundBegin(walk.full, self._told, shards, spec.dim, spec.initializer)
+        return RoundBegin(walk.full, self._sent_version, shards, spec.dim, spec.initializer)
 
 
 class RowFeeds:

@@ -232,7 +232,7 @@ class SnapshotTask:
         self._held_up = 0.0
         self._complete: ShardSnapshot | None = None
         self._error: PSError | None = None
-        self._told: dict[int, int] = {}  # by rank, the clock of the first pull that was asked to save
+        self._asked: dict[int, int] = {}  # by rank, the clock of the first pull that was asked to save
 
     def is_at_least(self, other: SnapshotTask) -> bool:
         """Returns True if `other` is the same task, False if it is a later one, which may replace this.
@@ -373,4 +373,4 @@ class SnapshotTask:
         """
         if self.clock is not None:
             return version == self.clock == clock
-        return self._told.setdefault(rank, clock) == clock
+        return self._asked.setdefault(rank, clock) == clock

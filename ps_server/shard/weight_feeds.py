@@ -125,8 +125,8 @@ class JobSource:
     @property
     def buffers(self) -> Mapping[int, int]:
         """The steps of rank 0 after which it has told what is in buckets that no optimizer steps."""
-        told = {index: bucket.unit.told_version for index, bucket in self.job.buckets.items()}
-        return {index: version for index, version in told.items() if version}
+        versions = {index: bucket.unit.reader_version for index, bucket in self.job.buckets.items()}
+        return {index: version for index, version in versions.items() if version}
 
     def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
         """Notes that a reader follows the job, and wants these buckets."""

@@ -325,7 +325,7 @@ class CheckpointStore:
         self,
         job: str,
         files: Sequence[Wanted],
-        told: Callable[[int], object] = lambda count: None,
+        on_progress: Callable[[int], object] = lambda count: None,
         weights: Mapping[int, torch.Tensor] | None = None,
         rows: Rows | None = None,
         cut: OtherCut | None = None,
@@ -334,7 +334,7 @@ class CheckpointStore:
 
         Every file is read once, and each tensor gets its own memory, which belongs to the caller.
 
-        told: called now and then with the number of bytes read; see `bytes_to_read`
+        on_progress: called now and then with the number of bytes read; see `bytes_to_read`
         weights: by bucket, the memory for its weights; its content is undefined after an error
         rows: by table, receives its rows on each shard
         cut: assembles buckets of another cut from those of the files; the assembled ones are returned. Raises the
@@ -346,7 +346,7 @@ class CheckpointStore:
         for file in files:
             path = self._path_of_part(job, file.stored)
             with _undamaged(path), self._disk.open(path) as opened:
-                reader = TensorReader(opened, file.stored.part.bytes, told)
+                reader = TensorReader(opened, file.stored.part.bytes, on_progress)
                 if cut is not None:
                     read_into(reader, file.buckets, cut)
                 read, tables = read_snapshots(reader, file.buckets, weights or {}, rows) if cut is None else ({}, {})

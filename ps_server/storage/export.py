@@ -72,7 +72,7 @@ def export(
     name: str | None,
     output: Path,
     tables_as: str = "safetensors",
-    told: Callable[[str], object] = log.error,
+    on_skipped: Callable[[str], object] = log.error,
     fallback: bool = True,
     dcp: bool = False,
 ) -> str:
@@ -80,7 +80,7 @@ def export(
 
     name: the name of the checkpoint; None: the last intact checkpoint, from which a restore would continue
     tables_as: the format of tables/: safetensors, parquet or npy
-    told: called with each checkpoint that was skipped, and the reason
+    on_skipped: called with each checkpoint that was skipped, and the reason
     fallback: False: a damaged checkpoint is an error, and no earlier one is exported instead
     dcp: whether a folder of torch.distributed.checkpoint is written, too
 
@@ -90,7 +90,7 @@ def export(
     check_format(tables_as)
     check_directory(directory)
     store = CheckpointStore(directory)
-    found = _find(store, job, name, told, fallback)
+    found = _find(store, job, name, on_skipped, fallback)
     manifest, tables = found.manifest, found.rows
     spec, snapshots = _in_last_stage(found.spec, found.buckets, found.snapshots)
     model, optimizer, groups = _gather(spec, found.buckets, snapshots)
@@ -210,7 +210,9 @@ def _module_state(spec: TableSpec, rows: Rows) -> dict[str, torch.Tensor]:
     }
 
 
-def _find(store: CheckpointStore, job: str, name: str | None, told: Callable[[str], object], fallback: bool) -> Found:
+def _find(
+    store: CheckpointStore, job: str, name: str | None, on_skipped: Callable[[str], object], fallback: bool
+) -> Found:
     """Returns the checkpoint of a name, or the last intact one."""
     if name is not None:
         return _read(store, job, name)
@@ -220,7 +222,7 @@ def _find(store: CheckpointStore, job: str, name: str | None, told: Callable[[st
         if not fallback:
             raise error
         reasons.append(str(error))
-        told(PASSED_OVER % (job, checkpoint, error))
+        on_skipped(PASSED_OVER % (job, checkpoint, error))
 
     found = last_whole(store.names(job), lambda checkpoint: _read(store, job, checkpoint), pass_over)
     if found is None:

@@ -59,7 +59,7 @@ class Objects:
 
     def kind(self, path: Path) -> str | None:
         """Returns "a file" or "a directory" for a path; None if neither is there."""
-        with _told(path):
+        with _os_errors(path):
             try:
                 return f"a {self._fs.info(_key(path))['type']}"
             except FileNotFoundError:
@@ -79,7 +79,7 @@ class Objects:
 
     def _list(self, path: Path) -> Iterator[tuple[str, str]]:
         """Yields the name and the type of each entry of a directory."""
-        with _told(path):
+        with _os_errors(path):
             try:
                 entries = self._fs.ls(_key(path), detail=True)
             except FileNotFoundError:
@@ -94,11 +94,11 @@ class Objects:
     def modified(self, path: Path) -> float:
         """Returns when a file was written last, in seconds since 1970."""
         self._info(path)
-        with _told(path):
+        with _os_errors(path):
             return float(self._fs.modified(_key(path)).timestamp())
 
     def _info(self, path: Path) -> dict[str, Any]:
-        with _told(path):
+        with _os_errors(path):
             info = self._fs.info(_key(path))
         if info["type"] != "file":
             raise OSError(0, f"expected a file, found a {info['type']}", path)
@@ -125,14 +125,14 @@ class Objects:
 
     def open(self, path: Path) -> BinaryIO:
         """Opens a file for reading. The caller closes it."""
-        with _told(path):
+        with _os_errors(path):
             opened = self._fs.open(_key(path), "rb", block_size=READ_AHEAD_BYTES, cache_type="readahead")
         return cast(BinaryIO, _ObjectReader(opened, path))
 
     def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
         """Returns the content of a file. Raises OSError, and reads nothing, if the file has more than `most` bytes."""
         check_readable(path, self.size(path), most)
-        with _told(path):
+        with _os_errors(path):
             return bytes(self._fs.cat_file(_key(path)))
 
     def write(self, path: Path, chunks: Iterable[Buffer]) -> None:
@@ -142,13 +142,13 @@ class Objects:
         """
         self._check_lease()
         self._info(path.parent / CLAIM)
-        with _told(path):
+        with _os_errors(path):
             file = self._fs.open(_key(path), "wb", block_size=PART_BYTES)
         try:
             for piece in pieces(chunks):
-                with _told(path):
+                with _os_errors(path):
                     file.write(piece)
-            with _told(path):
+            with _os_errors(path):
                 file.close()
         except BaseException:
             file.closed = True  # otherwise the upload would be completed when the file object is garbage-collected
@@ -165,18 +165,18 @@ class Objects:
 
     def put(self, path: Path, data: bytes) -> None:
         """Replaces the content of a file, whether or not this process has the lease."""
-        with _told(path):
+        with _os_errors(path):
             self._fs.pipe_file(_key(path), data)
 
     def create(self, path: Path, data: bytes) -> None:
         """Creates a file. Raises FileExistsError if it exists: of several callers one succeeds."""
-        with _told(path):
+        with _os_errors(path):
             self._fs.pipe_file(_key(path), data, mode="create")
 
     def remove(self, path: Path) -> None:
         """Removes a file."""
         self._check_lease()
-        with _told(path):
+        with _os_errors(path):
             self._fs.rm_file(_key(path))
 
     def remove_tree(self, path: Path) -> None:
@@ -206,7 +206,7 @@ class _ObjectReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Reads the next bytes of the object into a buffer; returns how many, at most its size, and 0 at the end."""
-        with _told(self._path):
+        with _os_errors(self._path):
             return int(self._file.readinto(buffer))
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class _ObjectReader(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _os_errors(path: Path) -> Iterator[None]:
     """Turns the errors of fsspec, and of the packages below it, into OSErrors with a text.
 
     An error that is not about one object becomes a ConnectionError: whatever keeps the store from answering may pass.

@@ -75,11 +75,11 @@ class TensorReader:
     """Reads a file of tensors from its beginning to its end. Methods raise OSError, and ValueError for other content.
 
     size: of the file, in bytes
-    told: called now and then with the number of bytes read
+    on_progress: called now and then with the number of bytes read
     """
 
-    def __init__(self, file: BinaryIO, size: int, told: Callable[[int], object] = lambda count: None) -> None:
-        self._file, self._told = file, told
+    def __init__(self, file: BinaryIO, size: int, on_progress: Callable[[int], object] = lambda count: None) -> None:
+        self._file, self._on_progress = file, on_progress
         self._digest = hashlib.sha256()
         length = int.from_bytes(self._bytes(8), "little")
         if length > min(MAX_HEADER_BYTES, size - 8):
@@ -128,7 +128,7 @@ class TensorReader:
                     raise ValueError("it ends too early")
                 position += count
             self._digest.update(piece)
-            self._told(len(piece))
+            self._on_progress(len(piece))
 
 
 def _header(text: bytes) -> dict[str, Any]:

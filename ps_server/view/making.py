@@ -263,15 +263,15 @@ def _sample(job: JobView, work: Iterable[ShardWork | None]) -> Iterable[tuple[Na
             yield (f"most.{name}", None), max(means)
 
 
-def logged_means(told: Iterable[WorkerFigures]) -> dict[str, float]:
+def logged_means(reported: Iterable[WorkerFigures]) -> dict[str, float]:
     """Returns, by name, the mean over the workers of a logged value; NaN if no worker's last value is finite."""
-    return {name: _mean(means) for name, means in logged_by_name(told).items()}
+    return {name: _mean(means) for name, means in logged_by_name(reported).items()}
 
 
-def logged_by_name(told: Iterable[WorkerFigures]) -> dict[str, list[float]]:
+def logged_by_name(reported: Iterable[WorkerFigures]) -> dict[str, list[float]]:
     """Returns, by name, the means that workers log, without workers whose last value is not finite."""
     logged: dict[str, list[float]] = {}
-    for figures in told:
+    for figures in reported:
         for value in figures.values:
             means = logged.setdefault(value.name, [])
             if math.isfinite(value.last) and math.isfinite(value.mean):

@@ -13,7 +13,7 @@ first_rows.py     Rows from before `prepare` on their way from rank 0 to a shard
 feeds.py          A reader's calls for feeds of rows
 local_segment.py  A segment: memory that the worker makes, and hands over to shards on its host
 calls.py          Calls to a shard, which are repeated when they fail: over its data connection, or by gRPC
-told_buffers.py   Rank 0 sends tensors that no optimizer steps (buffers) to the shards, for readers of the weights
+reader_buffers.py Rank 0 sends tensors that no optimizer steps (buffers) to the shards, for readers of the weights
 landing.py        A pull under way: which buckets are still to come, and where the elements of each belong
 coordinator_calls.py Calls to the coordinator
 own_membership.py A worker's membership: joins, keeps the place by heartbeats, and joins again when it is lost

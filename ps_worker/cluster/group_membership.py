@@ -54,8 +54,8 @@ class GroupMembership(OwnMembership):
 
     def _take(self, run: str, before: JoinResult | None) -> JoinResult:
         """Joins on the first member; returns the place on every member."""
-        told = self._group.from_first(lambda: write_joined(self._ask(run, before)).SerializeToString())
-        return place_of_member(read_joined(membership_pb2.JoinResponse.FromString(told)), self._group)
+        answer = self._group.from_first(lambda: write_joined(self._ask(run, before)).SerializeToString())
+        return place_of_member(read_joined(membership_pb2.JoinResponse.FromString(answer)), self._group)
 
     def _join_again(self, lost: JoinResult) -> None:
         """Records that a place is lost, and aborts its calls. Calls of the next place go on: the training thread may

@@ -45,15 +45,15 @@ class Plan:
     tls:     None: plaintext; otherwise `cert`, `key` and `ca`, each a file or None
     """
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self.parent: int = told["parent"]
-        self.address: str = told["address"]
-        self.path: str = told["path"]
-        self.pause: float = told["pause"]
-        self.busy: float = told["busy"]
-        self.token: str | None = told["token"]
-        self.token_file: str | None = told["token_file"]
-        self.tls: dict[str, str | None] | None = told["tls"]
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.parent: int = settings["parent"]
+        self.address: str = settings["address"]
+        self.path: str = settings["path"]
+        self.pause: float = settings["pause"]
+        self.busy: float = settings["busy"]
+        self.token: str | None = settings["token"]
+        self.token_file: str | None = settings["token_file"]
+        self.tls: dict[str, str | None] | None = settings["tls"]
 
     def current_token(self) -> str | None:
         """Returns the token. One in a file is read each time; None: there is none."""

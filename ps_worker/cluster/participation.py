@@ -33,8 +33,8 @@ from ps_worker.cluster.first_rows import RowsBefore
 from ps_worker.cluster.group_membership import GroupMembership
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.own_membership import CLOSED_EARLY, OwnMembership
+from ps_worker.cluster.reader_buffers import ReaderBuffers
 from ps_worker.cluster.script import ScriptTelling
-from ps_worker.cluster.told_buffers import ToldBuffers
 from ps_worker.group import Group
 from ps_worker.group import PlaceLost as PlaceLost
 from ps_worker.model.flat import FlatModel
@@ -364,8 +364,8 @@ class Participation:
             return self._asked_script(seconds)
         with group.during("optimizer.step"):
             own = group.all_through(lambda: self._asked_script(seconds) if group.member == 0 else (None, False))
-            told = group.from_first(lambda: bytes([own[1]]) + write_script(own[0]))
-            return read_script(told[1:]), bool(told[0])
+            answer = group.from_first(lambda: bytes([own[1]]) + write_script(own[0]))
+            return read_script(answer[1:]), bool(answer[0])
 
     def _asked_script(self, seconds: float | None) -> tuple[SavedState | None, bool]:
         began, pause = time.monotonic(), FIRST_PAUSE_SECONDS
@@ -438,9 +438,9 @@ class Participation:
             self._connection.close()
 
 
-def teller(participation: Participation, model: FlatModel) -> ToldBuffers:
+def teller(participation: Participation, model: FlatModel) -> ReaderBuffers:
     """Returns the sender of tensors that no optimizer steps, for readers of the weights."""
-    return ToldBuffers(model, lambda: participation.connection)
+    return ReaderBuffers(model, lambda: participation.connection)
 
 
 def arrive(participation: Participation) -> None:

@@ -154,15 +154,15 @@ class GroupRounds:
     def _exchanged(self, value: bytes, what: str) -> dict[int, bytes]:
         own = group_state(self._group.gather(value))
         while True:
-            told = self._group.from_first(lambda: _DONE + self._given(own, what))
-            if told[:1] == _DONE:
+            answer = self._group.from_first(lambda: _DONE + self._given(own, what))
+            if answer[:1] == _DONE:
                 break
-            if told == _STEP:
+            if answer == _STEP:
                 self._stepper.empty_step()
             else:
                 self._stepper.come_back()
         size = self._group.size
-        of_groups = {int(rank): bytes.fromhex(each) for rank, each in json.loads(told[1:]).items()}
+        of_groups = {int(rank): bytes.fromhex(each) for rank, each in json.loads(answer[1:]).items()}
         return {
             rank * size + member: each
             for rank, content in sorted(of_groups.items())
@@ -191,9 +191,9 @@ class _Leading:
     def come_back(self) -> bool:
         return self._with_all(_BACK, self._stepper.come_back)
 
-    def _with_all(self, told: bytes, make: Callable[[], T]) -> T:
+    def _with_all(self, message: bytes, make: Callable[[], T]) -> T:
         """Makes a call on all members. An error of it is raised on all of them, and need not be sent to them."""
-        self._group.from_first(lambda: told)
+        self._group.from_first(lambda: message)
         try:
             return make()
         except Exception as error:

@@ -108,7 +108,7 @@ class TellsVersion:
         """
         status, given, is_over = 500, self._given, False
 
-        async def told(message: Message) -> None:
+        async def noted(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             if message["type"] == "http.response.body" and not message.get("more_body"):
@@ -124,7 +124,7 @@ class TellsVersion:
 
         self._under_way += 1
         try:
-            await self._app(scope, receive, told)
+            await self._app(scope, receive, noted)
         except BaseException:
             status = 500
             raise

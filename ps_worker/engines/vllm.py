@@ -119,11 +119,11 @@ class FeedTransferEngine(base.WeightTransferEngine[FollowInfo, WantedVersion]):
 
     def _load(self, wanted: WantedVersion) -> int:
         group = get_world_group()
-        tensors, told = self._newest(wanted) if group.rank_in_group == 0 else ({}, None)
-        told = group.broadcast_object(told, src=0)
-        if isinstance(told, str):
-            raise RuntimeError(told)
-        version, layout = told
+        tensors, answer = self._newest(wanted) if group.rank_in_group == 0 else ({}, None)
+        answer = group.broadcast_object(answer, src=0)
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        version, layout = answer
         for name, dtype, shape in layout:
             here = tensors.get(name)
             tensor = torch.empty(shape, dtype=dtype, device=self.device) if here is None else here.to(self.device)

@@ -67,9 +67,9 @@ class HeldAlike:
             and (parameter.group is not None or parameter.piece is not None or parameter.member)
         ]  # frozen whole tensors come from the servers, if the first member has them
         placed = [index for index in self._others if is_sharded(tensors[index])]
-        told = [json.loads(each) for each in group.gather(json.dumps([self._others, placed]).encode())]
+        gathered = [json.loads(each) for each in group.gather(json.dumps([self._others, placed]).encode())]
         others: dict[int, list[int]] = {}  # by parameter, the members that hold it and do not own it
-        for member, (held, _) in enumerate(told):
+        for member, (held, _) in enumerate(gathered):
             for index in held:
                 others.setdefault(index, []).append(member)
         self._shared = sorted(others)
@@ -79,7 +79,7 @@ class HeldAlike:
         trained = {index for index in self._shared if spec.parameters[index].group is not None}
         # Parameters whose gradients no step has compared yet. In local modes not DTensors: the script's gradient may be
         # a partial sum on each process.
-        self._unchecked = trained.difference(*(each for _, each in told)) if spec.local is not None else {*trained}
+        self._unchecked = trained.difference(*(each for _, each in gathered)) if spec.local is not None else {*trained}
         self.base: dict[int, torch.Tensor] = {}
         if spec.local is None:
             for index in trained.intersection(self._others):  # as their owners do: it is a collective of all
@@ -186,11 +186,13 @@ class HeldAlike:
             return
         unchecked = sorted(self._unchecked)
         own = {str(index): self._described(index) for index in unchecked if not self._tensors[index].is_meta}
-        told: list[dict[str, list[float]]] = [json.loads(each) for each in self._group.gather(json.dumps(own).encode())]
+        gathered: list[dict[str, list[float]]] = [
+            json.loads(each) for each in self._group.gather(json.dumps(own).encode())
+        ]
         for index in unchecked:
             parameter = self._spec.parameters[index]
-            expected = told[parameter.member].get(str(index), [])
-            for member, each in enumerate(told):
+            expected = gathered[parameter.member].get(str(index), [])
+            for member, each in enumerate(gathered):
                 found = each.get(str(index), expected)
                 if not _are_close(found, expected):
                     raise InvalidRequest(
@@ -226,9 +228,9 @@ class HeldAlike:
         sets = sorted({*self._holders.values()})
         given = {members: self._owned_state(members, own) for members in sets if members[0] == self._group.member}
         sizes = [len(given.get(members, b"")) for members in sets]
-        told = [json.loads(each) for each in self._group.gather(json.dumps(sizes).encode())]
+        gathered = [json.loads(each) for each in self._group.gather(json.dumps(sizes).encode())]
         packages = [
-            (members, _bytes_tensor(given.get(members), told[members[0]][number]))
+            (members, _bytes_tensor(given.get(members), gathered[members[0]][number]))
             for number, members in enumerate(sets)
             if self._group.member in members
         ]

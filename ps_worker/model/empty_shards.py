@@ -31,11 +31,11 @@ def with_empty_shards(
     if group is None:
         return found
     own = {_place(i, each): _described(each, states[each]) for i, each in enumerate(parameters) if each in states}
-    told: list[dict[str, Described]] = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
+    gathered: list[dict[str, Described]] = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
     for position, parameter in enumerate(parameters):
         if parameter not in found and is_sharded(parameter) and not local(parameter).numel():
             place = _place(position, parameter)
-            described = next((each[place] for each in told if each.get(place)), {})
+            described = next((each[place] for each in gathered if each.get(place)), {})
             if described:
                 found[parameter] = {name: _state(parameter, number) for name, number in described.items()}
     # In the same order on all members: `full_tensor` on these is a collective each.

@@ -55,10 +55,10 @@ def described_together(
         return replace(spec, group_size=group.size), tensors
 
     spec, tensors = group.all_through(own)
-    told = [job_spec_from_data(json.loads(each)) for each in group.gather(json.dumps(job_spec_data(spec)).encode())]
-    combined = _combined(told)
+    gathered = [job_spec_from_data(json.loads(each)) for each in group.gather(json.dumps(job_spec_data(spec)).encode())]
+    combined = _combined(gathered)
     held = {each.key: tensor for each, tensor in zip(spec.parameters, tensors, strict=True)}
-    check_values(group, [each.parameters for each in told], held)
+    check_values(group, [each.parameters for each in gathered], held)
     return combined, _tensors(combined, held, group.member)
 
 
@@ -104,9 +104,9 @@ def check_own_optimizers(group: Group, optimizers: Sequence[torch.optim.Optimize
     optimizers: this member's, which step in this process. The job does not describe them
     """
     own = [(type(each).__name__, [_described(params) for params in each.param_groups]) for each in optimizers]
-    told = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
-    for member, each in enumerate(told):
-        unlike = _unlike_optimizers(told[0], each)
+    gathered = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
+    for member, each in enumerate(gathered):
+        unlike = _unlike_optimizers(gathered[0], each)
         if unlike:
             raise JobMismatch(
                 f"members 0 and {member} of this worker's group have {unlike}: the optimizer is one, with the same "

@@ -51,7 +51,7 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
     def __init__(self, begin_anew: Callable[[], None]) -> None:
         super().__init__(dict)
         self._begin_anew = begin_anew
-        self._has_told = False
+        self._has_warned = False
 
     def __bool__(self) -> bool:
         """Returns True: torch.distributed.checkpoint would make a step with an optimizer whose state is empty."""
@@ -65,8 +65,8 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
 
     def values(self) -> Any:
         """Returns no values. The first call logs where the state is, for a script that wants to change it."""
-        if not self._has_told:  # a script that asks may do so in every step
-            self._has_told = True
+        if not self._has_warned:  # a script that asks may do so in every step
+            self._has_warned = True
             log.warning("%s", _WHERE)
         return super().values()
 

@@ -51,8 +51,8 @@ def stages_of(group: Group, names: Collection[str], shares: int) -> list[int]:
     Raises InvalidRequest, on all members, if they do not have the same number of shares.
     """
     own = [hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest(), shares]
-    told = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
-    held, counts = [each[0] for each in told], [each[1] for each in told]
+    gathered = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
+    held, counts = [each[0] for each in gathered], [each[1] for each in gathered]
     other = next((member for member, count in enumerate(counts) if count != counts[0]), None)
     if other is not None:
         raise InvalidRequest(
@@ -90,10 +90,10 @@ def check_values(group: Group, specs: Sequence[Sequence[ParameterSpec]], tensors
     }
     if not wanted:
         return
-    own = group.all_through(lambda: [astuple(_told(tensors[key])) if key in tensors else None for key in wanted])
-    told: list[list[Any]] = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
+    own = group.all_through(lambda: [astuple(_summary(tensors[key])) if key in tensors else None for key in wanted])
+    gathered: list[list[Any]] = [json.loads(each) for each in group.gather(json.dumps(own).encode())]
     for index, shared in enumerate(wanted.values()):
-        shared.check({member: _Values(*told[member][index]) for member in shared.by})
+        shared.check({member: _Values(*gathered[member][index]) for member in shared.by})
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _Values:
     mesh: list[int]
 
 
-def _told(tensor: Any) -> _Values:
+def _summary(tensor: Any) -> _Values:
     flat = flat_parts(local(tensor)).cpu()
     is_one = flat.numel() > 0 and bool((flat == flat[0]).all())
     mesh = sorted(int(rank) for rank in tensor.device_mesh.mesh.flatten()) if is_sharded(tensor) else []
@@ -142,11 +142,11 @@ class _Shared:
         one = next(iter(self.by.values()))
         return prod(one.shape if one.piece is None else one.piece.whole_shape) == 1
 
-    def check(self, told: Mapping[int, _Values]) -> None:
-        """Raises InvalidRequest unless it is one parameter. told: the summaries, by member"""
+    def check(self, summaries: Mapping[int, _Values]) -> None:
+        """Raises InvalidRequest unless it is one parameter. summaries: the summaries, by member"""
         first, *others = self.by
         for member in others:
-            one, other = told[first], told[member]
+            one, other = summaries[first], summaries[member]
             both = f"members {first} and {member} of this worker's group both hold {self.by[first].name}"
             if self.pipeline_stages[first] == self.pipeline_stages[member]:
                 # torch treats a tensor over one mesh as one parameter.

@@ -101,8 +101,8 @@ def next_stage(
         # By name alone: a group has the class of its own optimizer.
         group_optimizers=tuple(classes.index(names[i]) if names[i] in classes else 0 for i, _ in groups),
     )
-    told = {bucket.index: _told(spec, bucket, number, since) for bucket in layout.buckets if not bucket.frozen}
-    return ScriptStage(number, spec, optimizers, groups, owner, since, told)
+    specs = {bucket.index: _spec_of(spec, bucket, number, since) for bucket in layout.buckets if not bucket.frozen}
+    return ScriptStage(number, spec, optimizers, groups, owner, since, specs)
 
 
 def _classes(spec: JobSpec, owner: Mapping[int, int], names: Mapping[int, str]) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ def _classes(spec: JobSpec, owner: Mapping[int, int], names: Mapping[int, str]) 
     return tuple(next(iter(classes), before) for classes, before in zip(found, spec.optimizers, strict=True))
 
 
-def _told(spec: JobSpec, bucket: BucketSpec, number: int, since: Mapping[int, int]) -> StageSpec:
+def _spec_of(spec: JobSpec, bucket: BucketSpec, number: int, since: Mapping[int, int]) -> StageSpec:
     named = first_stage(spec, bucket)
     kept = {p for p, part in enumerate(bucket.slices) if since.get(part.parameter, number) < number}
     return replace(named, number=number, kept=frozenset(kept))

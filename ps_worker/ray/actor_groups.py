@@ -170,13 +170,13 @@ class ActorGroups:
 
     def _tell(self, group: int, address: str) -> None:
         """Gives the members their settings, once the first one says where they meet. When all have them, they begin."""
-        told: dict[int, WorkerProcess] = {}
+        processes: dict[int, WorkerProcess] = {}
 
         def has(member: int, process: WorkerProcess) -> None:
-            told[member] = process
+            processes[member] = process
             if member == 0:
                 self._first[group] = process
-            if len(told) == self._members:
+            if len(processes) == self._members:
                 self._notice_at.pop(group, None)
                 self._unseen.add(group)
                 for each, actor in enumerate(self._actors[group]):

@@ -347,9 +347,9 @@ class WorkerCheckpoint:
 
     def tells(self, clock: int) -> bytes | None:
         """Returns the script's settings that belong to the job, for workers that join late; None without any."""
-        return None if self._target is not None else self.job.told(clock, self.stage)
+        return None if self._target is not None else self.job.report(clock, self.stage)
 
-    def adopt(self, told: bytes | None, clock: int, force: bool) -> int:
+    def adopt(self, report: bytes | None, clock: int, force: bool) -> int:
         """Adopts the settings of another worker's script, at the first step of a process that joins late.
 
         Returns the stage of that worker's script. If it is later than this script's, nothing is adopted: it has other
@@ -360,7 +360,7 @@ class WorkerCheckpoint:
         what = "the schedules and other things that were handed to prepare begin anew at clock %d: %s"
         state, why = None, None
         try:
-            state = None if told is None else JobState.decode(told)
+            state = None if report is None else JobState.decode(report)
             if state is None:
                 why = "no live worker and no checkpoint has their state"
             elif state.stage == self.stage:

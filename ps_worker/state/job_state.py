@@ -95,7 +95,7 @@ class JobThings:
         """Whether there is an object whose state belongs to the job."""
         return not all(self._own)
 
-    def told(self, clock: int, stage: int) -> bytes | None:
+    def report(self, clock: int, stage: int) -> bytes | None:
         """Returns the encoded state for other workers; None if no object's state belongs to the job, or if it is too
         large.
         """
@@ -174,8 +174,8 @@ def _kind(thing: Any) -> str:
 
 def _goes_back(thing: Any, state: Any) -> bool:
     """Whether a schedule is ahead of the state that another worker has sent."""
-    here, told = getattr(thing, "last_epoch", None), state.get("last_epoch") if isinstance(state, dict) else None
-    return isinstance(here, int) and isinstance(told, int) and told < here
+    here, saved = getattr(thing, "last_epoch", None), state.get("last_epoch") if isinstance(state, dict) else None
+    return isinstance(here, int) and isinstance(saved, int) and saved < here
 
 
 def steers(optimizer: torch.optim.Optimizer) -> bool:

@@ -41,7 +41,7 @@ class SavedResiduals(Protocol):
 
 class Teller(Protocol):
     """Sends tensors that no optimizer steps to the shards, for readers of the weights: see
-    ps_worker/cluster/told_buffers.py.
+    ps_worker/cluster/reader_buffers.py.
     """
 
     def stepped(self, changed: Callable[[], Collection[int]], is_last: bool = False) -> None:

@@ -73,7 +73,7 @@ class GradientSteps:
 
     def tell_script(self) -> None:
         """Begins to answer requests of workers that join late for what the script has set."""
-        self._loop.participation.script.begin(self._loop.told)
+        self._loop.participation.script.begin(self._loop.script_report)
 
     def end(self, index: int | None) -> Unfinished:
         """Ends the current step on this worker, with its gradients and what the script has set before it.

@@ -2,7 +2,7 @@
 
 begun  The script hands optimizers over. They replace those that stepped any of their parameters. Parameters that no
        optimizer has stepped yet become a job beside this one (added.py).
-told   With the next step, the worker tells each bucket which optimizer steps it from then on (model/script_stages.py).
+tell   With the next step, the worker tells each bucket which optimizer steps it from then on (model/script_stages.py).
        It tells them once from each place. A bucket that is at the stage already stays as it is. A bucket that was
        rolled back to before the stage enters it again.
 """
@@ -45,7 +45,7 @@ class JobStages:
         self._added = added
         self._checkpoint = checkpoint
         self._numbers = len(steps.stage.optimizers)  # that optimizers have had
-        self._told = 0  # the stage that the shards have been told, from the present place
+        self._known = 0  # the stage that the shards have been told, from the present place
 
     @property
     def rows_of(self) -> Mapping[str, str]:
@@ -129,17 +129,17 @@ class JobStages:
         else of this stage is sent. Does nothing if the shards know it.
         """
         stage, connection = self._steps.stage, self._participation.connection
-        if self._told == stage.number:
+        if self._known == stage.number:
             return
-        for index, told in stage.buckets.items():
+        for index, spec in stage.buckets.items():
             bucket = self._steps.model.layout.buckets[index]
-            connection.assign(connection.clock + 1, BucketAssignment(bucket, (), None, None, stage.number, told))
+            connection.assign(connection.clock + 1, BucketAssignment(bucket, (), None, None, stage.number, spec))
         self._participation.settle()
 
-    def told(self) -> None:
+    def shards_know(self) -> None:
         """Notes that the shards know the stage: a step that told them counts on all of them."""
-        self._told = self._steps.stage.number
+        self._known = self._steps.stage.number
 
     def place_lost(self) -> None:
         """Makes the next step tell the shards again: the job may have been rolled back to before the stage."""
-        self._told = 0
+        self._known = 0

@@ -28,7 +28,7 @@ import torch
 from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.errors import UnknownWorker, Unsupported
 from ps_protocol.messages.workers import JoinResult, SavedState
-from ps_runtime.signals import exit_if_told, is_cut_short, undisturbed
+from ps_runtime.signals import exit_if_requested, is_cut_short, undisturbed
 from ps_worker.cluster.participation import Participation, PlaceLost, arrive, end_last_step, teller
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
@@ -179,7 +179,7 @@ class JobTraining:
         group that leaves its round out"""
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
-        exit_if_told()
+        exit_if_requested()
         if self.is_past:
             self._steps.abandon()  # also rows that the optimizer has given its tables
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
@@ -217,10 +217,10 @@ class JobTraining:
             self.data.keep()  # no shard has seen it
         self._added.empty_step()
 
-    def told(self) -> SavedState | None:
+    def script_report(self) -> SavedState | None:
         """Returns what the script has set for the job, for workers that join late; None: nothing."""
-        clock, told = self.clock, self.checkpoint.tells(self.clock)
-        return None if told is None else SavedState(clock, told)
+        clock, report = self.clock, self.checkpoint.tells(self.clock)
+        return None if report is None else SavedState(clock, report)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -384,7 +384,7 @@ class JobTraining:
         with named(PULL):
             self.model.end_pull()
         if self._steps.stage.number:
-            self.stages.told()
+            self.stages.shards_know()
         pushed, pulls, began = calls
         self._metrics.stepped([push.result() for push in pushed], [pull.result() for pull in pulls], began, self.clock)
         self._allow_drafts()

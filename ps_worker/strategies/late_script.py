@@ -77,15 +77,15 @@ class LateScript:
             return
         if self._checkpoint.job.are_some:
             try:
-                told, is_coming = self._asked()
+                report, is_coming = self._asked()
             except PlaceLost:
                 return  # which the step meets, too; the next one asks anew
             if is_coming:
-                self._go_on(told)
+                self._go_on(report)
                 return
             self._left_out = self._leave_out = 0
-            if told is None or told != self._taken:
-                self._take(told)
+            if report is None or report != self._taken:
+                self._take(report)
             if self._checkpoint.stage < self._until:
                 return
         elif self._checkpoint.has_unknown_scheduler:
@@ -102,27 +102,27 @@ class LateScript:
         ask = self._participation.ask_script
         if not self._asks_again:
             return ask()
-        told, is_coming = ask(QUESTION_SECONDS if self._in_step else 0.0)
+        report, is_coming = ask(QUESTION_SECONDS if self._in_step else 0.0)
         if is_coming or not self._in_step:
-            return told, is_coming
+            return report, is_coming
         return ask(QUESTION_SECONDS)  # the first answer may be one to the question before an earlier step
 
-    def _go_on(self, told: SavedState | None) -> None:
-        """Goes on although no other worker has told what its script has set now. told: the last report; None: none"""
+    def _go_on(self, report: SavedState | None) -> None:
+        """Goes on although no other worker has told what its script has set now. report: the last report; None: none"""
         if self._asks_again:
             self._left_out, self._leave_out = 0, min(2 * self._leave_out + 1, MOST_LEFT_OUT)
             return
         self._asks_again = True
-        if told is not None:
-            self._take(told)
-            self._taken = None if self._checkpoint.stage < self._until else told
+        if report is not None:
+            self._take(report)
+            self._taken = None if self._checkpoint.stage < self._until else report
         log.warning(
             "worker %d goes on at clock %d with %s for now: no other worker tells what its script has set, so this one "
             "asks again with later steps",
             *(self._participation.rank, self._clock()),
-            "its own schedules and the like" if told is None else f"those that the job had at clock {told.clock}",
+            "its own schedules and the like" if report is None else f"those that the job had at clock {report.clock}",
         )
 
-    def _take(self, told: SavedState | None) -> None:
-        content = None if told is None else told.content
+    def _take(self, report: SavedState | None) -> None:
+        content = None if report is None else report.content
         self._until = self._checkpoint.adopt(content, self._clock(), self._goes_back)

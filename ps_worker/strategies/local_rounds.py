@@ -27,7 +27,7 @@ from ps_protocol.batches import MAX_PUSH_RANGES
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient, Unsupported
 from ps_protocol.local import Local
 from ps_protocol.messages.workers import SavedState
-from ps_runtime.signals import exit_if_told, interruptible, is_cut_short
+from ps_runtime.signals import exit_if_requested, interruptible, is_cut_short
 from ps_worker.group import in_call
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.job_spec import check_known
@@ -238,7 +238,7 @@ class LocalRounds:
 
     def _stepping(self) -> None:
         """Begins a step of one of the script's optimizers."""
-        exit_if_told()
+        exit_if_requested()
         for optimizer, count in zip(self._own, self._groups, strict=True):
             if len(optimizer.param_groups) != count:
                 raise Unsupported(
@@ -251,7 +251,7 @@ class LocalRounds:
                 self._model.base.alike.check()
         self._loop.script.follow(may_ask_again=not self._round.made)
         if not self._round.made:
-            self._began = self._loop.told()
+            self._began = self._loop.script_report()
         self._loop.checkpoint.stepping()
         self._metrics.timer.stepping()
 
@@ -390,7 +390,7 @@ class LocalRounds:
         self._say_if_never_warm()
         if self._began is not None and not self._round.made:
             try:
-                self._began = self._loop.told()  # whoever goes on begins the round after the last one
+                self._began = self._loop.script_report()  # whoever goes on begins the round after the last one
             except Exception:
                 log.exception("what the script has set could not be caught")  # the worker leaves all the same
 

@@ -27,7 +27,7 @@ from ps_server.core.partition import JobPartition
 from ps_server.shard.copied_buckets import piece_of
 from ps_server.shard.editions import TakenEdition, WantedEdition
 from ps_server.shard.weight_feeds import JobSource
-from ps_worker.cluster import told_buffers
+from ps_worker.cluster import reader_buffers
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.followed_trainer import relay
@@ -78,7 +78,7 @@ def evaluated(model: nn.Module) -> torch.Tensor:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 tells after each step."""
-    monkeypatch.setattr(told_buffers, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(reader_buffers, "TELL_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -184,8 +184,8 @@ def test_of_a_bucket_that_is_trained_or_of_an_earlier_step_nothing_is_told() -> 
     assert all(torch.equal(job.buckets[index].weights.flat, each) for index, each in before.items()), "for workers"
     trained, frozen = job.buckets[TRAINED[0]], job.buckets[FROZEN]
     version, values = frozen.shown()
-    assert (version, frozen.told_version, values.tolist()) == (7, 7, [7] * 8)
-    assert (trained.shown()[0], trained.told_version) == (0, 0)
+    assert (version, frozen.reader_version, values.tolist()) == (7, 7, [7] * 8)
+    assert (trained.shown()[0], trained.reader_version) == (0, 0)
     with pytest.raises(InvalidRequest, match="rank 0"):
         stage(
             job,
@@ -248,7 +248,7 @@ def test_what_has_not_changed_is_told_once_in_each_place_and_again_where_it_was_
         spec=job_spec(), layout=SimpleNamespace(held=[frozen]), initial=lambda bucket: memoryview(content[0])
     )
     connections = [Told(0)]
-    telling = told_buffers.ToldBuffers(model, lambda: connections[-1])  # type: ignore[arg-type, return-value]
+    telling = reader_buffers.ReaderBuffers(model, lambda: connections[-1])  # type: ignore[arg-type, return-value]
     changed = [frozen.slices[0].parameter]
     telling.stepped(list)
     assert connections[0].came == [], "as the job began"
@@ -274,13 +274,13 @@ def test_buffers_that_a_shard_has_no_room_for_are_sent_again_ever_later_and_that
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(told_buffers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(reader_buffers, "time", SimpleNamespace(monotonic=lambda: now[0]))
     frozen = bucket_layout(job_spec().parameters, 128).buckets[FROZEN]
     model: Any = SimpleNamespace(
         spec=job_spec(), layout=SimpleNamespace(held=[frozen]), initial=lambda bucket: memoryview(b"%f" % now[0])
     )
     connection = Told(0)
-    telling = told_buffers.ToldBuffers(model, lambda: connection)  # type: ignore[arg-type, return-value]
+    telling = reader_buffers.ReaderBuffers(model, lambda: connection)  # type: ignore[arg-type, return-value]
     sent: list[float] = []
 
     def trained(seconds: int) -> list[float]:
@@ -317,7 +317,7 @@ def test_where_groups_cut_parameters_their_first_member_tells_and_shards_keep_it
         spec=spec, layout=SimpleNamespace(held=[frozen]), initial=lambda bucket: memoryview(b"new")
     )
     connection = Told(0)
-    telling = told_buffers.ToldBuffers(model, lambda: connection)  # type: ignore[arg-type, return-value]
+    telling = reader_buffers.ReaderBuffers(model, lambda: connection)  # type: ignore[arg-type, return-value]
     telling.stepped(lambda: [frozen.slices[0].parameter], is_last=True)
     assert connection.came == [b"new"]
     job = JobPartition(spec, range(frozen.index + 1))
@@ -326,7 +326,7 @@ def test_where_groups_cut_parameters_their_first_member_tells_and_shards_keep_it
         pushed = (PushedBucket(frozen.index, PushKind.INITIAL_VALUE),)
         content = payload(torch.full((8,), clock))
         stage(job, PushCall(Identity("sums", 0, 1), clock, pushed, content))
-    assert job.buckets[frozen.index].told_version == 7
+    assert job.buckets[frozen.index].reader_version == 7
     assert job.buckets[frozen.index].weights.flat.tolist() == [0] * 8, "other workers begin with these"
 
 
@@ -341,9 +341,9 @@ def test_where_memory_has_no_room_readers_keep_the_buffers_that_they_have(monkey
     size = job.buckets[FROZEN].unit.spec.nbytes
     tell(3)
     for free, clock, told in ((size - 1, 4, 3), (size, 5, 5)):
-        monkeypatch.setattr("ps_server.shard.told_room.free_bytes", lambda free=free: free + job.promised())
+        monkeypatch.setattr("ps_server.shard.reader_room.free_bytes", lambda free=free: free + job.promised())
         with pytest.raises(LimitExceeded, match="no room for 64 bytes of buffers") if told < clock else nullcontext():
             tell(clock)
         assert job.buckets[FROZEN].unit.shown()[1].tolist() == [told] * 8
-    monkeypatch.setattr("ps_server.shard.told_room.free_bytes", lambda: 0)
+    monkeypatch.setattr("ps_server.shard.reader_room.free_bytes", lambda: 0)
     tell(4)  # it is older, and takes nothing

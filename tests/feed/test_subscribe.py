@@ -692,7 +692,7 @@ def test_a_feed_may_come_before_the_job_and_ends_with_it(shared: Cluster, job: s
         with pytest.raises(NotFound, match=r"has ended at version 1"):
             feed.wait_for(2)
         model = feed.load(Model())
-        feed._subscription._told = 5  # an update that was told of, and came into no edition
+        feed._subscription._announced = 5  # an update that was told of, and came into no edition
         with pytest.raises(NotFound, match=r"has ended: version 1 is the newest there is, and 4 updates older than"):
             feed.reading(model, max_behind=3).__enter__()
         with feed.reading(model, max_behind=4) as version:

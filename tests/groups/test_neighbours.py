@@ -259,7 +259,7 @@ def test_while_members_are_missing_the_store_is_asked_twice_a_look_and_not_for_t
     first = Neighbours(store, "group", 0, 30, SECONDS)
     first.begin()
     try:
-        until(lambda: len(first._told) == 19, "those that have come")
+        until(lambda: len(first._signs) == 19, "those that have come")
         begin = len(store.asked) + 2
         until(lambda: len(store.asked) >= begin + 20, "more looks")
         asked = store.asked[begin : begin + 20]
@@ -286,7 +286,7 @@ def test_neighbours_are_left_where_members_cannot_be_compared(
 
 def test_a_member_that_does_not_come_is_named(members: Members) -> None:
     first, _ = members.begin(0, []), members.begin(2, [])
-    until(lambda: 2 in first._told, "the last member to come")
+    until(lambda: 2 in first._signs, "the last member to come")
     said = "gave up after --start-timeout 0.5 s: waiting for member 1 of this worker's group to come to prepare"
     with pytest.raises(LimitExceeded, match=f"^{said}$"):
         first.await_all(0.5)

@@ -163,9 +163,9 @@ def test_a_signal_acts_once_and_leaves_later_waits_alone() -> None:
         ending.tell(signal.SIGTERM)
     with ending.hold(), ending.let_through():
         seen.append(ending.is_held_back)
-    assert (seen, ending.is_told) == ([False], True)
+    assert (seen, ending.end_requested) == ([False], True)
     with pytest.raises(SystemExit) as ended:
-        ending.exit_if_told()  # a step, as the first SystemExit was lost
+        ending.exit_if_requested()  # a step, as the first SystemExit was lost
     assert ended.value.code == 128 + signal.SIGTERM
 
 

@@ -38,7 +38,7 @@ MAY_IMPORT = {
         "ps_server.shard.mapped",
         "ps_server.shard.outbox",
         "ps_server.shard.shared_changes",
-        "ps_server.shard.told_relays",
+        "ps_server.shard.relay_reports",
         "ps_server.failpoints",
         "ps_feed",
         "ps_runtime",

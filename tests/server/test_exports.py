@@ -80,7 +80,7 @@ def test_an_export_takes_what_a_restore_takes_and_says_why(
     damaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[str] = []
-    said = export(damaged, "job", None, tmp_path / "out", told=told.append)
+    said = export(damaged, "job", None, tmp_path / "out", on_skipped=told.append)
     assert "checkpoint 000001 at clock 3" in said
     assert weights_in(tmp_path / "out") == {1.0}
 

@@ -438,7 +438,7 @@ def test_a_control_file_larger_than_any_is_not_read_and_the_checkpoint_before_co
     with pytest.raises(CheckpointDamaged, match=f"it has {longest + 1} bytes, and at most {longest} are read"):
         store.manifest("job", "000002")
     said: list[str] = []
-    assert "000001" in export(directory, "job", None, tmp_path / "out", told=lambda text: said.append(str(text)))
+    assert "000001" in export(directory, "job", None, tmp_path / "out", on_skipped=lambda text: said.append(str(text)))
     assert "at most" in said[0]
 
 

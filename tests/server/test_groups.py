@@ -188,4 +188,4 @@ def test_the_first_member_speaks_for_its_group(cluster: Cluster, live: Hold) -> 
             )
             service.Leave(leaving, None)
     assert made.figures.of_done()[0].steps == 7
-    assert made.script._told == (3, b"of 0")
+    assert made.script._report == (3, b"of 0")

@@ -191,7 +191,7 @@ def test_a_damaged_base_makes_a_checkpoint_damaged_and_the_one_before_is_taken(
     assert TableWorker(cluster).rows() == rows[expected]
     assert caplog.text.count("cannot be used, trying the one before") == 6 - place
     told: list[str] = []
-    assert f"checkpoint {expected} " in export(tmp_path, "job", None, tmp_path / "last", told=told.append)
+    assert f"checkpoint {expected} " in export(tmp_path, "job", None, tmp_path / "last", on_skipped=told.append)
     assert len(told) == 6 - place
     assert all(line in caplog.text for line in told), "an export falls back as a restore does, and says the same"
     assert rows_of(load_file(tmp_path / "last" / "tables" / "t.safetensors")) == rows[expected]

@@ -1,7 +1,7 @@
 """The tensors of a followed job that no optimizer steps: a frozen parameter, and a buffer, of which each worker has its
 own.
 
-Rank 0 tells readers of its buffer by the real code (ps_worker/cluster/told_buffers.py). The buffer has other elements
+Rank 0 tells readers of its buffer by the real code (ps_worker/cluster/reader_buffers.py). The buffer has other elements
 after each step of each process, and what is told of it is noted. So a reader's elements say which step they are of.
 """
 
@@ -18,7 +18,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.tensors import bytes_of
-from ps_worker.cluster.told_buffers import ToldBuffers
+from ps_worker.cluster.reader_buffers import ReaderBuffers
 from tests.simulation.runs import BUFFER
 from tests.simulation.threads import Future
 
@@ -38,7 +38,7 @@ class Buffers:
         self._content = run.initial.clone()
         self._connection: TellingConnection | None = None
         model: Any = SimpleNamespace(layout=SimpleNamespace(held=run.untrained), initial=self._elements)
-        self._telling = ToldBuffers(model, self._connected)  # type: ignore[arg-type]
+        self._telling = ReaderBuffers(model, self._connected)  # type: ignore[arg-type]
 
     def beginnings(self, place: Place) -> list[Callable[[], object]]:
         """Returns what sends the values with which rank 0 begins."""
@@ -81,7 +81,7 @@ class Buffers:
 
 
 class TellingConnection:
-    """What ToldBuffers knows of ps_worker.cluster.connection.Connection."""
+    """What ReaderBuffers knows of ps_worker.cluster.connection.Connection."""
 
     def __init__(self, worker: Worker, from_place: Place) -> None:
         self._worker, self.from_place = worker, from_place

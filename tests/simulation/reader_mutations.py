@@ -98,15 +98,15 @@ def numbers_old_buffers_as_new(patch: pytest.MonkeyPatch) -> None:
 
 def takes_buffers_of_earlier_steps(patch: pytest.MonkeyPatch) -> None:
     """A shard that is told of buffers takes the number of the step, and keeps what it has been told before."""
-    is_told = Bucket._is_told
+    keeps = Bucket._keeps_for_readers
 
     def late(self: Bucket, command: Any) -> bool:
-        before, is_new = self._told, is_told(self, command)
-        if is_new and before is not None and self._told is not None:
-            self._told = self._told[0], before[1]
+        before, is_new = self._for_readers, keeps(self, command)
+        if is_new and before is not None and self._for_readers is not None:
+            self._for_readers = self._for_readers[0], before[1]
         return is_new
 
-    patch.setattr(Bucket, "_is_told", late)
+    patch.setattr(Bucket, "_keeps_for_readers", late)
 
 
 def shares_buffers_of_earlier_steps(patch: pytest.MonkeyPatch) -> None:

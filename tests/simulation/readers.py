@@ -275,7 +275,7 @@ class Readers:
             done = real_stage(pushes, job, command, size, fresh)
             if isinstance(command, Initialise) and job.name == NAME:
                 bucket = job.buckets[command.unit].unit
-                if bucket.told_version:
+                if bucket.reader_version:
                     version, values = bucket.shown()
                     known.setdefault((job.run, command.unit, version), {})[job.timeline] = zlib.crc32(bytes_of(values))
             return done

@@ -12,7 +12,7 @@ from torch import nn
 import ps_worker
 from ps_protocol.errors import PSError
 from ps_runtime.quantities import size_text
-from ps_server.core.server_figures import OTHER_TABLES, TABLES_TOLD, RowCounts, TableFigures, told
+from ps_server.core.server_figures import OTHER_TABLES, TABLES_REPORTED, RowCounts, TableFigures, reported
 from ps_server.ops import requests, screen, status_text
 from ps_server.rpc.plain import plain
 from ps_server.rpc.shard_messages import table_figures, table_message
@@ -271,12 +271,12 @@ def test_tables_behind_the_first_hundred_are_told_as_one() -> None:
     counts = RowCounts(*range(1, 10))
     tables = [
         TableFigures(str(number), number, 10 * number, counts, 2 * number, 3 * number)
-        for number in range(TABLES_TOLD + 3)
+        for number in range(TABLES_REPORTED + 3)
     ]
-    assert told(tables[:TABLES_TOLD]) == tuple(tables[:TABLES_TOLD])
-    *first, last = told(tables)
-    assert first == tables[:TABLES_TOLD]
-    rows = sum(range(TABLES_TOLD, TABLES_TOLD + 3))
+    assert reported(tables[:TABLES_REPORTED]) == tuple(tables[:TABLES_REPORTED])
+    *first, last = reported(tables)
+    assert first == tables[:TABLES_REPORTED]
+    rows = sum(range(TABLES_REPORTED, TABLES_REPORTED + 3))
     counts = RowCounts(*range(3, 28, 3))
     assert last == TableFigures(OTHER_TABLES, rows, 10 * rows, counts, 2 * rows, 3 * rows)
 

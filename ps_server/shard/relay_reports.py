@@ -20,17 +20,17 @@ KEPT_SECONDS = 20.0  # after the last report. A relay sends one every 7.5 s, and
 
 
 @dataclass
-class _Told:
+class _Report:
     report: RelayReport
     caller: str
     heard: float
 
 
-class ToldRelays:
+class RelayReports:
     """The relays among the readers of one job, by name. Thread-safe."""
 
     def __init__(self) -> None:
-        self._told: dict[str, _Told] = {}
+        self._reports: dict[str, _Report] = {}
         self._lock = threading.Lock()
 
     def tell(self, report: RelayReport | None, caller: str, now: float) -> None:
@@ -42,18 +42,18 @@ class ToldRelays:
         if report is None:
             return
         with self._lock:
-            told = self._told.get(report.name)
-            if told is None or told.caller != caller:
+            last = self._reports.get(report.name)
+            if last is None or last.caller != caller:
                 self._forget(now)
-                if report.name in self._told or not self._has_room(caller):
+                if report.name in self._reports or not self._has_room(caller):
                     return
-            self._told[report.name] = _Told(report, caller, now)
+            self._reports[report.name] = _Report(report, caller, now)
 
     def readers(self, now: float) -> int:
         """Returns how many readers the relays have."""
         with self._lock:
             self._forget(now)
-            return sum(each.report.readers for each in self._told.values())
+            return sum(each.report.readers for each in self._reports.values())
 
     def figures(self, lowest: int, now: float, highest: int = 0) -> AllRelays:
         """Returns the figures of the relays.
@@ -63,29 +63,29 @@ class ToldRelays:
         highest = max(lowest, highest)
         with self._lock:
             self._forget(now)
-            told = list(self._told.values())
-        shown = tuple(_figures(each.report, lowest, highest) for each in _ranked(told)[:MOST_SHOWN])
-        return AllRelays(shown, len(told), sum(each.report.readers for each in told))
+            reports = list(self._reports.values())
+        shown = tuple(_figures(each.report, lowest, highest) for each in _ranked(reports)[:MOST_SHOWN])
+        return AllRelays(shown, len(reports), sum(each.report.readers for each in reports))
 
     def _has_room(self, caller: str) -> bool:
         """Whether a caller may add a name. The caller of this holds the lock."""
-        own = sum(each.caller == caller for each in self._told.values()) if caller else 0
-        return len(self._told) < MOST_RELAYS and own < share(MOST_RELAYS)
+        own = sum(each.caller == caller for each in self._reports.values()) if caller else 0
+        return len(self._reports) < MOST_RELAYS and own < share(MOST_RELAYS)
 
     def _forget(self, now: float) -> None:
         """Forgets relays that are gone. The caller holds the lock."""
-        if any(now - each.heard > KEPT_SECONDS for each in self._told.values()):
-            self._told = {name: each for name, each in self._told.items() if now - each.heard <= KEPT_SECONDS}
+        if any(now - each.heard > KEPT_SECONDS for each in self._reports.values()):
+            self._reports = {name: each for name, each in self._reports.items() if now - each.heard <= KEPT_SECONDS}
 
 
-def _ranked(told: list[_Told]) -> list[_Told]:
+def _ranked(reports: list[_Report]) -> list[_Report]:
     """Returns relays, those with the most readers first. The relays of one principal past its share come after all
     others: their numbers may be made up.
     """
-    ranked = sorted(told, key=lambda each: (-each.report.readers, each.report.name))
+    ranked = sorted(reports, key=lambda each: (-each.report.readers, each.report.name))
     counts: Counter[str] = Counter()
-    first: list[_Told] = []
-    rest: list[_Told] = []
+    first: list[_Report] = []
+    rest: list[_Report] = []
     for each in ranked:
         counts[each.caller] += 1
         (first if counts[each.caller] <= share(MOST_SHOWN) else rest).append(each)

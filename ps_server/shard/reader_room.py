@@ -12,7 +12,7 @@ from ps_protocol.errors import LimitExceeded
 from ps_runtime.memory import free_bytes
 
 
-def check_told(name: str, size: int, promised: Callable[[], int]) -> None:
+def check_reader_buffers(name: str, size: int, promised: Callable[[], int]) -> None:
     """Raises LimitExceeded if memory has no room: readers keep the buffers that they have, and rank 0 sends them again
     later.
 

@@ -28,7 +28,7 @@ _MOST_DOUBLED = 16  # after which the longest pause is reached in any case
 LAST_SECONDS = 5.0  # how long a worker that leaves waits until its last values have arrived
 
 
-class ToldBuffers:
+class ReaderBuffers:
     """The sender of one worker. For the training thread.
 
     connection: returns the connection of the worker's present place
@@ -39,7 +39,7 @@ class ToldBuffers:
         self._due = 0.0
         # The place with which the values were sent: by a later one the shards may have lost them
         self._place: JoinResult | None = None
-        self._told: dict[int, int] = {}  # by bucket, the checksum of the last values sent
+        self._checksums: dict[int, int] = {}  # by bucket, the checksum of the last values sent
         self._numbers: dict[int, int] = {}  # by bucket, the number of the last values sent
         self._sent: list[Future[PushResult]] = []
         self._failures = 0  # in a row
@@ -56,14 +56,14 @@ class ToldBuffers:
             return
         if connection.place is not self._place:
             self._place, self._failures = connection.place, 0
-            self._told.clear()
+            self._checksums.clear()
         wanted = set(changed())
         for bucket in self._model.layout.held:
             if bucket.frozen and any(part.parameter in wanted for part in bucket.slices):
                 payload = self._model.initial(bucket)
                 checksum = zlib.crc32(payload)
-                if self._told.get(bucket.index) != checksum:
-                    self._told[bucket.index] = checksum
+                if self._checksums.get(bucket.index) != checksum:
+                    self._checksums[bucket.index] = checksum
                     # A script may change buffers after its last step, as torch.optim.swa_utils.update_bn does. Shards
                     # take what has a higher number than what they have.
                     number = max(connection.clock, self._numbers.get(bucket.index, 0) + 1)
@@ -85,7 +85,7 @@ class ToldBuffers:
         error = next((each for each in errors if each is not None), None)
         if error is not None:
             self._failures = min(self._failures + 1, _MOST_DOUBLED)
-            self._told.clear()
+            self._checksums.clear()
             what = "readers of the weights do not get these buffers of rank 0, which are sent again later: %s"
             self._troubles.met("buffers", what, error)
         elif over:

@@ -20,7 +20,7 @@ import ps_torch as ps
 from ps_feed.telling import Telling
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.messages.editions import (
-    MOST_TOLD_READERS,
+    MOST_REPORTED_READERS,
     RelayReport,
     WeightsAsked,
     WeightsHere,
@@ -32,8 +32,8 @@ from ps_server.config import ServerConfig
 from ps_server.core.feed_figures import AllRelays, FeedFigures, RelayFigures
 from ps_server.ops import requests, status_text
 from ps_server.rpc.feed_status import feed_figures, feed_message
-from ps_server.shard import told_relays
-from ps_server.shard.told_relays import MOST_RELAYS, MOST_SHOWN, ToldRelays
+from ps_server.shard import relay_reports
+from ps_server.shard.relay_reports import MOST_RELAYS, MOST_SHOWN, RelayReports
 from ps_server.shard.weight_feeds import WeightFeeds
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.feeding import Feeding
@@ -234,7 +234,7 @@ def test_a_relay_that_is_killed_is_soon_not_shown_any_more(
         until(lambda: [line.split()[1] for line in shown(shared, job)] == [named(address)], "the relay")
         os.kill(process.process.pid, signal.SIGKILL)
         process.process.wait()
-        monkeypatch.setattr(told_relays, "KEPT_SECONDS", 0.5)
+        monkeypatch.setattr(relay_reports, "KEPT_SECONDS", 0.5)
         until(lambda: readers(shared, job) and not shown(shared, job), "that only the relay is forgotten")
 
 
@@ -256,7 +256,7 @@ def ask(feeding: Feeding, report: RelayReport, caller: str = "") -> None:
     feeding.shard.weight_feeds.describe(WeightsAsked("job", follows=True, relay=report), caller)
 
 
-def names(told: ToldRelays, now: float = 0.0) -> list[str]:
+def names(told: RelayReports, now: float = 0.0) -> list[str]:
     return [each.name for each in told.figures(0, now).shown]
 
 
@@ -292,9 +292,9 @@ def test_readers_that_are_no_relays_tell_nothing() -> None:
 
 
 def test_one_that_claims_to_be_a_thousand_relays_leaves_room_for_others() -> None:
-    told = ToldRelays()
+    told = RelayReports()
     for number in range(1000):
-        told.tell(RelayReport(f"r{number}:1", MOST_TOLD_READERS), "hostile", 0.0)
+        told.tell(RelayReport(f"r{number}:1", MOST_REPORTED_READERS), "hostile", 0.0)
     assert told.figures(0, 0.0).count == MOST_RELAYS // 2
     told.tell(RelayReport("honest:1", 7), "reader", 0.0)
     assert "honest:1" in names(told), "although others claim to have more readers"
@@ -307,7 +307,7 @@ def test_one_that_claims_to_be_a_thousand_relays_leaves_room_for_others() -> Non
 
 
 def test_of_many_relays_those_with_the_most_readers_are_shown() -> None:
-    told = ToldRelays()
+    told = RelayReports()
     for number in range(40):
         told.tell(RelayReport(f"r{number}:1", number), "reader", 0.0)
     assert names(told) == [f"r{number}:1" for number in range(39, 7, -1)]
@@ -316,7 +316,7 @@ def test_of_many_relays_those_with_the_most_readers_are_shown() -> None:
 
 
 def test_an_edition_may_be_ahead_of_tables_and_not_of_all_weights() -> None:
-    told = ToldRelays()
+    told = RelayReports()
     told.tell(RelayReport("near:1", 7, 4), "reader", 0.0)
     assert told.figures(3, 0.0, highest=4).shown == (RelayFigures("near:1", 7, 4, 0),)
     assert told.figures(3, 0.0).shown == (RelayFigures("near:1", 7),)
@@ -324,7 +324,7 @@ def test_an_edition_may_be_ahead_of_tables_and_not_of_all_weights() -> None:
 
 
 def test_a_principal_cannot_speak_for_a_relay_of_another() -> None:
-    told = ToldRelays()
+    told = RelayReports()
     told.tell(RelayReport("near:1", 7), "reader", 0.0)
     told.tell(RelayReport("near:1", 0), "hostile", 20.0)
     assert told.readers(20.0) == 7
@@ -386,12 +386,12 @@ def test_a_name_that_no_relay_may_have_is_refused(name: str) -> None:
 def test_numbers_that_relays_add_up_stay_numbers_of_the_wire() -> None:
     most = 2**32 - 1
     message = feed_pb2.DescribeWeightsRequest(relay=feed_pb2.RelayReport(name="near:1", reader_count=most))
-    assert read_weights_asked(message.SerializeToString()).relay == RelayReport("near:1", MOST_TOLD_READERS)
-    sent = write_weights_asked(WeightsAsked("job", relay=RelayReport("near:1", 300 * MOST_TOLD_READERS)))
-    assert read_weights_asked(sent).relay == RelayReport("near:1", MOST_TOLD_READERS)
-    told = ToldRelays()
+    assert read_weights_asked(message.SerializeToString()).relay == RelayReport("near:1", MOST_REPORTED_READERS)
+    sent = write_weights_asked(WeightsAsked("job", relay=RelayReport("near:1", 300 * MOST_REPORTED_READERS)))
+    assert read_weights_asked(sent).relay == RelayReport("near:1", MOST_REPORTED_READERS)
+    told = RelayReports()
     for number in range(MOST_RELAYS):
-        told.tell(RelayReport(f"r{number}:1", MOST_TOLD_READERS), "", 0.0)
+        told.tell(RelayReport(f"r{number}:1", MOST_REPORTED_READERS), "", 0.0)
     figures = FeedFigures(relays=told.figures(0, 0.0))
     assert feed_figures(feed_message(figures)) == figures
 
