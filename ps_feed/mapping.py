@@ -125,18 +125,18 @@ class HandedOver:
             raise NotShared(f"a server hands over {MOST_FILES} files at most, and names number {number}")
         if number not in self._files:
             self._wait_for(number)
-            descriptor, lease = self._came.pop(number)
+            descriptor, reference = self._came.pop(number)
             try:
                 size = check_file(descriptor, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE, "the edition")
                 if size > most:
                     raise NotShared(f"file {number} has {size} bytes where {most} are the most")
                 # What has the elements of a whole space is kept as it is; what has some of them is read once.
-                self._files[number] = mapped(descriptor, size, lease, populate=size == most)
+                self._files[number] = mapped(descriptor, size, reference, populate=size == most)
             except NotShared:
-                os.close(lease)
+                os.close(reference)
                 raise
             except OSError as error:
-                os.close(lease)
+                os.close(reference)
                 raise NotShared(f"file {number} of the server cannot be mapped ({error.strerror})") from None
             finally:
                 os.close(descriptor)
@@ -169,6 +169,6 @@ class HandedOver:
             number = content[-1]
             if number >= MOST_FILES or number in self._came or number in self._files:
                 raise NotShared(f"file {number} was handed over twice, or is none of {MOST_FILES}")
-            lease = os.dup(connection.fileno())
-            self._came[number] = descriptors[0], lease
+            reference = os.dup(connection.fileno())
+            self._came[number] = descriptors[0], reference
             closing.pop_all()  # the descriptor stays open

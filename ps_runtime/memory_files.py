@@ -118,10 +118,10 @@ class WrittenFile(SharedFile):
                 self._is_sealed = True
 
 
-def mapped(descriptor: int, size: int, lease: int | None = None, populate: bool = True) -> Bytes:
+def mapped(descriptor: int, size: int, closes_with: int | None = None, populate: bool = True) -> Bytes:
     """Returns the bytes of a sealed memory file, without a copy. The descriptor may be closed afterwards.
 
-    lease:    another descriptor, which is closed when nothing refers to these bytes any more
+    closes_with:    another descriptor, which is closed when nothing refers to these bytes any more
     populate: map all pages now, so that the first reader does not wait for each page
 
     Raises OSError.
@@ -130,8 +130,8 @@ def mapped(descriptor: int, size: int, lease: int | None = None, populate: bool 
     # bytes although it must not, it gets a copy of the page, and is not killed.
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
     memory = mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    if lease is not None:
-        weakref.finalize(memory, os.close, lease)
+    if closes_with is not None:
+        weakref.finalize(memory, os.close, closes_with)
     with contextlib.suppress(OSError):  # kernels before 5.14
         for start in range(0, size if populate else 0, _POPULATED_BYTES):
             memory.madvise(_MADV_POPULATE_READ, start, min(_POPULATED_BYTES, size - start))

@@ -387,7 +387,7 @@ def read_round_news(message: rounds_pb2.GatherValuesResponse) -> RoundNews:
 # -- leases of data ----------------------------------------------------------------------------------------------------
 
 
-def write_lease(worker: Identity, request: LeaseRequest) -> leases_pb2.LeaseDataRequest:
+def write_lease_request(worker: Identity, request: LeaseRequest) -> leases_pb2.LeaseDataRequest:
     """Returns the message that asks for batches of a loader's data."""
     loader, report = request.loader, request.report
     return leases_pb2.LeaseDataRequest(
@@ -407,7 +407,7 @@ def write_lease(worker: Identity, request: LeaseRequest) -> leases_pb2.LeaseData
     )
 
 
-def read_lease(message: leases_pb2.LeaseDataRequest) -> LeaseRequest:
+def read_lease_request(message: leases_pb2.LeaseDataRequest) -> LeaseRequest:
     """Returns the request for batches in a message."""
     loader = message.loader
     seed = loader.seed if loader.HasField("seed") else None

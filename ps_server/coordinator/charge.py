@@ -16,11 +16,11 @@ from ps_protocol.errors import Deposed, TryLater
 log = logging.getLogger("ps_server")
 
 
-class Leased(Protocol):
-    """The lease that at most one coordinator holds at a time; see storage.files.Files."""
+class LockState(Protocol):
+    """The lock lease that at most one coordinator holds at a time; see storage.files.Files."""
 
     def term(self) -> int:
-        """Returns the number of the lease; 0 if there is none."""
+        """Returns the number of the lock lease; 0 if there is none."""
 
     def taken_over(self) -> str:
         """Returns a description of the process that holds the lease now; empty if, as far as is known,
@@ -32,18 +32,18 @@ class Charge:
     """Whether one coordinator is in charge. Thread-safe; no method waits."""
 
     def __init__(self) -> None:
-        self._leased: Leased | None = None
+        self._lock_state: LockState | None = None
         self._refused = ""  # the reason, from a shard
         self._is_logged = False
 
-    def begin(self, leased: Leased) -> None:
+    def begin(self, lock_state: LockState) -> None:
         """Sets the lease that decides from now on whether this coordinator is in charge. This process must hold it."""
-        self._leased = leased
+        self._lock_state = lock_state
 
     @property
     def term(self) -> int:
         """The term of this coordinator, which its calls to shards carry; 0 without a lease."""
-        return self._leased.term() if self._leased is not None else 0
+        return self._lock_state.term() if self._lock_state is not None else 0
 
     def refused(self, error: Deposed) -> None:
         """Records that a shard has refused a call because it knows a later coordinator."""
@@ -52,7 +52,7 @@ class Charge:
     @property
     def lost(self) -> str:
         """Why this coordinator is no longer in charge; empty: it is, as far as it knows."""
-        why = self._refused or (self._leased.taken_over() if self._leased is not None else "")
+        why = self._refused or (self._lock_state.taken_over() if self._lock_state is not None else "")
         if why and not self._is_logged:
             self._is_logged = True
             log.error(

@@ -33,8 +33,8 @@ class JobData:
         self._rollbacks = 0
         self._troubles = Troubles(log, "committed_data")
 
-    def lease(self, worker: WorkerId, key: bytes, request: LeaseRequest) -> BatchLease:
-        """Gives a live worker batches; see DataLeases.lease. Raises InvalidRequest for a job with a world size."""
+    def lease_batches(self, worker: WorkerId, key: bytes, request: LeaseRequest) -> BatchLease:
+        """Gives a live worker batches, see DataLeases. Raises InvalidRequest for a job with a world size."""
         if self._spec.world_size:
             raise InvalidRequest(
                 f"job {self._spec.name!r} has a world size: its workers divide the data by their ranks"
@@ -62,7 +62,7 @@ class JobData:
             workers = self._members.check(*worker, key)
             if leases.stale:
                 raise try_soon(f"job {self._spec.name!r}: the shards are being asked which data is committed")
-            return leases.lease(worker, number, count, workers, report)
+            return leases.lease_batches(worker, number, count, workers, report)
 
     def _loader(self, request: LeaseRequest) -> DataLeases:
         spec = request.loader

@@ -71,7 +71,7 @@ class DataLeases:
             if value != got:
                 raise JobMismatch(f"loader {self.loader} differs: {name} is {value}, got {got}")
 
-    def lease(
+    def lease_batches(
         self, worker: WorkerId, asked: int, count: int, workers: int = 1, report: LeaseReport = NOTHING
     ) -> BatchLease:
         """Leases up to `count` batches to a worker; fewer if few are left for `workers` workers.

@@ -21,7 +21,7 @@ from ps_protocol.messages.workers import (
     ShardPushed,
     read_gather,
     read_join,
-    read_lease,
+    read_lease_request,
     write_joined,
     write_round_news,
 )
@@ -228,8 +228,8 @@ class DataLeaseService(leases_pb2_grpc.DataLeaseServiceServicer):  # type: ignor
     def LeaseData(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker = request.worker
         check_job(worker.job)
-        data, asked = self._coordinator.job(worker.job, worker.run).data, read_lease(request)
-        lease = data.lease((worker.rank, worker.incarnation), worker.lease_key, asked)
+        data, asked = self._coordinator.job(worker.job, worker.run).data, read_lease_request(request)
+        lease = data.lease_batches((worker.rank, worker.incarnation), worker.lease_key, asked)
         return leases_pb2.LeaseDataResponse(ranges=data_range_messages(lease.ranges), complete=lease.complete)
 
 

@@ -77,7 +77,7 @@ class NewFiles(Generic[F]):
         self._again = time.monotonic() + RETRY_SECONDS
 
 
-class _Lease(NamedTuple):
+class _Mapping(NamedTuple):
     """A file that a reader has mapped, until the connection ends."""
 
     connection: socket.socket
@@ -94,7 +94,7 @@ class MappedFiles:
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._leases: dict[int, _Lease] = {}  # by the descriptor of the connection
+        self._mappings: dict[int, _Mapping] = {}  # by the descriptor of the connection
         # The bytes of the most that a reader was handed of an edition: one that has what never changes gets less later.
         self._largest = 0
         self._ends = select.poll()
@@ -119,7 +119,7 @@ class MappedFiles:
         is_possible = 0 < len(files) == len(spaces) <= MOST_FILES
         if directory is None or not is_possible or not self._has_room(edition, len(files), size):
             return None
-        made: list[_Lease] = []
+        made: list[_Mapping] = []
         try:
             for number, (_, file) in enumerate(files):
                 made.append(_handed_over(directory, offer, file, number))
@@ -133,9 +133,9 @@ class MappedFiles:
             if self._closed:  # since the reader's call began: nobody looks at these connections again
                 _give_up(made)
                 return None
-            for lease in made:
-                self._leases[lease.connection.fileno()] = lease
-                self._ends.register(lease.connection, select.POLLIN)
+            for mapping in made:
+                self._mappings[mapping.connection.fileno()] = mapping
+                self._ends.register(mapping.connection, select.POLLIN)
             self._largest = max(self._largest, size)
         return {space: number for number, (space, _) in enumerate(files)}
 
@@ -143,42 +143,42 @@ class MappedFiles:
     def readers(self) -> int:
         """The number of readers with mapped memory."""
         with self._lock:
-            return len({each.reader for each in self._leases.values()})
+            return len({each.reader for each in self._mappings.values()})
 
     def look(self) -> None:
         """Forgets the files that readers have unmapped."""
         with self._lock:
-            for descriptor, _ in self._ends.poll(0) if self._leases else ():
+            for descriptor, _ in self._ends.poll(0) if self._mappings else ():
                 self._forget(descriptor)
 
     def held_bytes(self, others_than: Collection[SharedFile] = ()) -> int:
         """Returns the bytes that readers have mapped. others_than: files that are not counted"""
         own = {each.number for each in others_than}
         with self._lock:
-            mapped = {each.file: each.size for each in self._leases.values()}
+            mapped = {each.file: each.size for each in self._mappings.values()}
         return sum(size for number, size in mapped.items() if number not in own)
 
     def close(self) -> None:
         """Forgets all readers, and shares nothing more. The readers' mappings stay valid."""
         with self._lock:
             self._closed = True
-            for descriptor in list(self._leases):
+            for descriptor in list(self._mappings):
                 self._forget(descriptor)
 
     def _has_room(self, edition: InFiles, files: int, size: int) -> bool:
         """Whether readers may have so many more files mapped, of so many bytes."""
         self.look()
         most = MOST_HELD * max(self._largest, size)
-        return len(self._leases) + files <= MOST_READERS and self.held_bytes(edition.files.values()) <= most
+        return len(self._mappings) + files <= MOST_READERS and self.held_bytes(edition.files.values()) <= most
 
     def _forget(self, descriptor: int) -> None:
         self._ends.unregister(descriptor)
-        self._leases.pop(descriptor).connection.close()
+        self._mappings.pop(descriptor).connection.close()
 
 
-def _give_up(leases: Iterable[_Lease]) -> None:
-    for lease in leases:
-        lease.connection.close()
+def _give_up(mappings: Iterable[_Mapping]) -> None:
+    for mapping in mappings:
+        mapping.connection.close()
 
 
 def _is_name(offer: MappingOffer) -> bool:
@@ -191,7 +191,7 @@ def _is_away(directory: Path, error: OSError) -> bool:
     return is_unseen or isinstance(error, ConnectionError)
 
 
-def _handed_over(directory: Path, offer: MappingOffer, file: SharedFile, number: int) -> _Lease:
+def _handed_over(directory: Path, offer: MappingOffer, file: SharedFile, number: int) -> _Mapping:
     """Sends a reader one file. Raises NotShared, or OSError; waits for nothing, as the message fits into any buffer."""
     if not _is_name(offer) or len(offer.nonce) != NONCE_BYTES:
         raise NotShared(
@@ -203,4 +203,4 @@ def _handed_over(directory: Path, offer: MappingOffer, file: SharedFile, number:
     except OSError:
         connection.close()
         raise
-    return _Lease(connection, file.number, file.size, offer.reader or int.from_bytes(offer.nonce))
+    return _Mapping(connection, file.number, file.size, offer.reader or int.from_bytes(offer.nonce))

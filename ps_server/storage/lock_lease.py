@@ -25,7 +25,7 @@ from ps_server.storage.disk import MAX_HOLDER_BYTES
 
 log = logging.getLogger("ps_server")
 
-LEASE_SECONDS = 20.0
+LOCK_LEASE_SECONDS = 20.0
 RENEWALS_PER_LEASE = 4
 LOOKS_PER_LEASE = 20  # how often a process that wants the lease looks whether the holder has renewed it
 
@@ -49,7 +49,7 @@ class Store(Protocol):
         """Removes a file."""
 
 
-class Lease:
+class LockLease:
     """A process's lease of a name. Methods are thread-safe.
 
     seconds: how long other processes wait before they take the lease from a holder that does not renew it

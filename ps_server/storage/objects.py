@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer
 from ps_server.storage.disk import MAX_READ_BYTES, check_readable, pieces
-from ps_server.storage.lock_lease import LEASE_SECONDS, Lease
+from ps_server.storage.lock_lease import LOCK_LEASE_SECONDS, LockLease
 
 CLAIM = ".begun"  # the object that makes a directory
 PART_BYTES = 2**25  # size of a part of an upload, which may have 10,000 parts: so a file may have 320 GB
@@ -35,13 +35,13 @@ SCHEMES = tuple(_PACKAGES)  # the protocols before :// in a path
 class Objects:
     """A storage backend for one protocol of fsspec; see storage.files.Files. Paths are RemotePaths.
 
-    lease_seconds: the time after which the lock of a process that has ended can be taken over
+    lock_lease_seconds: the time after which the lock of a process that has ended can be taken over
     """
 
-    def __init__(self, protocol: str, lease_seconds: float = LEASE_SECONDS) -> None:
+    def __init__(self, protocol: str, lock_lease_seconds: float = LOCK_LEASE_SECONDS) -> None:
         self._fs = _file_system(protocol)
-        self._lease_seconds = lease_seconds
-        self._lease: Lease | None = None
+        self._lock_lease_seconds = lock_lease_seconds
+        self._lock_lease: LockLease | None = None
 
     def make_directory(self, path: Path, is_new: bool = False) -> None:
         """Claims a new directory. Otherwise only checks that the bucket exists: directories come with their files.
@@ -110,18 +110,18 @@ class Objects:
         holder: a text for other processes
         Raises BlockingIOError, with that text, if a live process has the lease. Finding out takes as long as a lease.
         """
-        lease = Lease(self, path, holder, self._lease_seconds)
-        lease.take()
-        self._lease = lease
-        return lease.release
+        lock_lease = LockLease(self, path, holder, self._lock_lease_seconds)
+        lock_lease.take()
+        self._lock_lease = lock_lease
+        return lock_lease.release
 
     def term(self) -> int:
         """Returns the number of the lease, which rises with each holder; 0: this process has taken none."""
-        return self._lease.number if self._lease is not None else 0
+        return self._lock_lease.number if self._lock_lease is not None else 0
 
     def taken_over(self) -> str:
         """Returns the process that has taken over the lease, as text; empty: none is known."""
-        return self._lease.lost if self._lease is not None else ""
+        return self._lock_lease.lost if self._lock_lease is not None else ""
 
     def open(self, path: Path) -> BinaryIO:
         """Opens a file for reading. The caller closes it."""
@@ -189,8 +189,8 @@ class Objects:
                     self._fs.rm_file(key)
 
     def _check_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.check()
+        if self._lock_lease is not None:
+            self._lock_lease.check()
 
 
 class _ObjectReader(io.RawIOBase):

@@ -111,7 +111,7 @@ class CoordinatorClient:
         self._channel = open_channel(address, access, reads_itself=True)  # a watch lasts as long as the job
         self._jobs = JobServiceStub(self._channel)
         self._members = MembershipServiceStub(self._channel)
-        self._leases = DataLeaseServiceStub(self._channel)
+        self._data_leases = DataLeaseServiceStub(self._channel)
         self._rounds = RoundServiceStub(self._channel)
 
     def register(self, spec: JobSpec, launch: str = "", memory_place: str = "") -> Registration:
@@ -204,9 +204,9 @@ class CoordinatorClient:
         except grpc.RpcError as error:
             raise error_from(error, str(self._peer)) from None
 
-    def lease(self, worker: Identity, ask: LeaseRequest) -> BatchLease:
+    def lease_batches(self, worker: Identity, ask: LeaseRequest) -> BatchLease:
         """Leases batches of a loader's data."""
-        response = self._call(self._leases.LeaseData, workers.write_lease(worker, ask))
+        response = self._call(self._data_leases.LeaseData, workers.write_lease_request(worker, ask))
         return BatchLease(data_ranges(response.ranges), response.complete)
 
     def exchange(

@@ -55,7 +55,7 @@ class Account:
 class LeasingStrategy(Protocol):
     """The part of a strategy that leasing calls."""
 
-    def lease(self, ask: LeaseRequest) -> BatchLease | None:
+    def lease_batches(self, ask: LeaseRequest) -> BatchLease | None:
         """Returns batches, and whether the pass is complete; None: ask again. Raises PSError."""
 
     def empty_step(self) -> None:
@@ -193,7 +193,7 @@ class LeasedBatches(Sampler[list[int]]):
         while lease is None:
             held = [*self.data.held(spec.loader), *account.handed, *account.waiting]
             report = LeaseReport(held, list(account.pushed), list(account.returned))
-            lease = self._stepper.lease(LeaseRequest(spec, self.number, count, report))
+            lease = self._stepper.lease_batches(LeaseRequest(spec, self.number, count, report))
         self.data.is_behind &= count == 0
         self._complete = lease.complete
         del account.pushed[: len(report.committed)], account.returned[: len(report.returned)]

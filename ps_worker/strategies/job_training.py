@@ -548,12 +548,12 @@ class JobTraining:
         if self._closing:
             raise UnknownWorker("the session is closed")
 
-    def lease(self, ask: LeaseRequest) -> BatchLease | None:
+    def lease_batches(self, ask: LeaseRequest) -> BatchLease | None:
         """Leases batches of data. Returns None if this worker has taken another place: then call it again."""
         self.pause(0.0)
         try:
             with self.participation.script.standing():
-                return self.participation.call(lambda identity: self.participation.coordinator.lease(identity, ask))
+                return self.participation.call(lambda who: self.participation.coordinator.lease_batches(who, ask))
         except PlaceLost:
             self.come_back()
             return None

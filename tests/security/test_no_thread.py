@@ -41,7 +41,7 @@ from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits
 from ps_server.rpc.registration import ShardRegistration
 from ps_server.shard.threads import OwnThreads
-from ps_server.storage.lock_lease import Lease
+from ps_server.storage.lock_lease import LockLease
 from ps_worker.cluster.local_segment import LocalSegment
 from ps_worker.neighbours import Neighbours
 from ps_worker.row_feed import RowFeed
@@ -159,11 +159,11 @@ class Store:
 def lease(folder: Path) -> None:
     """It is given back, as nothing would renew it: another process may have it at once."""
     store = Store(folder)
-    first = Lease(store, folder / "lease", b"one", 60.0)
+    first = LockLease(store, folder / "lease", b"one", 60.0)
     with pytest.raises(OSError, match=MESSAGE):
         first.take()
     with pytest.raises(OSError, match=MESSAGE):
-        Lease(store, folder / "lease", b"two", 60.0).take()
+        LockLease(store, folder / "lease", b"two", 60.0).take()
 
 
 def notices(_: Path) -> None:
@@ -246,7 +246,7 @@ HERE: dict[str, Callable[[Path], None]] = {
     "ps_server/rpc/registration.py ShardRegistration.__init__": registration,
     "ps_server/rpc/call_limits.py CallLimits.__init__": slow_peers,
     "ps_frames/listener.py Handshakes.__init__": handshakes,
-    "ps_server/storage/lock_lease.py Lease.__init__": lease,
+    "ps_server/storage/lock_lease.py LockLease.__init__": lease,
     "ps_server/shard/threads.py OwnThreads.repeat": notices,
     "ps_runtime/pools.py DaemonPool._add_thread": pools_of_a_session,
     "ps_frames/reading.py ReadingThreads._start": data_connection,

@@ -147,68 +147,72 @@ def fresh(size: int = 10, batch_size: int = 4, **more: bool) -> DataLeases:
 
 def test_what_comes_back_is_given_out_first_and_as_the_same_batches() -> None:
     leases = fresh(20, 4)
-    assert spans(leases.lease((0, 1), 0, 2)) == ((0, 4), (4, 8))
-    assert spans(leases.lease((1, 2), 0, 1)) == ((8, 12),)
+    assert spans(leases.lease_batches((0, 1), 0, 2)) == ((0, 4), (4, 8))
+    assert spans(leases.lease_batches((1, 2), 0, 1)) == ((8, 12),)
     leases.gone(0, 1)
-    assert spans(leases.lease((1, 2), 0, 1, report=LeaseReport(leased=[one(8, 12)]))) == ((12, 16),), "it is in doubt"
+    assert spans(leases.lease_batches((1, 2), 0, 1, report=LeaseReport(leased=[one(8, 12)]))) == ((12, 16),), (
+        "it is in doubt"
+    )
     leases.settle([{0: (0, [(0, 4)])}, {0: (0, [(0, 8)])}], gone={(0, 1)})
     held = [one(8, 12), one(12, 16)]
-    assert spans(leases.lease((1, 2), 0, 1, report=LeaseReport(leased=held))) == ((4, 8),), "one shard did not have it"
+    assert spans(leases.lease_batches((1, 2), 0, 1, report=LeaseReport(leased=held))) == ((4, 8),), (
+        "one shard did not have it"
+    )
     assert leases.progress.returned == 4
 
 
 def test_fewer_are_given_the_fewer_are_left() -> None:
     leases = fresh(64, 1)
-    assert [len(leases.lease((rank, 1), 0, 100, workers=4).ranges) for rank in range(4)] == [8, 7, 6, 5]
+    assert [len(leases.lease_batches((rank, 1), 0, 100, workers=4).ranges) for rank in range(4)] == [8, 7, 6, 5]
 
 
 def test_with_drop_last_what_is_behind_the_last_full_batch_is_no_part_of_a_pass() -> None:
     leases = fresh(10, 4, drop_last=True)
-    assert [spans(leases.lease((r, 1), 0, 1)) for r in range(3)] == [((0, 4),), ((4, 8),), ()]
+    assert [spans(leases.lease_batches((r, 1), 0, 1)) for r in range(3)] == [((0, 4),), ((4, 8),), ()]
     none = fresh(3, 4, drop_last=True)
-    assert [none.lease((0, 1), number, 1).complete for number in range(3)] == [True] * 3, "there is no batch"
+    assert [none.lease_batches((0, 1), number, 1).complete for number in range(3)] == [True] * 3, "there is no batch"
 
 
 def test_a_pass_begins_when_the_shards_have_all_of_the_one_before() -> None:
     leases = fresh(4, 4)
-    leases.lease((0, 1), 0, 1)
+    leases.lease_batches((0, 1), 0, 1)
     pushed = LeaseReport(committed=[one(0, 4)])
-    assert not leases.lease((0, 1), 1, 1, report=pushed).complete, "a worker's word is not enough"
+    assert not leases.lease_batches((0, 1), 1, 1, report=pushed).complete, "a worker's word is not enough"
     leases.settle([{0: (0, [(0, 4)])}])
-    assert leases.lease((1, 2), 0, 1).complete
-    assert leases.lease((1, 2), 1, 1) == leases.lease((1, 2), 1, 1)
+    assert leases.lease_batches((1, 2), 0, 1).complete
+    assert leases.lease_batches((1, 2), 1, 1) == leases.lease_batches((1, 2), 1, 1)
     assert leases.number == 1
 
 
 def test_what_a_shard_lost_is_given_out_again() -> None:
     leases = fresh(8, 4)
-    leases.lease((0, 1), 0, 2)
-    leases.lease((0, 1), 0, 0, report=LeaseReport(leased=[one(4, 8)], committed=[one(0, 4)]))
+    leases.lease_batches((0, 1), 0, 2)
+    leases.lease_batches((0, 1), 0, 0, report=LeaseReport(leased=[one(4, 8)], committed=[one(0, 4)]))
     leases.settle([{}, {0: (0, [(0, 4)])}])
-    assert spans(leases.lease((0, 1), 0, 1, report=LeaseReport(leased=[one(4, 8)]))) == ((0, 4),)
+    assert spans(leases.lease_batches((0, 1), 0, 1, report=LeaseReport(leased=[one(4, 8)]))) == ((0, 4),)
 
 
 def test_a_worker_that_came_back_keeps_what_it_says_it_holds() -> None:
     leases = fresh(8, 4)
-    leases.lease((0, 1), 0, 1)
+    leases.lease_batches((0, 1), 0, 1)
     leases.gone(0, 1)
-    assert spans(leases.lease((0, 2), 0, 1, report=LeaseReport(leased=[one(0, 4)]))) == ((4, 8),)
-    leases.lease((2, 9), 0, 0, report=LeaseReport(leased=[one(0, 4)]))  # which is not so
+    assert spans(leases.lease_batches((0, 2), 0, 1, report=LeaseReport(leased=[one(0, 4)]))) == ((4, 8),)
+    leases.lease_batches((2, 9), 0, 0, report=LeaseReport(leased=[one(0, 4)]))  # which is not so
     leases.gone(2, 9)
     leases.settle([{}], gone=leases.doubtful)
-    assert spans(leases.lease((1, 3), 0, 1)) == ()
+    assert spans(leases.lease_batches((1, 3), 0, 1)) == ()
 
 
 def test_a_worker_is_not_believed_to_have_pushed_what_it_was_never_leased() -> None:
     """But for some batches that a coordinator before this one may have leased to it."""
     leases = DataLeases(LoaderSpec(0, 1000, 1, 7), limit=3)
-    assert spans(leases.lease((0, 1), 0, 1)) == ((0, 1),)
-    leases.lease((1, 1), 0, 0, report=LeaseReport(committed=[one(0, 1)]))
+    assert spans(leases.lease_batches((0, 1), 0, 1)) == ((0, 1),)
+    leases.lease_batches((1, 1), 0, 0, report=LeaseReport(committed=[one(0, 1)]))
     assert leases.progress.committed == 0, "another worker's"
     for start in range(1, 100, 2):
-        leases.lease((1, start), 0, 0, report=LeaseReport(committed=[one(start, start + 1)]))
+        leases.lease_batches((1, start), 0, 0, report=LeaseReport(committed=[one(start, start + 1)]))
     assert leases.progress.committed == 3
-    leases.lease((0, 1), 0, 0, report=LeaseReport(committed=[one(0, 1)]))
+    leases.lease_batches((0, 1), 0, 0, report=LeaseReport(committed=[one(0, 1)]))
     assert leases.progress.committed == 4
 
 
@@ -217,7 +221,7 @@ def test_a_worker_holds_no_more_than_the_limit() -> None:
     leases.settle([{}])
     held: list[DataRange] = []
     for _ in range(5):
-        held += leases.lease((0, 1), 0, 2, report=LeaseReport(leased=held)).ranges
+        held += leases.lease_batches((0, 1), 0, 2, report=LeaseReport(leased=held)).ranges
     assert len(held) == 3
 
 
@@ -227,7 +231,7 @@ def test_ranges_that_are_none_of_the_loaders_are_refused_and_change_nothing(bad:
     before = copy.deepcopy(vars(leases))
     for report in (LeaseReport(leased=[bad]), LeaseReport(committed=[one(0, 4), bad]), LeaseReport(returned=[bad])):
         with pytest.raises(InvalidRequest, match="gives out batches of 4 out of 10"):
-            leases.lease((0, 1), 0, 1, report=report)
+            leases.lease_batches((0, 1), 0, 1, report=report)
     assert vars(leases) == before
 
 
@@ -302,7 +306,7 @@ class Training(RuleBasedStateMachine):
             worker.incarnation = self.incarnation
 
     @rule(data=st.data(), count=st.integers(1, 4), lost=st.booleans(), twice=st.booleans())
-    def lease(self, data: st.DataObject, count: int, lost: bool, twice: bool) -> None:
+    def lease_batches(self, data: st.DataObject, count: int, lost: bool, twice: bool) -> None:
         if self.workers:
             self.lease_for(data.draw(st.sampled_from(self.workers)), count, lost, twice)
 
@@ -310,12 +314,12 @@ class Training(RuleBasedStateMachine):
         if self.leases.stale or self.leases.doubtful:
             self.look()
         ask = (worker.rank, worker.incarnation), worker.asked, count, len(self.workers), worker.report()
-        lease = self.leases.lease(*ask)
+        lease = self.leases.lease_batches(*ask)
         if twice:
-            assert set(lease.ranges) <= set(self.leases.lease(*ask).ranges)
+            assert set(lease.ranges) <= set(self.leases.lease_batches(*ask).ranges)
         if not lease.ranges and not lease.complete:
             self.look()
-            lease = self.leases.lease(*ask)
+            lease = self.leases.lease_batches(*ask)
         if lost:
             return
         worker.pushed.clear()
@@ -349,7 +353,7 @@ class Training(RuleBasedStateMachine):
             back, worker.batches = worker.batches[keep:], worker.batches[:keep]
             report = LeaseReport(worker.batches, worker.pushed, back)
             if not self.leases.stale:
-                self.leases.lease((worker.rank, worker.incarnation), worker.asked, 0, 1, report)
+                self.leases.lease_batches((worker.rank, worker.incarnation), worker.asked, 0, 1, report)
 
     @rule()
     def replace_the_coordinator(self) -> None:

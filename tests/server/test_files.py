@@ -336,7 +336,7 @@ def test_of_several_that_find_a_lease_over_one_gets_it(
         create(self, path, data)
 
     monkeypatch.setattr(Objects, "create", late)
-    monkeypatch.setattr("ps_server.storage.lock_lease.Lease._is_live", lambda *_: bool(made))
+    monkeypatch.setattr("ps_server.storage.lock_lease.LockLease._is_live", lambda *_: bool(made))
     with pytest.raises(InvalidRequest, match="is in use by"):
         lease_of()
     assert [path.name for path in made] == [".lock-000002"]

@@ -111,7 +111,7 @@ class RawWorker:
         """Takes this worker off the job."""
         self._call(self.members.Leave, membership_pb2.LeaveRequest(worker=self.identity()))
 
-    def lease(self, **fields: Any) -> leases_pb2.LeaseDataResponse:
+    def lease_batches(self, **fields: Any) -> leases_pb2.LeaseDataResponse:
         """Asks for batches of 4 out of 12 samples; `fields` sets fields of the request and of what is in it."""
         worker, loader = _taken(types_pb2.WorkerIdentity, fields), _taken(leases_pb2.LoaderSpec, fields)
         request = leases_pb2.LeaseDataRequest(

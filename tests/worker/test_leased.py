@@ -328,14 +328,14 @@ def test_what_a_shard_lost_with_its_memory_is_given_out_again(
     cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(asked_checkpoint=0.1), lease=LEASE)
     with RawWorker(cluster.address, vector_job("job", mode, CELLS, 0), 0) as worker:
         worker.initialise()
-        first = worker.lease().ranges
+        first = worker.lease_batches().ranges
         train_on(worker, first)
         make_checkpoint(cluster, worker)
-        train_on(worker, worker.lease(committed=first).ranges)
+        train_on(worker, worker.lease_batches(committed=first).ranges)
         cluster.start_again(1)
         join_again(worker)
         taken, last = 0, []
-        while not (answer := worker.lease(committed=last)).complete:
+        while not (answer := worker.lease_batches(committed=last)).complete:
             last = list(answer.ranges)
             assert len(last) == 1
             found = train_on(worker, last)
@@ -349,33 +349,33 @@ def test_a_step_that_was_half_pushed_is_finished_by_another_worker(shared: Clust
     spec = vector_job(job, mode, cells=32, world_size=0)
     with RawWorker(shared.address, spec, 0) as first, RawWorker(shared.address, spec, 1) as second:
         first.initialise()
-        batch = first.lease().ranges
+        batch = first.lease_batches().ranges
         push(first, 0, batch)
         first.leave()
         removals = shared.coordinator.job(job).members.removals
         until(lambda: not removals.pending(), "every shard has heard that the worker left")
-        assert second.lease().ranges == batch, "not every bucket has had it"
+        assert second.lease_batches().ranges == batch, "not every bucket has had it"
         for bucket in second.trained:
             push(second, bucket, batch)
         second.clock = 1
         assert (second.pull() == 1).all(), "each bucket had it from one of them"
         pages = [scrape(server.metrics_address) for server in shared.servers]
         assert sum(samples.get(f'ps_data_spent_total{{job="{job}"}}', 0.0) for samples in pages) == 1
-        left = [(part.start, part.stop) for _ in range(2) for part in second.lease(committed=batch).ranges]
+        left = [(part.start, part.stop) for _ in range(2) for part in second.lease_batches(committed=batch).ranges]
         assert left == [(4, 8)] * 2, "an answer is given again until it is known to have come"
 
 
 def test_only_live_workers_of_elastic_jobs_lease(shared: Cluster, job: str) -> None:
     own = pytest.raises(InvalidRequest, match="has a world size: its workers divide the data by their ranks")
     with RawWorker(shared.address, vector_job(f"{job}.fixed", "sync", 32, 1), 0) as fixed, own:
-        fixed.lease()
+        fixed.lease_batches()
     with RawWorker(shared.address, vector_job(job, "sync", 32, 0), 0) as worker:
         with pytest.raises(Forbidden, match="does not come from worker 0"):
-            worker.lease(lease_key=bytes(16))
+            worker.lease_batches(lease_key=bytes(16))
         with pytest.raises(UnknownWorker):
-            worker.lease(rank=5)
+            worker.lease_batches(rank=5)
         with RawWorker(shared.address, worker.spec, 0), pytest.raises(Fenced):
-            worker.lease()
+            worker.lease_batches()
 
 
 @pytest.mark.parametrize(
@@ -393,9 +393,9 @@ def test_an_odd_request_for_data_is_refused_and_changes_nothing(
     shared: Cluster, job: str, fields: dict[str, Any], error: type[Exception], expected: str
 ) -> None:
     with RawWorker(shared.address, vector_job(job, "sync", 32, 0), 0) as worker:
-        first = worker.lease()
+        first = worker.lease_batches()
         before = progress(shared, job)
         with pytest.raises(error, match=expected):
-            worker.lease(**fields)
+            worker.lease_batches(**fields)
         assert progress(shared, job) == before
-        assert worker.lease() == first
+        assert worker.lease_batches() == first
