@@ -24,7 +24,7 @@ from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.modes import parse_mode
 from ps_protocol.v1 import membership_pb2
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.coordinator.members import Roster
+from ps_server.coordinator.job_workers import Roster
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -146,7 +146,7 @@ def _measure(workers: int, shards: int, folder: Path) -> dict[str, float]:
         "roster_ranks": rosters.ranks,
         "most_threads": most,
     }
-    if sorted(each.member.rank for each in ranks) != list(range(workers)):
+    if sorted(each.worker.rank for each in ranks) != list(range(workers)):
         raise SystemExit("wrong result: the workers have not each their own rank")
     coordinator.stop()
     for shard in logic:

@@ -4,7 +4,7 @@ coordinator.py  The coordinator: its jobs, from beginning to end
 new_jobs.py     Makes a job on all shards: a new one, or one restored from the last checkpoint of its name
 runs.py         The identity of each run of a job
 coordinated_job.py A job on its coordinator: everything that happens to a job is a method of it
-members.py      The live workers of one job, and which of them each shard counts
+job_workers.py  The live workers of one job, and which of them each shard counts
 joins.py        Joins of one job: workers that come during another join are added together after it
 coalesced.py    Group commit: calls that arrive while one is under way are carried out together by the next
 removals.py     Workers that have left, and that shards may still count

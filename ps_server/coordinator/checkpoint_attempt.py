@@ -40,7 +40,7 @@ from ps_protocol.errors import (
 )
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing, Cluster
-from ps_server.coordinator.members import JobMembers
+from ps_server.coordinator.job_workers import JobWorkers
 from ps_server.coordinator.shards import answers_of
 from ps_server.coordinator.worker_states import States, StatesOnDisk, WorkerStates
 from ps_server.core.placement import PlacedJob
@@ -173,7 +173,7 @@ class CheckpointedJob:
     """
 
     placed: PlacedJob
-    members: JobMembers
+    workers: JobWorkers
     cluster: Cluster
     checkpointing: Checkpointing
     pool: Executor
@@ -301,7 +301,7 @@ class CheckpointAttempt:
                 *(self._spec.name, self._clock, last.name, last.clock),
             )
             return
-        late = [member.rank for member in self._job.members.all()]
+        late = [worker.rank for worker in self._job.workers.all()]
         if late:
             what = "job %s: workers %s did not come to clock %d in time"
             self._job.troubles.met("late", what, self._spec.name, late, self._clock, detail=tuple(late))
@@ -311,14 +311,14 @@ class CheckpointAttempt:
         """Whether no worker can be in a step: there is none, or training has not begun. A worker that evaluates may
         still step.
         """
-        return self._job.members.stand_still()
+        return self._job.workers.stand_still()
 
     def _make_standing(self) -> Steps[None]:
         """Copies each bucket as it is. In sync the copies are a checkpoint only if all buckets have one version, as is
         the case when no worker trains.
         """
         until = self._job.requests.until + self._timing.fallback
-        while self._job.members.removals.pending() and self._now() < until:
+        while self._job.workers.removals.pending() and self._now() < until:
             self._check_void()
             yield self._timing.checkpoint_begin  # staged contributions of a worker that has left wait for its removal
         while True:
@@ -395,7 +395,7 @@ class CheckpointAttempt:
         pool, refusal = self._job.pool, self._refusal()
         parts = self._job.progress.base.shards if self._job.progress.base is not None else {}
         on = {index: part.sha256 for index, part in parts.items()}
-        run, last, kept = self._job.placed.run, self._job.members.last_incarnation(), tuple(self._job.kept())
+        run, last, kept = self._job.placed.run, self._job.workers.last_incarnation(), tuple(self._job.kept())
         wanted = SnapshotRequest(self._spec.name, self._name, self._clock, run, refusal, last, kept)
         requests = [(shard.api, replace(wanted, built_on=on.get(shard.index, ""))) for shard in self._shards.all()]
         answers_of([pool.submit(api.begin_snapshot, request) for api, request in requests])
@@ -457,7 +457,7 @@ class CheckpointAttempt:
         until, requests = self._states_until(), self._job.requests
         while True:
             self._check_void()
-            late = {member.rank for member in self._job.members.all()} - self._job.states.at(clock).keys()
+            late = {worker.rank for worker in self._job.workers.all()} - self._job.states.at(clock).keys()
             # A request that came meanwhile has a time of its own.
             if not late or self._now() >= min(until, requests.until if requests.open else math.inf):
                 return self._states_now(clock)
@@ -479,7 +479,7 @@ class CheckpointAttempt:
         states = self._job.states
         if clock is not None:
             newer = {**states.left(clock), **states.at(clock)}
-            known = states.left_at().keys() | {member.rank for member in self._job.members.all()}
+            known = states.left_at().keys() | {worker.rank for worker in self._job.workers.all()}
             return {**self._kept(states.kept.keys() - newer.keys() - known), **newer}
         newer = {**states.left(max(self._reached().clocks.values(), default=0)), **states.at(None)}
         return {**self._kept(states.kept.keys() - newer.keys()), **newer}
@@ -500,7 +500,7 @@ class CheckpointAttempt:
     def _without(self, states: States) -> tuple[int, ...]:
         """Returns the ranks of live workers, and of those that have left, whose states are missing."""
         left = self._job.states.left_at()
-        return tuple(sorted(({member.rank for member in self._job.members.all()} | left.keys()) - states.keys()))
+        return tuple(sorted(({worker.rank for worker in self._job.workers.all()} | left.keys()) - states.keys()))
 
     def _reached(self) -> VersionRange:
         """Returns the versions and clocks of the buckets in all parts."""
@@ -573,8 +573,8 @@ class CheckpointAttempt:
             workers=workers,
             versions=(reached.version_min, reached.version_max),
             clocks=dict(reached.clocks),
-            last_incarnation=self._job.members.last_incarnation(),
-            restore_count=self._job.members.restore_count,
+            last_incarnation=self._job.workers.last_incarnation(),
+            restore_count=self._job.workers.restore_count,
             written_by={"torch": torch.__version__.split("+")[0]},
             without=without,
             bases=_bases(self._job.progress.base, self._parts),

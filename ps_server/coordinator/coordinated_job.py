@@ -6,11 +6,11 @@
     a shard loses its part:     lost, recover
     the job ends:               end
 
-A job is made of parts, each an object that guards itself: members, leased data, rounds, checkpoints. No lock is held
+A job is made of parts, each an object that guards itself: workers, leased data, rounds, checkpoints. No lock is held
 over a call to a shard, and the job's lock is not held while a file is written. An operation that needs such calls has
 three steps: decide under the lock; call; record under the lock what was done, unless something has made it void
 meanwhile. A rollback and the job's end are phases (lifecycle.py). During a phase no worker joins, and no second phase
-begins. Locks are taken in this order: the job's, its data's or its rounds', its members', its removals'.
+begins. Locks are taken in this order: the job's, its data's or its rounds', its workers', its removals'.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from ps_server.coordinator.job_checkpoints import JobCheckpoints
 from ps_server.coordinator.job_data import JobData
 from ps_server.coordinator.job_rounds import JobRounds
 from ps_server.coordinator.job_script import JobScript
+from ps_server.coordinator.job_workers import JobWorkers
 from ps_server.coordinator.joins import JobJoins, described_join, log_join
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
-from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal
 from ps_server.coordinator.runs import began_at
@@ -54,7 +54,7 @@ from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.shared_room import Owner
 from ps_server.coordinator.watchers import Watchers
 from ps_server.core.accounting import StepAccounting
-from ps_server.core.membership import JoinedMember, LiveWorker, Membership, NamedProcess
+from ps_server.core.membership import JoinedWorker, LiveWorker, Membership, NamedProcess
 from ps_server.core.placement import PlacedJob
 from ps_server.core.statistics import JobStatistics, Wait
 from ps_server.storage.manifest import Manifest
@@ -65,7 +65,7 @@ log = logging.getLogger("ps_server")
 class CoordinatedJob:
     """One job. Methods may be called from any thread and raise PSError; so may those of its parts.
 
-    members, data, rounds, accounting, watchers, figures, script, life: its parts
+    workers, data, rounds, accounting, watchers, figures, script, life: its parts
     checkpoints:     makes the job's checkpoints; None if the servers make none
     placed:          the job, and which shard holds which bucket
     shard_processes: by shard, the process that held the job's part when it was made or restored. If another process
@@ -90,7 +90,7 @@ class CoordinatedJob:
         self.owner = Owner()
         self.placed, self._shard_processes = placed, dict(shard_processes)
         self._cluster, self._registry = cluster, registry
-        self.members = JobMembers(
+        self.workers = JobWorkers(
             spec.name,
             placed.run,
             membership or new_membership(spec, cluster),
@@ -99,20 +99,20 @@ class CoordinatedJob:
             restore_count,
         )
         self.accounting = accounting or StepAccounting(spec.consistency.goes_back_together)
-        self.data = JobData(placed, self.members, cluster)
-        self.rounds = JobRounds(self.members, cluster, registry.save_ahead, self.owner)
+        self.data = JobData(placed, self.workers, cluster)
+        self.rounds = JobRounds(self.workers, cluster, registry.save_ahead, self.owner)
         checkpointing = cluster.checkpointing
         self.checkpoints = (
-            JobCheckpoints(placed, self.members, cluster, checkpointing, self.accounting.began, self.owner)
+            JobCheckpoints(placed, self.workers, cluster, checkpointing, self.accounting.began, self.owner)
             if checkpointing is not None
             else None
         )
-        self.watchers = Watchers(self.members.announced, cluster.clock, registry.later)
+        self.watchers = Watchers(self.workers.announced, cluster.clock, registry.later)
         self.figures = HeardFigures()
         in_step = spec.consistency.one_clock
-        self.script = JobScript(self.members, in_step, self._saved_script, self.watchers.tell)
+        self.script = JobScript(self.workers, in_step, self._saved_script, self.watchers.tell)
         self.life = Lifecycle(spec.name, cluster.clock)
-        self._joins = JobJoins(self.members, self.data, self.accounting, self.life, self.lost, registry, self._announce)
+        self._joins = JobJoins(self.workers, self.data, self.accounting, self.life, self.lost, registry, self._announce)
         self._troubles = Troubles(log, "rollback")
 
     # -- looks -------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class CoordinatedJob:
 
     def statistics(self) -> JobStatistics:
         """Returns the job's statistics."""
-        members, (_, world_size, started) = self.members.all(), self.members.roster()
+        workers, (_, world_size, started) = self.workers.all(), self.workers.roster()
         local = self.spec.local
         return JobStatistics(
             name=self.spec.name,
@@ -149,15 +149,15 @@ class CoordinatedJob:
             parameter_bytes=self.placed.nbytes,
             buckets=len(self.placed.placement),
             imbalance=self.placed.imbalance,
-            restore_count=self.members.restore_count,
+            restore_count=self.workers.restore_count,
             lost_steps=self.accounting.lost_steps,
             redone_steps=self.accounting.redone_steps,
-            rejoining=self.members.rejoining(),
-            absent=tuple(member.rank for member in self.absent_awaited()),
+            rejoining=self.workers.rejoining(),
+            absent=tuple(worker.rank for worker in self.absent_awaited()),
             rolling_back=self.life.is_rolling_back or bool(self.lost()),
-            workers=tuple(members),
+            workers=tuple(workers),
             now=self._cluster.clock.now(),
-            figures=self.figures.of({(member.rank, member.incarnation) for member in members}),
+            figures=self.figures.of({(worker.rank, worker.incarnation) for worker in workers}),
             loaders=self.data.progress(),
             checkpoints=self.checkpoints.statistics() if self.checkpoints is not None else None,
             run=self.placed.run,
@@ -177,7 +177,7 @@ class CoordinatedJob:
 
     # -- workers come and go -----------------------------------------------------------------------------------------
 
-    def join(self, rank: int | None, request: JoinRequest) -> JoinedMember:
+    def join(self, rank: int | None, request: JoinRequest) -> JoinedWorker:
         """Makes the caller a live worker; returns its membership and the clock it starts from.
 
         Raises JobInUse if live workers of another launch prevent the join; TryLater while it is unknown whether they
@@ -188,8 +188,8 @@ class CoordinatedJob:
         try:
             with self.life.deciding():
                 self.life.check_open(self.lost())
-                repeated = self.members.repeated(request)
-                reservation = self.members.reserve(rank, request) if repeated is None else None
+                repeated = self.workers.repeated(request)
+                reservation = self.workers.reserve(rank, request) if repeated is None else None
         except PSError as error:
             if not error.retryable:
                 self._cluster.events.note(
@@ -199,21 +199,21 @@ class CoordinatedJob:
         if reservation is None:
             assert repeated is not None
             return self._result(repeated, request, continued)
-        member = self._joins.join(reservation, request)
-        log_join(self.spec.name, member, reservation.older, request)
+        worker = self._joins.join(reservation, request)
+        log_join(self.spec.name, worker, reservation.older, request)
         self._tell_of_waits()
-        for kind, text in described_join(member, reservation.older, request):
+        for kind, text in described_join(worker, reservation.older, request):
             self._cluster.events.note(kind, self.spec.name, text)
-        if continued is not None and member.clock:
-            self._tell_of_continuing(member, continued)
-        result = self._result(member, request, continued)
+        if continued is not None and worker.clock:
+            self._tell_of_continuing(worker, continued)
+        result = self._result(worker, request, continued)
         if self.checkpoints is not None:
-            self.checkpoints.joined(member.rank)
+            self.checkpoints.joined(worker.rank)
         return result
 
     def _tell_of_waits(self) -> None:
         """Logs once which ranks the job waits for, when a first worker comes back."""
-        awaited = self.members.newly_awaited()
+        awaited = self.workers.newly_awaited()
         if awaited:
             ranks = ranks_text(awaited)
             log.warning("job %s: no worker was left: it waits for %s to join again", self.spec.name, ranks)
@@ -221,33 +221,33 @@ class CoordinatedJob:
 
     def _continued(self, request: JoinRequest) -> Continued | None:
         """Returns what earlier launches have trained, for the first worker of a new launch; otherwise None."""
-        attendance = self.members.attendance
+        attendance = self.workers.attendance
         if request.previous is not None or not request.launch or request.launch in attendance.launches:
             return None
-        placed, live = self.placed, len(self.members.all())
+        placed, live = self.placed, len(self.workers.all())
         run = placed.continues[0] if placed.continues is not None else placed.run
         trained = self.checkpoints.last_made_at() if self.checkpoints is not None else None
         if live or attendance.has_been:
-            silent = self.life.deserted_for(self.members.empty(without_awaited=True))
+            silent = self.life.deserted_for(self.workers.empty(without_awaited=True))
             trained = self._cluster.clock.since_1970() - silent
         return Continued(began_at(run), trained, live)
 
-    def _tell_of_continuing(self, member: LiveWorker, continued: Continued) -> None:
+    def _tell_of_continuing(self, worker: LiveWorker, continued: Continued) -> None:
         text = (
-            f"a new launch continues the job at clock {member.clock}: {described(continued.began, continued.trained)}"
+            f"a new launch continues the job at clock {worker.clock}: {described(continued.began, continued.trained)}"
         )
         log.log(logging.INFO if continued.live else logging.WARNING, "job %s: %s", self.spec.name, text)
         self._cluster.events.note("join", self.spec.name, text)
 
-    def _result(self, member: LiveWorker, request: JoinRequest, continued: Continued | None) -> JoinedMember:
+    def _result(self, worker: LiveWorker, request: JoinRequest, continued: Continued | None) -> JoinedWorker:
         is_new = request.previous is None
-        state = self.checkpoints.state_of(member.rank, is_new) if self.checkpoints is not None else None
+        state = self.checkpoints.state_of(worker.rank, is_new) if self.checkpoints is not None else None
         placed = self.placed
-        restore_count = self.members.restore_count
-        if not member.clock:
+        restore_count = self.workers.restore_count
+        if not worker.clock:
             continued = None
-        return JoinedMember(
-            *(member, member.clock, list(placed.placement), restore_count, state, placed.run, continued)
+        return JoinedWorker(
+            *(worker, worker.clock, list(placed.placement), restore_count, state, placed.run, continued)
         )
 
     def leave(
@@ -273,10 +273,10 @@ class CoordinatedJob:
                 stays, state = self._member_leaves((rank, incarnation, key), of, state, done)
                 if stays:
                     return False
-            left = self.members.leave(rank, incarnation, key, done)
+            left = self.workers.leave(rank, incarnation, key, done)
             if left is None:
                 return self.life.has_ended
-            member, was_live = left
+            worker, was_live = left
             self.accounting.give_up(rank)
             if self.checkpoints is not None and was_live:  # otherwise the state may be of steps that were rolled back
                 self.checkpoints.left(rank, state)
@@ -284,10 +284,10 @@ class CoordinatedJob:
         log.info("job %s: worker %d leaves%s", self.spec.name, rank, how)
         self._cluster.events.note("leave", self.spec.name, f"worker {rank} leaves{how}")
         # Also the last worker, and before the last checkpoint: staged contributions may wait for this worker's step.
-        self._remove([member])
+        self._remove([worker])
         self._registry.save()
-        self.members.removals.tell()
-        return self.finish(is_held=has_begun or member.clock > 0)
+        self.workers.removals.tell()
+        return self.finish(is_held=has_begun or worker.clock > 0)
 
     def _member_leaves(
         self, worker: tuple[int, int, bytes], of: int, state: tuple[int, bytes] | None, done: bool
@@ -298,8 +298,8 @@ class CoordinatedJob:
         """
         self.check_member(of)
         try:
-            self.members.check(*worker)
-            stays = done and self.members.member_leaves(*worker, of)
+            self.workers.check(*worker)
+            stays = done and self.workers.member_leaves(*worker, of)
         except UnknownWorker:  # also for a fenced worker: `leave` raises its error
             return False, None
         if self.checkpoints is None:
@@ -308,12 +308,12 @@ class CoordinatedJob:
 
     def absent_awaited(self) -> tuple[LiveWorker, ...]:
         """Returns the absent workers for which the job waits before it ends; none unless all others have left."""
-        return self.members.absent() if self.members.attendance.waits else ()
+        return self.workers.absent() if self.workers.attendance.waits else ()
 
     @property
     def ends_soon(self) -> bool:
         """Whether the job only waited for silent workers to come back, and the last one's time is over."""
-        return self.members.attendance.waits and not self.members.absent()
+        return self.workers.attendance.waits and not self.workers.absent()
 
     def finish(self, wait: bool = True, is_held: bool = True) -> bool:
         """Ends the job if its last worker has left; returns whether it has ended. Does nothing during a rollback, which
@@ -325,12 +325,12 @@ class CoordinatedJob:
         wait: False: the job ends without waiting for them; is_held: False: also where another job holds it
         """
         with self.life.deciding():
-            has_left = self.members.attendance.has_left and self.members.empty()
+            has_left = self.workers.attendance.has_left and self.workers.empty()
             held = is_held and self._registry.holds(self.spec.name)
             if not has_left or held or not self.life.is_running or self._cluster.shards.charge.lost:
                 return False
-            absent = self.members.absent()
-            begins_to_wait = bool(absent) and wait and self.members.attendance.wait()
+            absent = self.workers.absent()
+            begins_to_wait = bool(absent) and wait and self.workers.attendance.wait()
             if not absent or not wait:
                 self.life.begin(Phase.ENDING)
         if begins_to_wait:
@@ -341,28 +341,28 @@ class CoordinatedJob:
             if self.checkpoints is not None:
                 self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
         finally:
-            attendance, now = self.members.attendance, self._cluster.clock.since_1970()
+            attendance, now = self.workers.attendance, self._cluster.clock.since_1970()
             self.end(finished=FinishedJob(self.placed.run, attendance.launches, now) if attendance.is_done else None)
         return True
 
     def _tell_wait(self, absent: tuple[LiveWorker, ...]) -> None:
         """Logs that the job waits for workers that may come back, and writes that to the state file."""
-        seconds = max(member.expires for member in absent) - self._cluster.clock.now()
-        who = ranks_text([member.rank for member in absent])
+        seconds = max(worker.expires for worker in absent) - self._cluster.clock.now()
+        who = ranks_text([worker.rank for worker in absent])
         were = "was" if len(absent) == 1 else "were"
         text = f"all others have left: it waits up to {seconds:.0f} s for {who}, which {were} silent and may come back"
         log.info("job %s: %s", self.spec.name, text)
         self._cluster.events.note("waits", self.spec.name, text)
         self._registry.save()
 
-    def _remove(self, members: Sequence[LiveWorker]) -> None:
+    def _remove(self, workers: Sequence[LiveWorker]) -> None:
         """Removes workers that left or were removed everywhere: from the shards, the data leases and the rounds."""
         with self.life.deciding():
-            for member in members:
-                self.accounting.gone(member.rank, member.clock)
-        self.members.removals.add(*((member.rank, member.incarnation) for member in members))
-        for member in members:
-            self.data.gone(member.rank, member.incarnation)
+            for worker in workers:
+                self.accounting.gone(worker.rank, worker.clock)
+        self.workers.removals.add(*((worker.rank, worker.incarnation) for worker in workers))
+        for worker in workers:
+            self.data.gone(worker.rank, worker.incarnation)
         self._announce()
 
     def expire(self, process: NamedProcess | None = None) -> list[int]:
@@ -371,7 +371,7 @@ class CoordinatedJob:
         process: a process that has ended, as its launcher reports: the leases of its workers end at once
         Returns the ranks of that process's workers.
         """
-        late = self.members.stop_waiting()
+        late = self.workers.stop_waiting()
         if late:
             log.warning("job %s: continues without workers %s, which did not come back", self.spec.name, late)
             self._cluster.events.note(
@@ -381,33 +381,33 @@ class CoordinatedJob:
                 for rank in late:
                     self.accounting.give_up(rank)
             self._announce()
-        self.members.forget_absent()
-        if self.members.doubt_is_over():
+        self.workers.forget_absent()
+        if self.workers.doubt_is_over():
             self._announce()
-        expired, ended = self.members.take_gone(process)
+        expired, ended = self.workers.take_gone(process)
         silent = f"no sign of life for {self._cluster.lease:g} s"
-        for member, why in (*((each, silent) for each in expired), *((each, "its process ended") for each in ended)):
-            who = self.spec.name, member.rank, member.pid, member.host
+        for worker, why in (*((each, silent) for each in expired), *((each, "its process ended") for each in ended)):
+            who = self.spec.name, worker.rank, worker.pid, worker.host
             log.warning("job %s: worker %d (pid %d on %s) is gone: %s", *who, why)
-            text = f"worker {member.rank} on {member.host} is gone: {why}"
+            text = f"worker {worker.rank} on {worker.host} is gone: {why}"
             self._cluster.events.note("lost", self.spec.name, text)
         if expired or ended:
             self._remove([*expired, *ended])
             # Before any shard hears of it: a restarted coordinator must not count a worker that a shard has removed.
             self._registry.save()
-        self.members.removals.tell()
-        return [member.rank for member in ended]
+        self.workers.removals.tell()
+        return [worker.rank for worker in ended]
 
     def desert(self) -> None:
         """Ends a job that all workers left without ending it, after a last checkpoint, unless a worker has come."""
-        seconds = self.life.deserted_for(self.members.empty(without_awaited=True))
+        seconds = self.life.deserted_for(self.workers.empty(without_awaited=True))
         with self.life.deciding():
-            is_empty = self.members.empty(without_awaited=True) and not self._registry.holds(self.spec.name)
+            is_empty = self.workers.empty(without_awaited=True) and not self._registry.holds(self.spec.name)
             if not is_empty or not self.life.is_running or self._cluster.shards.charge.lost:
                 return
             self.life.begin(Phase.ENDING)
         try:
-            if self.checkpoints is not None and self.members.ever_joined():
+            if self.checkpoints is not None and self.workers.ever_joined():
                 self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
         finally:
             self.end(f"it had no worker for {seconds:.0f} s")
@@ -449,7 +449,7 @@ class CoordinatedJob:
         if len(state) > limit:
             raise LimitExceeded(f"max-state-bytes is {limit}, got a worker's state of {len(state)}")
         self.check_member(of)
-        self.members.check(rank, incarnation, key)
+        self.workers.check(rank, incarnation, key)
         if self.checkpoints is not None:
             self.checkpoints.save_state(rank, clock, state, of)
 
@@ -512,23 +512,23 @@ class CoordinatedJob:
         everywhere = self.spec.consistency.goes_back_together
         back = [shard for index, shard in shards.items() if everywhere or index in lost]
         heard, gone = self._heard([shard for shard in shards.values() if shard not in back])
-        restored = recovery.restore(self.placed, back, self.members.last_incarnation())
+        restored = recovery.restore(self.placed, back, self.workers.last_incarnation())
         with self.life.deciding():
-            members = self.members.rollback(everywhere, restored.last_incarnation)
+            workers = self.workers.rollback(everywhere, restored.last_incarnation)
             self.accounting.rolled_back(restored.reached, heard, gone)
-            for rank in heard.keys() - {member.rank for member in members}:
+            for rank in heard.keys() - {worker.rank for worker in workers}:
                 self.accounting.give_up(rank)  # the worker has left meanwhile
         self.continue_from(restored, back)
         if everywhere:
             self.script.forget()
         log.warning(
             "job %s: rolled back to checkpoint %s, clock %d; %d workers are to join again",
-            *(self.spec.name, restored.manifest.name, restored.manifest.clock, len(members)),
+            *(self.spec.name, restored.manifest.name, restored.manifest.clock, len(workers)),
         )
         lost_shards = f"shard{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
         text = f"{lost_shards} lost the job: it goes back to clock {restored.manifest.clock}"
         self._cluster.events.note("rollback", self.spec.name, f"{text}, checkpoint {restored.manifest.name}")
-        self.members.removals.tell()
+        self.workers.removals.tell()
         self._registry.save()
         self._announce()
 
@@ -543,7 +543,7 @@ class CoordinatedJob:
                 return shard.api.statistics().clocks(self.spec.name)
             return {}
 
-        heard = {member.rank: member.clock for member in self.members.all(and_fenced=True)}
+        heard = {worker.rank: worker.clock for worker in self.workers.all(and_fenced=True)}
         gone: dict[int, int] = {}
         for clocks in self._cluster.shards.call(shards, clocks_of):
             for rank, clock in clocks.items():

@@ -44,7 +44,7 @@ from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.coordinator.state_file import StateFile, resumed, saved
 from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Clock, Timing
 from ps_server.core.limits import DEFAULTS, Limits
-from ps_server.core.membership import JoinedMember
+from ps_server.core.membership import JoinedWorker
 from ps_server.core.placement import sized
 from ps_server.core.statistics import CoordinatorStatistics
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch, check_memory_place
@@ -286,7 +286,7 @@ class Coordinator:
 
         A worker process that rejoins does not register the job.
         """
-        attendance, name = job.members.attendance, job.spec.name
+        attendance, name = job.workers.attendance, job.spec.name
         if not job.absent_awaited():
             return
         if launch not in attendance.launches:
@@ -311,7 +311,7 @@ class Coordinator:
             except PSError as error:
                 log.error("job %s: cannot be resumed: %s", name, error)
             else:
-                log.info("job %s: resumed, with %d workers", name, len(job.members.all()))
+                log.info("job %s: resumed, with %d workers", name, len(job.workers.all()))
                 self.events.note("started", name, "the job goes on with a coordinator that was started again")
 
     def drain(self, seconds: float) -> None:
@@ -321,12 +321,12 @@ class Coordinator:
         """
         self._draining = True
         text = "stopping"
-        if any(not job.members.empty() for job in self.jobs().values()):
+        if any(not job.workers.empty() for job in self.jobs().values()):
             text += f": workers have {seconds:g} s (--drain-seconds) to end their steps for the last checkpoints"
         log.info("%s", text)
         failpoint("drain-begun")
         for job in self.jobs().values():
-            job.members.close()
+            job.workers.close()
         jobs = [job.checkpoints for job in self.jobs().values() if job.checkpoints is not None]
         _at_once(self._cluster, "drain", [partial(checkpoints.request_final, seconds) for checkpoints in jobs])
 
@@ -388,7 +388,7 @@ class Coordinator:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def join(self, name: str, rank: int | None, request: JoinRequest) -> JoinedMember:
+    def join(self, name: str, rank: int | None, request: JoinRequest) -> JoinedWorker:
         """Makes the caller a live worker of a job; see CoordinatedJob.join."""
         check_host(request.host)
         check_launch(request.launch)

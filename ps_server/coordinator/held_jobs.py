@@ -82,7 +82,7 @@ def _is_held(job: CoordinatedJob, shard: RegisteredShard) -> bool:
 
 def _end(job: CoordinatedJob) -> None:
     with job.life.deciding():
-        if not job.life.is_running or job.lost() or not job.members.empty():
+        if not job.life.is_running or job.lost() or not job.workers.empty():
             return
         job.life.begin(Phase.ENDING)
     job.end("its shards have dropped it, as they do when a job ends; the coordinator's file did not say so")
@@ -122,7 +122,7 @@ class Expiry:
         stood_still = clock.now() - before if before is not None else 0.0
         if stood_still > self._cluster.lease * STOOD_STILL:
             for job in self._jobs().values():
-                job.members.postpone(stood_still)
+                job.workers.postpone(stood_still)
         self.look()
         self._looked = clock.now()
 
@@ -135,6 +135,6 @@ class Expiry:
             if job.ends_soon:
                 self._background.apart("finished", name, job.finish)
             timing = self._cluster.timing
-            limit = timing.deserted if job.members.ever_joined() else timing.unjoined
-            if job.life.deserted_for(job.members.empty(without_awaited=True)) > limit:
+            limit = timing.deserted if job.workers.ever_joined() else timing.unjoined
+            if job.life.deserted_for(job.workers.empty(without_awaited=True)) > limit:
                 self._background.apart("deserted", name, job.desert)

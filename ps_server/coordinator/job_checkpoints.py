@@ -33,7 +33,7 @@ from ps_server.coordinator.checkpoint_attempt import (
     Void,
 )
 from ps_server.coordinator.cluster import Checkpointing, Cluster
-from ps_server.coordinator.members import JobMembers
+from ps_server.coordinator.job_workers import JobWorkers
 from ps_server.coordinator.shared_room import Owner
 from ps_server.coordinator.worker_states import StatesOnDisk, WorkerStates
 from ps_server.core.placement import PlacedJob
@@ -55,7 +55,7 @@ class JobCheckpoints:
     def __init__(
         self,
         placed: PlacedJob,
-        members: JobMembers,
+        workers: JobWorkers,
         cluster: Cluster,
         checkpointing: Checkpointing,
         began: Mapping[int, int],
@@ -75,7 +75,7 @@ class JobCheckpoints:
         names = (f"{number:06d}" for number in itertools.count(first))
         troubles = Troubles(log, None)  # ps_checkpoints_failed_total and others count them
         shared = self._requests, self._progress, self._states, troubles, began
-        self._job = CheckpointedJob(placed, members, cluster, checkpointing, pool, names, self._notify, *shared)
+        self._job = CheckpointedJob(placed, workers, cluster, checkpointing, pool, names, self._notify, *shared)
         self._attempt = CheckpointAttempt(self._job)
         self._work = self._make_all()
         self._job.spare_earlier_run()

@@ -11,7 +11,7 @@ from ps_protocol.batches import BatchLease, LeaseReport, LeaseRequest
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Cluster
-from ps_server.coordinator.members import JobMembers
+from ps_server.coordinator.job_workers import JobWorkers
 from ps_server.coordinator.refusals import try_soon
 from ps_server.core.data_commits import MAX_LOADERS, Committed
 from ps_server.core.data_leases import DataLeases, LoaderProgress, WorkerId
@@ -24,9 +24,9 @@ log = logging.getLogger("ps_server")
 class JobData:
     """All loaders of one job. Methods may be called from any thread."""
 
-    def __init__(self, placed: PlacedJob, members: JobMembers, cluster: Cluster) -> None:
+    def __init__(self, placed: PlacedJob, workers: JobWorkers, cluster: Cluster) -> None:
         self._spec, self._run = placed.spec, placed.run
-        self._members, self._shards, self._limits = members, cluster.shards, cluster.limits
+        self._workers, self._shards, self._limits = workers, cluster.shards, cluster.limits
         self._lock = threading.Lock()
         self._loaders: dict[int, DataLeases] = {}
         self._looking: list[DataLeases] = []  # loaders for which the shards are being queried
@@ -41,7 +41,7 @@ class JobData:
             )
         _check(request, self._limits)
         with self._lock:
-            self._members.check(*worker, key)
+            self._workers.check(*worker, key)
             leases = self._loader(request)
             wanted = leases.stale or bool(self._settled(leases))
         if wanted:
@@ -59,7 +59,7 @@ class JobData:
     ) -> BatchLease:
         with self._lock:
             # Checked under this lock, so that a worker gets no batch after `gone` was called for it.
-            workers = self._members.check(*worker, key)
+            workers = self._workers.check(*worker, key)
             if leases.stale:
                 raise try_soon(f"job {self._spec.name!r}: the shards are being asked which data is committed")
             return leases.lease_batches(worker, number, count, workers, report)
@@ -74,7 +74,7 @@ class JobData:
 
     def _settled(self, leases: DataLeases) -> set[WorkerId]:
         """Returns the workers that have left with leased batches, and from which no shard accepts a push any more."""
-        half_gone = {(rank, incarnation) for _, rank, incarnation in self._members.removals.pending()}
+        half_gone = {(rank, incarnation) for _, rank, incarnation in self._workers.removals.pending()}
         return leases.doubtful - half_gone
 
     def _committed(self) -> list[Committed]:

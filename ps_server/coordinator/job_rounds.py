@@ -16,7 +16,7 @@ from typing import Protocol
 from ps_protocol.errors import NotFound, PSError, TryLater, UnknownWorker, anew
 from ps_protocol.messages.workers import GatherRequest
 from ps_server.coordinator.cluster import Cluster
-from ps_server.coordinator.members import JobMembers
+from ps_server.coordinator.job_workers import JobWorkers
 from ps_server.coordinator.shared_room import Owner
 from ps_server.core.rounds import Given, Round, Rounds, newest
 from ps_server.core.statistics import Wait
@@ -67,10 +67,10 @@ class JobRounds:
     owner: the principal to whom the values' memory is accounted
     """
 
-    def __init__(self, members: JobMembers, cluster: Cluster, save: Callable[[], object], owner: Owner) -> None:
+    def __init__(self, workers: JobWorkers, cluster: Cluster, save: Callable[[], object], owner: Owner) -> None:
         self._room = cluster.rounds_room.of_job(owner)
         self._rounds = Rounds(cluster.limits.round_bytes)
-        self._members, self._save, self._timing, self._clock = members, save, cluster.timing, cluster.clock
+        self._workers, self._save, self._timing, self._clock = workers, save, cluster.timing, cluster.clock
         self._lock = threading.RLock()
         self._waiters: list[_Waiter] = []
         # The number of the last complete round, and the kept rounds
@@ -109,7 +109,7 @@ class JobRounds:
         """
         rank, incarnation = request.worker.rank, request.worker.incarnation
         with self._lock:
-            self._members.check(rank, incarnation, request.worker.key)
+            self._workers.check(rank, incarnation, request.worker.key)
             if self._over is not None:
                 raise anew(self._over)
             if not request.number:
@@ -118,7 +118,7 @@ class JobRounds:
                 return lambda: None
             given = Given(incarnation, request.clock, request.value)
             before = self._rounds.completed
-            live, started = self._members.live()
+            live, started = self._workers.live()
             self._room.hold(self._rounds.more(rank, request.number, given))
             try:
                 complete = self._rounds.contribute(rank, request.number, given, live, started)
@@ -142,7 +142,7 @@ class JobRounds:
         fails.
         """
         with self._lock:
-            live, started = self._members.live()
+            live, started = self._workers.live()
             lost = [waiter for waiter in self._waiters if live.get(waiter.rank) != waiter.incarnation]
             self._waiters = [waiter for waiter in self._waiters if waiter not in lost]
             for waiter in lost:
@@ -193,7 +193,7 @@ class JobRounds:
                 with contextlib.suppress(TryLater):
                     self._publish(self._unsaved)
                 return
-            live, _ = self._members.live()
+            live, _ = self._workers.live()
             missing, now = self._missing(live), self._clock.now()
             number = self._rounds.completed + 1
             for waiter in list(self._waiters):
@@ -213,7 +213,7 @@ class JobRounds:
                     waiter.listener.tell(Standing(number, None, missing))
 
     def _missing(self, live: Mapping[int, int]) -> tuple[int, ...]:
-        _, world_size, started = self._members.roster()
+        _, world_size, started = self._workers.roster()
         ranks = set(live) if started else {*live, *range(world_size)}
         return tuple(sorted(ranks - self._rounds.given.keys()))
 

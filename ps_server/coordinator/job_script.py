@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import MAX_SCRIPT_BYTES
-from ps_server.coordinator.members import JobMembers
+from ps_server.coordinator.job_workers import JobWorkers
 
 Report = tuple[int, bytes]  # a report: the worker's clock, and its settings
 
@@ -30,12 +30,12 @@ class JobScript:
 
     def __init__(
         self,
-        members: JobMembers,
+        workers: JobWorkers,
         in_step: bool,
         saved: Callable[[int], Report | None],
         changed: Callable[[], None],
     ) -> None:
-        self._members, self._in_step, self._saved, self._changed = members, in_step, saved, changed
+        self._workers, self._in_step, self._saved, self._changed = workers, in_step, saved, changed
         self._report: Report | None = None
         self._asking: dict[tuple[int, int], int] = {}  # by rank and incarnation, the request of a worker that came late
         self._number = self._answered = 1
@@ -122,12 +122,12 @@ class JobScript:
         """Returns the live ranks, in the order in which to ask them: the rank whose script counts first, and ranks that
         ask themselves last.
         """
-        live = self._members.all()
+        live = self._workers.all()
         with self._lock:
-            there = {(member.rank, member.incarnation) for member in live}
+            there = {(worker.rank, worker.incarnation) for worker in live}
             self._asking = {worker: number for worker, number in self._asking.items() if worker in there}
             asking = {rank for rank, _ in self._asking}
-        clock = {member.rank: 0 if self._in_step else -member.clock for member in live}
+        clock = {worker.rank: 0 if self._in_step else -worker.clock for worker in live}
         # Ranks that ask are last, but included: a worker that got no answer in time trains on, and has a schedule by
         # now.
         ranks = sorted(clock, key=lambda rank: (rank in asking, clock[rank], rank))

@@ -16,8 +16,8 @@ from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.cluster import Registry
 from ps_server.coordinator.coalesced import Together
 from ps_server.coordinator.job_data import JobData
+from ps_server.coordinator.job_workers import JobWorkers, Joined, Reservation
 from ps_server.coordinator.lifecycle import Lifecycle
-from ps_server.coordinator.members import JobMembers, Joined, Reservation
 from ps_server.core.accounting import StepAccounting
 from ps_server.core.membership import WORKERS_A_CALL, LiveWorker
 
@@ -41,7 +41,7 @@ class JobJoins:
 
     def __init__(
         self,
-        members: JobMembers,
+        workers: JobWorkers,
         data: JobData,
         accounting: StepAccounting,
         life: Lifecycle,
@@ -49,7 +49,7 @@ class JobJoins:
         registry: Registry,
         announce: Callable[[], None],
     ) -> None:
-        self._members, self._data, self._accounting, self._life = members, data, accounting, life
+        self._workers, self._data, self._accounting, self._life = workers, data, accounting, life
         self._lost, self._registry, self._announce = lost, registry, announce
         self._together = Together(self._join, WORKERS_A_CALL)
 
@@ -64,24 +64,24 @@ class JobJoins:
             self._registry.save_ahead()
         except BaseException:
             for reservation in reservations:
-                self._members.release(reservation)
+                self._workers.release(reservation)
             raise
         try:
-            counted = self._members.count(reservations)
+            counted = self._workers.count(reservations)
             with self._life.deciding():
                 self._life.check_open(self._lost())
                 admitted = [self._admit(each, joined) for each, joined in zip(arriving, counted, strict=True)]
         except BaseException:
             self._abort(reservations)
             raise
-        self._abort([each for each, member in zip(reservations, admitted, strict=True) if isinstance(member, PSError)])
-        live = [member for member in admitted if isinstance(member, LiveWorker)]
+        self._abort([each for each, worker in zip(reservations, admitted, strict=True) if isinstance(worker, PSError)])
+        live = [worker for worker in admitted if isinstance(worker, LiveWorker)]
         if not live:
             return admitted
-        for member in live:
-            self._data.gone(member.rank, member.incarnation - 1)
+        for worker in live:
+            self._data.gone(worker.rank, worker.incarnation - 1)
         self._registry.save()
-        begun = [self._begin_lease(member) for member in admitted]
+        begun = [self._begin_lease(worker) for worker in admitted]
         self._announce()
         return begun
 
@@ -91,18 +91,18 @@ class JobJoins:
             return joined
         request = arriving.request
         try:
-            member = self._members.admit(arriving.reservation, request, joined)
+            worker = self._workers.admit(arriving.reservation, request, joined)
         except PSError as error:
             return error
         before = None if request.previous is None else request.clock
-        self._accounting.joined(member.rank, member.clock, before, member.pushed)
-        return member
+        self._accounting.joined(worker.rank, worker.clock, before, worker.pushed)
+        return worker
 
-    def _begin_lease(self, member: LiveWorker | PSError) -> LiveWorker | PSError:
-        if isinstance(member, PSError):
-            return member
+    def _begin_lease(self, worker: LiveWorker | PSError) -> LiveWorker | PSError:
+        if isinstance(worker, PSError):
+            return worker
         try:
-            return self._members.begin_lease(member)
+            return self._workers.begin_lease(worker)
         except PSError as error:
             return error
 
@@ -110,7 +110,7 @@ class JobJoins:
         """Undoes joins that failed half way."""
         if not reservations:
             return
-        fenced = [self._members.abort(reservation) for reservation in reservations]
+        fenced = [self._workers.abort(reservation) for reservation in reservations]
         for reservation in reservations:
             self._data.gone(reservation.rank, reservation.incarnation)
         self._registry.save()
@@ -118,7 +118,7 @@ class JobJoins:
             self._announce()
 
 
-def log_join(name: str, member: LiveWorker, older: LiveWorker | None, request: JoinRequest) -> None:
+def log_join(name: str, worker: LiveWorker, older: LiveWorker | None, request: JoinRequest) -> None:
     """Logs that a worker is live now. older: the live worker that it replaces"""
     if older is not None and request.take_over and older.launch != request.launch:
         log.warning(
@@ -127,13 +127,13 @@ def log_join(name: str, member: LiveWorker, older: LiveWorker | None, request: J
         )
     log.info(
         "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
-        *(name, member.rank, member.clock, member.incarnation, request.metrics_address or "no address"),
+        *(name, worker.rank, worker.clock, worker.incarnation, request.metrics_address or "no address"),
     )
 
 
-def described_join(member: LiveWorker, older: LiveWorker | None, request: JoinRequest) -> Iterator[tuple[str, str]]:
+def described_join(worker: LiveWorker, older: LiveWorker | None, request: JoinRequest) -> Iterator[tuple[str, str]]:
     """Yields the kind and text of each event of a join. older: the live worker that the new one replaces, or None"""
     if older is not None and request.previous is None:
         yield "fenced", f"worker {older.rank} (pid {older.pid} on {older.host}) is replaced by a new process"
     kind, verb = ("join", "joins") if request.previous is None else ("rejoin", "comes back")
-    yield kind, f"worker {member.rank} on {member.host or 'an unknown host'} {verb} at clock {member.clock}"
+    yield kind, f"worker {worker.rank} on {worker.host or 'an unknown host'} {verb} at clock {worker.clock}"

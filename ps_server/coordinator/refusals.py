@@ -29,7 +29,7 @@ def refusal(job: str, rivals: Rivals, request: JoinRequest, lease: float) -> PSE
 
     The TryLater has the time after which to ask again. lease: seconds
     """
-    in_use = f"job {job!r} is in use: {_described(rivals.members)}"
+    in_use = f"job {job!r} is in use: {_described(rivals.workers)}"
     if not rivals.live:
         later = TryLater(
             f"{in_use}. Waiting for a sign of life from there, or for the end of the lease, "
@@ -45,24 +45,24 @@ def refusal(job: str, rivals: Rivals, request: JoinRequest, lease: float) -> PSE
     )
 
 
-def _described(members: tuple[LiveWorker, ...]) -> str:
+def _described(workers: tuple[LiveWorker, ...]) -> str:
     """Describes workers for an error: their ranks, hosts, pids and the time since when they are live."""
     hosts: dict[str, list[LiveWorker]] = {}
-    for member in members:
-        hosts.setdefault(member.host or "unknown", []).append(member)
+    for worker in workers:
+        hosts.setdefault(worker.host or "unknown", []).append(worker)
     groups = [
         f"{ranks_text(m.rank for m in there)} on host {host} ({_pids(there)})"
         for host, there in list(hosts.items())[:HOSTS_NAMED]
     ]
     if len(hosts) > HOSTS_NAMED:
         groups.append(f"others on {len(hosts) - HOSTS_NAMED} more hosts")
-    verb = "trains" if len(members) == 1 else "train"
-    since = min(member.since for member in members)
+    verb = "trains" if len(workers) == 1 else "train"
+    since = min(worker.since for worker in workers)
     when = datetime.fromtimestamp(since, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     return f"{', '.join(groups)} {verb} it since {when}, of another launch"
 
 
-def _pids(members: list[LiveWorker]) -> str:
-    named = ", ".join(str(member.pid) for member in members[:PIDS_NAMED])
-    more = len(members) - PIDS_NAMED
-    return f"pid{'s' if len(members) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}"
+def _pids(workers: list[LiveWorker]) -> str:
+    named = ", ".join(str(worker.pid) for worker in workers[:PIDS_NAMED])
+    more = len(workers) - PIDS_NAMED
+    return f"pid{'s' if len(workers) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}"

@@ -236,16 +236,16 @@ class SavedJob:
 def saved(job: CoordinatedJob) -> SavedJob:
     """Returns the state that another coordinator needs to resume a job. Does not wait for joins under way."""
     completed, rounds = job.rounds.done()
-    accounting, live = job.accounting, job.members.all()
-    attendance, ranks = job.members.attendance, {member.rank for member in live}
+    accounting, live = job.accounting, job.workers.all()
+    attendance, ranks = job.workers.attendance, {worker.rank for worker in live}
     return SavedJob(
         spec=job.spec_data,
         run=job.placed.run,
         placement=job.placed.placement,
         shard_processes=dict(job.shard_processes),
-        last_incarnation=job.members.last_incarnation(),
-        restore_count=job.members.restore_count,
-        started=job.members.roster()[2],
+        last_incarnation=job.workers.last_incarnation(),
+        restore_count=job.workers.restore_count,
+        started=job.workers.roster()[2],
         workers=tuple(live),
         lost_steps=accounting.lost_steps,
         redone_steps=accounting.redone_steps,
@@ -253,16 +253,16 @@ def saved(job: CoordinatedJob) -> SavedJob:
         began=dict(accounting.began),
         departed=dict(accounting.departed),
         settled=dict(accounting.settled),
-        rejoining=job.members.rejoining(),
-        away=tuple(member for member in job.members.all(and_away=True) if member.rank not in ranks),
-        pending_removals=tuple(sorted(job.members.pending_removals())),
+        rejoining=job.workers.rejoining(),
+        away=tuple(worker for worker in job.workers.all(and_away=True) if worker.rank not in ranks),
+        pending_removals=tuple(sorted(job.workers.pending_removals())),
         continues=job.placed.continues,
         rounds_completed=completed,
         rounds=newest(rounds, ROUND_BYTES_ON_DISK),
         launches=attendance.launches,
         absent=job.absent_awaited(),
         left=(attendance.is_done, attendance.left_at) if attendance.waits else None,
-        done=job.members.done(),
+        done=job.workers.done(),
     )
 
 
@@ -306,10 +306,10 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
         restore_count=saved.restore_count,
         accounting=accounting,
     )
-    job.members.attendance.launches = saved.launches
+    job.workers.attendance.launches = saved.launches
     if saved.left is not None:
-        job.members.attendance.left(*saved.left)
-        job.members.attendance.wait()
+        job.workers.attendance.left(*saved.left)
+        job.workers.attendance.wait()
     job.rounds.resume(saved.rounds_completed, saved.rounds)
     if job.checkpoints is not None:
         job.checkpoints.resume()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ps_server.coordinator.members import Roster
+from ps_server.coordinator.job_workers import Roster
 from ps_server.coordinator.timing import Clock
 
 # Called with each roster; with None at the end of the job or of its coordinator.

@@ -108,32 +108,32 @@ class NamedProcess:
     pid: int
     incarnation: int = 0
 
-    def was(self, member: LiveWorker) -> bool:
+    def was(self, worker: LiveWorker) -> bool:
         """Whether a worker is or was one of this process."""
-        same = (member.launch, member.host, member.pid) == (self.launch, self.host, self.pid)
-        return same and self.incarnation in (0, member.incarnation)
+        same = (worker.launch, worker.host, worker.pid) == (self.launch, self.host, self.pid)
+        return same and self.incarnation in (0, worker.incarnation)
 
 
 @dataclass(frozen=True)
 class Rivals:
     """The workers of other launches that prevent a join.
 
-    members: by rank; at least one
+    workers: by rank; at least one
     live:    one of them is known to live: it has sent heartbeats since the caller began to wait. Otherwise all may be
              dead: after a launch was killed, its workers look live until their leases end
     seconds: the time until the last of their leases ends
     """
 
-    members: tuple[LiveWorker, ...]
+    workers: tuple[LiveWorker, ...]
     live: bool
     seconds: float
 
 
 @dataclass(frozen=True)
-class JoinedMember:
+class JoinedWorker:
     """The result of a join.
 
-    member:        the worker
+    worker:        the worker
     clock:         the clock at which it starts
     placement:     for each bucket, the index of its shard
     restore_count: how many times the job was rolled back to a checkpoint
@@ -143,7 +143,7 @@ class JoinedMember:
     continued:     set for the first worker of a launch, if earlier launches have trained the job; otherwise None
     """
 
-    member: LiveWorker
+    worker: LiveWorker
     clock: int
     placement: list[int]
     restore_count: int = 0
@@ -175,7 +175,7 @@ class Membership:
 
     world_size: int
     lease: float
-    members: dict[int, LiveWorker] = field(default_factory=dict)
+    workers: dict[int, LiveWorker] = field(default_factory=dict)
     last_incarnation: int = 0
     started: bool = False
     ever_joined: bool = False
@@ -204,7 +204,7 @@ class Membership:
         Raises Fenced for a worker that comes back to a rank that another process has now; InvalidRequest for a rank
         beyond the world size.
         """
-        live = self.members.get(rank) if rank is not None else None
+        live = self.workers.get(rank) if rank is not None else None
         # The same process asks again if the answer to its first call was lost.
         repeats = live is not None and (live.pid, live.host) == (request.pid, request.host)
         if request.previous is not None and live is not None and live.incarnation > request.previous and not repeats:
@@ -214,8 +214,8 @@ class Membership:
             )
         if rank is None:
             since = now + self.absence - min(self.lease, AWAY_SECONDS)
-            just_gone = {r for r, member in self.absent.items() if member.expires > since}
-            taken = self.members.keys() | self.rejoining.keys() | just_gone | set(reserved)
+            just_gone = {r for r, worker in self.absent.items() if worker.expires > since}
+            taken = self.workers.keys() | self.rejoining.keys() | just_gone | set(reserved)
             rank = next(r for r in range(len(taken) + 1) if r not in taken)
         if self.world_size and rank >= self.world_size:
             raise InvalidRequest(f"rank must be below the job's world_size {self.world_size}, got {rank}")
@@ -231,56 +231,56 @@ class Membership:
         """
         if not request.launch or request.previous is not None:
             return None
-        taken = {r: member for r, member in self.away.items() if member.expires > now} | self.members
+        taken = {r: worker for r, worker in self.away.items() if worker.expires > now} | self.workers
         rivals = [
-            member
-            for _, member in sorted(taken.items())
-            if (member.rank == rank or member.rank in request.launch_ranks)
-            and _strangers(member.launch, request.launch)
-            and not (request.take_over and all(launch != request.launch for launch, _ in member.replaced))
+            worker
+            for _, worker in sorted(taken.items())
+            if (worker.rank == rank or worker.rank in request.launch_ranks)
+            and _strangers(worker.launch, request.launch)
+            and not (request.take_over and all(launch != request.launch for launch, _ in worker.replaced))
         ]
         if not rivals:
             return None
         since = now - request.waited + self.lease / DELAYED_PER_LEASE
         # One heartbeat may be a dead worker's that the network held back. Its other heartbeats would come together with
         # it.
-        live = bool(request.waited) and any(member.heard_before > since for member in rivals)
-        return Rivals(tuple(rivals), live, max(0.0, max(member.expires for member in rivals) - now))
+        live = bool(request.waited) and any(worker.heard_before > since for worker in rivals)
+        return Rivals(tuple(rivals), live, max(0.0, max(worker.expires for worker in rivals) - now))
 
     def repeated(self, attempt: int, now: float) -> LiveWorker | None:
         """Returns the live worker that joined with this attempt, and renews its lease; None if there is none."""
-        member = next((m for m in self.members.values() if attempt and m.attempt == attempt), None)
-        if member is not None:
-            member = self.members[member.rank] = replace(member, expires=now + self.lease)
-        return member
+        worker = next((m for m in self.workers.values() if attempt and m.attempt == attempt), None)
+        if worker is not None:
+            worker = self.workers[worker.rank] = replace(worker, expires=now + self.lease)
+        return worker
 
     def next_incarnation(self) -> int:
         """Returns a number that no worker of this job has had."""
         self.last_incarnation += 1
         return self.last_incarnation
 
-    def join(self, member: LiveWorker, launch_ranks: range = range(0), is_back: bool = False) -> None:
+    def join(self, worker: LiveWorker, launch_ranks: range = range(0), is_back: bool = False) -> None:
         """Makes a worker live, in place of an earlier one of its rank.
 
         launch_ranks: the ranks that its launch is about to start
         is_back:      the process was live before
         """
-        now, older = member.expires - self.lease, self.members.get(member.rank)
+        now, older = worker.expires - self.lease, self.workers.get(worker.rank)
         # Workers that a rollback removed come back by themselves.
         has_trained = self.started or (self.rejoining and not is_back)
-        if self.world_size and has_trained and not self._is_carried(member.rank, older, now):
-            self._await_all(member.rank, now)
-        self._give_time(member.rank, now, launch_ranks, is_back)
-        self.members[member.rank] = member if older is None else _after(member, older)
+        if self.world_size and has_trained and not self._is_carried(worker.rank, older, now):
+            self._await_all(worker.rank, now)
+        self._give_time(worker.rank, now, launch_ranks, is_back)
+        self.workers[worker.rank] = worker if older is None else _after(worker, older)
         for known in (self.away, self.absent, self.gone, self._signs):
-            known.pop(member.rank, None)
+            known.pop(worker.rank, None)
         for ranks in (self.done, self.in_doubt, self._left):
-            ranks.discard(member.rank)
+            ranks.discard(worker.rank)
         self.ever_joined = True
-        if self.rejoining.pop(member.rank, None) is not None or self.rejoining:
+        if self.rejoining.pop(worker.rank, None) is not None or self.rejoining:
             self._look_whether_started()
         else:
-            self.started = self.started or len(self.members) >= self.world_size
+            self.started = self.started or len(self.workers) >= self.world_size
             self._has_nobody = False
 
     def _look_whether_started(self) -> None:
@@ -296,21 +296,21 @@ class Membership:
 
         older: the live worker of the rank
         """
-        others = [member for r, member in self.members.items() if r != rank]
+        others = [worker for r, worker in self.workers.items() if r != rank]
         if others and (self.rejoining or self.in_doubt or rank in self._left):
             return True  # another worker came back first, so the awaited ranks are known; or this worker left by itself
         ended = self.gone.get(rank, now) if older is None else _last_sign(older, now)
         # A worker that died at the same time may have sent its last heartbeat up to one interval later, and that
         # heartbeat may have lain in a queue. A heartbeat later than both is from a worker that lives on.
         since = ended + self.lease / HEARTBEATS_PER_LEASE + self.lease / DELAYED_PER_LEASE
-        return any(member.heard > since for member in others)
+        return any(worker.heard > since for worker in others)
 
     def _await_all(self, rank: int, now: float) -> None:
         """Expects all workers to join again that were live shortly before the last one fell silent.
 
         Workers whose scripts have ended are not expected. rank: the rank of the first one to join
         """
-        others = self.members.keys() - {rank}
+        others = self.workers.keys() - {rank}
         end = max(self.gone.values(), default=now)
         recent = {r for r, at in self.gone.items() if at > end - RETURN_LEASES * self.lease}
         awaited = (recent | others) - self.done - self.rejoining.keys() - {rank}
@@ -338,7 +338,7 @@ class Membership:
         """
         anew = bool(self.world_size) and not is_back
         grace = now + self.lease * (RETURN_LEASES if anew else 1)
-        is_first = not self.members.keys() - self.in_doubt - {rank}
+        is_first = not self.workers.keys() - self.in_doubt - {rank}
         for r, until in self.rejoining.items():
             if r in launch_ranks:
                 self.rejoining[r] = math.inf
@@ -346,14 +346,14 @@ class Membership:
                 self.rejoining[r] = grace
 
     def resume(self, done: set[int], now: float) -> None:
-        """Continues a job of an earlier coordinator, once its members and rejoining ranks are set.
+        """Continues a job of an earlier coordinator, once its workers and rejoining ranks are set.
 
         done: the ranks whose scripts have run to their ends
         For all other ranks it is unknown when they left: the time counts from `now`. Ranks that rejoin
         without a rollback must be started again, and get more time.
         """
         self.done = done
-        here = self.members.keys() | self.rejoining.keys()
+        here = self.workers.keys() | self.rejoining.keys()
         self.gone = dict.fromkeys((rank for rank in range(self.world_size) if rank not in here), now)
         anew = self.rejoining.keys() - self.away.keys()
         self.rejoining |= dict.fromkeys(sorted(anew), now + RETURN_LEASES * self.lease)
@@ -364,7 +364,7 @@ class Membership:
         waits for any rank.
         """
         since = self._doubted + self.lease / DELAYED_PER_LEASE
-        if not any(self.members[rank].heard > since for rank in self.in_doubt if rank in self.members):
+        if not any(self.workers[rank].heard > since for rank in self.in_doubt if rank in self.workers):
             return False
         self.rejoining.clear()
         self._look_whether_started()
@@ -375,12 +375,12 @@ class Membership:
 
         fenced: workers that were live, and that are about to join again anyway
         """
-        before, self.members = [*self.members.values(), *fenced], {}
+        before, self.workers = [*self.workers.values(), *fenced], {}
         until = now + min(self.lease, AWAY_SECONDS)
         self.away |= {m.rank: replace(m, expires=until, heard=-math.inf, heard_before=-math.inf) for m in before}
         self.in_doubt.clear()
         if self.started or self.rejoining:
-            self.rejoining = dict.fromkeys([*self.rejoining, *(member.rank for member in before)], now + self.lease)
+            self.rejoining = dict.fromkeys([*self.rejoining, *(worker.rank for worker in before)], now + self.lease)
             self.started = self.ever_joined and not self.rejoining
         return before
 
@@ -390,7 +390,7 @@ class Membership:
         While no worker has come back yet, the time is unlimited: it begins when the first one has.
         """
         late = [rank for rank, until in self.rejoining.items() if until <= now]
-        if not self.members:
+        if not self.workers:
             self.rejoining |= dict.fromkeys(late, math.inf)
             return []
         for rank in late:
@@ -406,13 +406,13 @@ class Membership:
         of: the member of the worker's group that sends it. A group's lease is that of the member that was silent
             longest
         """
-        member = self.check(rank, incarnation, key)
+        worker = self.check(rank, incarnation, key)
         sign = now if self.group_size == 1 else self._group_sign(rank, of, now)
         if sign is not None:
-            member = replace(member, expires=max(sign + self.lease, member.expires))
-            if sign - member.heard > self.lease / TOGETHER_PER_LEASE:
-                member = replace(member, heard=sign, heard_before=member.heard)
-        self.members[rank] = replace(member, clock=max(clock, member.clock))
+            worker = replace(worker, expires=max(sign + self.lease, worker.expires))
+            if sign - worker.heard > self.lease / TOGETHER_PER_LEASE:
+                worker = replace(worker, heard=sign, heard_before=worker.heard)
+        self.workers[rank] = replace(worker, clock=max(clock, worker.clock))
 
     def _group_sign(self, rank: int, of: int, now: float) -> float | None:
         """Records a heartbeat of a group's member; returns the last heartbeat of the member that was silent longest.
@@ -441,13 +441,13 @@ class Membership:
         A worker that a rollback had removed is no longer expected to join again. Nor is one in doubt whose script has
         ended.
         """
-        away, member = self.away.get(rank), self.members.get(rank)
+        away, worker = self.away.get(rank), self.workers.get(rank)
         is_away = away is not None and away.incarnation == incarnation
-        is_live = member is not None and member.incarnation == incarnation
+        is_live = worker is not None and worker.incarnation == incarnation
         if done and (is_away or is_live):
             self.done.add(rank)
         if is_away or is_live:
-            self.gone[rank] = _last_sign(member, now) if expired and member is not None else now
+            self.gone[rank] = _last_sign(worker, now) if expired and worker is not None else now
             (self._left.discard if expired else self._left.add)(rank)
         if is_away:
             del self.away[rank]
@@ -455,7 +455,7 @@ class Membership:
             self._look_whether_started()
         if not is_live:
             return False
-        del self.members[rank]
+        del self.workers[rank]
         self.in_doubt.discard(rank)
         if expired and self._has_nobody and not self.started:  # its launcher may start it again
             self.rejoining.setdefault(rank, now + RETURN_LEASES * self.lease)
@@ -466,15 +466,15 @@ class Membership:
         come back.
         """
         silent = self.expired(now)
-        for member in silent:
-            self.leave(member.rank, member.incarnation, now, expired=True)
+        for worker in silent:
+            self.leave(worker.rank, worker.incarnation, now, expired=True)
             if self.absence:
-                self.absent[member.rank] = replace(member, expires=now + self.absence)
+                self.absent[worker.rank] = replace(worker, expires=now + self.absence)
         return silent
 
     def forget_absent(self, now: float) -> list[int]:
         """Forgets the workers that were silent and have not come back in time. Returns their ranks."""
-        late = [rank for rank, member in self.absent.items() if member.expires <= now]
+        late = [rank for rank, worker in self.absent.items() if worker.expires <= now]
         for rank in late:
             del self.absent[rank]
         return late
@@ -488,42 +488,42 @@ class Membership:
         def later(until: float) -> float:
             return max(until, min(until + seconds, now + self.lease))
 
-        self.members = {rank: replace(m, expires=later(m.expires)) for rank, m in self.members.items()}
+        self.workers = {rank: replace(m, expires=later(m.expires)) for rank, m in self.workers.items()}
         self.rejoining = {rank: later(until) for rank, until in self.rejoining.items()}
         self.absent = {r: replace(m, expires=m.expires + seconds) for r, m in self.absent.items()}
 
     def expired(self, now: float) -> list[LiveWorker]:
         """Returns the workers whose lease has run out."""
-        return [member for member in self.members.values() if member.expires <= now]
+        return [worker for worker in self.workers.values() if worker.expires <= now]
 
     def ended(self, process: NamedProcess, now: float) -> list[LiveWorker]:
         """Returns the live workers of a process that has ended. Those of its workers that were absent or expected to
         rejoin are awaited no more.
         """
-        self.absent = {rank: member for rank, member in self.absent.items() if not process.was(member)}
-        for rank in [rank for rank, member in self.away.items() if process.was(member)]:
+        self.absent = {rank: worker for rank, worker in self.absent.items() if not process.was(worker)}
+        for rank in [rank for rank, worker in self.away.items() if process.was(worker)]:
             del self.away[rank]
             if rank in self.rejoining:
                 self.rejoining[rank] = now
-        return [member for member in self.members.values() if process.was(member)]
+        return [worker for worker in self.workers.values() if process.was(worker)]
 
     def check(self, rank: int, incarnation: int, key: bytes = b"") -> LiveWorker:
         """Returns the live worker with this rank, incarnation and key. Raises UnknownWorker, Fenced or Forbidden."""
-        member = self.members.get(rank)
-        if member is not None and any(incarnation == last for _, last in member.replaced):
+        worker = self.workers.get(rank)
+        if worker is not None and any(incarnation == last for _, last in worker.replaced):
             raise Fenced(
-                f"worker {rank} was replaced: incarnation {member.incarnation} is live, "
-                f"the call came from {incarnation}{_other_launch(member)}"
+                f"worker {rank} was replaced: incarnation {worker.incarnation} is live, "
+                f"the call came from {incarnation}{_other_launch(worker)}"
             )
-        check_incarnation(rank, incarnation, member.incarnation if member else None)
-        assert member is not None
-        check_key(rank, key, member.key)
-        return member
+        check_incarnation(rank, incarnation, worker.incarnation if worker else None)
+        assert worker is not None
+        check_key(rank, key, worker.key)
+        return worker
 
 
-def _last_sign(member: LiveWorker, now: float) -> float:
+def _last_sign(worker: LiveWorker, now: float) -> float:
     """Returns the time of a worker's last heartbeat; if it has sent none, `now`."""
-    return member.heard if member.heard > -math.inf else now
+    return worker.heard if worker.heard > -math.inf else now
 
 
 def _strangers(launch: str, other: str) -> bool:
@@ -531,19 +531,19 @@ def _strangers(launch: str, other: str) -> bool:
     return bool(launch) and bool(other) and launch != other
 
 
-def _after(member: LiveWorker, older: LiveWorker) -> LiveWorker:
-    """Returns a member that takes the rank of an older one, with the history that it inherits."""
-    if older.launch == member.launch:
-        return replace(member, since=older.since, replaced=older.replaced) if member.launch else member
-    if not _strangers(older.launch, member.launch):
-        return member
+def _after(worker: LiveWorker, older: LiveWorker) -> LiveWorker:
+    """Returns a worker that takes the rank of an older one, with the history that it inherits."""
+    if older.launch == worker.launch:
+        return replace(worker, since=older.since, replaced=older.replaced) if worker.launch else worker
+    if not _strangers(older.launch, worker.launch):
+        return worker
     replaced = (*older.replaced, (older.launch, older.incarnation))
-    return replace(member, replaced=replaced[-REPLACED_KEPT:])
+    return replace(worker, replaced=replaced[-REPLACED_KEPT:])
 
 
-def _other_launch(member: LiveWorker) -> str:
+def _other_launch(worker: LiveWorker) -> str:
     """Returns the end of the error for a worker that another launch replaced."""
-    return f"; another launch took over: pid {member.pid} on host {member.host or '?'}"
+    return f"; another launch took over: pid {worker.pid} on host {worker.host or '?'}"
 
 
 def check_incarnation(rank: int, incarnation: int, live: int | None) -> None:

@@ -226,7 +226,7 @@ def service_discovery(coordinator: Coordinator, encrypted: bool = False) -> byte
                 "targets": [worker.metrics_address],
                 "labels": {"role": "worker", "job_name": name, "rank": str(worker.rank)} | scheme,
             }
-            for worker in job.members.all()
+            for worker in job.workers.all()
             if worker.metrics_address
         ]
     return json.dumps(targets).encode()

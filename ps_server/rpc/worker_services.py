@@ -29,7 +29,7 @@ from ps_protocol.v1 import leases_pb2, leases_pb2_grpc, membership_pb2, membersh
 from ps_runtime.pools import Pool
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job_rounds import Standing
-from ps_server.coordinator.members import Roster
+from ps_server.coordinator.job_workers import Roster
 from ps_server.core.membership import Counted, NamedProcess
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.core.validation import check_host, check_launch
@@ -87,16 +87,16 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         check_job(request.job)
         rank = request.rank if request.HasField("rank") else None
         joined = self._coordinator.join(request.job, rank, read_join(request))
-        member, state = joined.member, joined.state
+        live, state = joined.worker, joined.state
         result = JoinResult(
-            Identity(request.job, member.rank, member.incarnation, member.key, joined.run),
+            Identity(request.job, live.rank, live.incarnation, live.key, joined.run),
             joined.clock,
             self._coordinator.lease,
             self._coordinator.shard_map(joined.placement),
             joined.restore_count,
             SavedState(*state) if state is not None else None,
-            member.pushed,
-            _pushed(member.on_shards),
+            live.pushed,
+            _pushed(live.on_shards),
             joined.continued,
         )
         return write_joined(result)
@@ -128,7 +128,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         job = self._coordinator.job(worker.job, worker.run)
         figures = shard_messages.worker_figures(request.figures) if request.HasField("figures") else None
         job.check_member(worker.member)
-        live = job.members.heartbeat(worker.rank, worker.incarnation, request.clock, worker.lease_key, worker.member)
+        live = job.workers.heartbeat(worker.rank, worker.incarnation, request.clock, worker.lease_key, worker.member)
         if job.checkpoints is not None:
             job.checkpoints.joined(worker.rank, has_place=True)
         answer = membership_pb2.HeartbeatResponse(live_count=live)
@@ -148,7 +148,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         identity, report = (worker.rank, worker.incarnation, worker.lease_key), _report(request)
         job = self._coordinator.job(worker.job, worker.run)
         if report is not None or request.script_request:
-            job.members.check(*identity)
+            job.workers.check(*identity)
         if (
             report is not None or request.script_request
         ) and not worker.member:  # the first member speaks for its group
@@ -167,12 +167,12 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         if speaks and report is not None and len(report[1]) <= MAX_SCRIPT_BYTES:
             with suppress(PSError):  # the worker is no longer a member, and leaves nevertheless
                 job = self._coordinator.job(worker.job, worker.run)
-                job.members.check(worker.rank, worker.incarnation, worker.lease_key)
+                job.workers.check(worker.rank, worker.incarnation, worker.lease_key)
                 job.script.tell(worker.rank, 0, report)
         if speaks and request.done and request.HasField("figures"):
             with suppress(PSError):  # the same; and an error in the report prevents no worker from leaving
                 job = self._coordinator.job(worker.job, worker.run)
-                job.members.check(worker.rank, worker.incarnation, worker.lease_key)
+                job.workers.check(worker.rank, worker.incarnation, worker.lease_key)
                 job.figures.done(worker.rank, shard_messages.worker_figures(request.figures))
         ended = self._coordinator.leave(*identity, worker.lease_key, worker.run, state, request.done, worker.member)
         return membership_pb2.LeaveResponse(ended=ended)

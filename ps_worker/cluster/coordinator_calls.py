@@ -110,7 +110,7 @@ class CoordinatorClient:
         self._peer = Peer("coordinator", address, access)
         self._channel = open_channel(address, access, reads_itself=True)  # a watch lasts as long as the job
         self._jobs = JobServiceStub(self._channel)
-        self._members = MembershipServiceStub(self._channel)
+        self._membership = MembershipServiceStub(self._channel)
         self._data_leases = DataLeaseServiceStub(self._channel)
         self._rounds = RoundServiceStub(self._channel)
 
@@ -162,7 +162,7 @@ class CoordinatorClient:
             waited = max(0.0, time.monotonic() - since)
             message = workers.write_join(options.job, rank, replace(request, waited=waited))
             try:
-                return self._members.Join(message, timeout=self._attempt_seconds)
+                return self._membership.Join(message, timeout=self._attempt_seconds)
             except grpc.RpcError as error:
                 # The coordinator knows of this request, and of the workers in the way.
                 if error_from(error, str(self._peer)).retry_after is not None:
@@ -180,7 +180,7 @@ class CoordinatorClient:
         if self._figures is not None:
             request.figures.CopyFrom(worker_figures_message(self._figures()))
         try:
-            answer = self._members.Heartbeat(request, timeout=timeout)
+            answer = self._membership.Heartbeat(request, timeout=timeout)
         except grpc.RpcError as error:
             raise error_from(error, str(self._peer)) from None
         return workers.read_heartbeat_answer(answer)
@@ -189,7 +189,7 @@ class CoordinatorClient:
         """Sends a worker's own state for a checkpoint."""
         saved = membership_pb2.WorkerState(clock=clock, content=state)
         request = membership_pb2.SaveWorkerStateRequest(worker=identity_message(worker), state=saved)
-        self._call(self._members.SaveWorkerState, request)
+        self._call(self._membership.SaveWorkerState, request)
 
     def tell_script(self, worker: Identity, request: int, script: SavedState | None) -> None:
         """Answers the coordinator's request number `request` with the settings of this worker's script.
@@ -200,7 +200,7 @@ class CoordinatorClient:
             worker=identity_message(worker), script=workers.state_message(script), script_request=request
         )
         try:
-            self._members.SaveWorkerState(message, timeout=CALL_SECONDS)
+            self._membership.SaveWorkerState(message, timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             raise error_from(error, str(self._peer)) from None
 
@@ -264,7 +264,7 @@ class CoordinatorClient:
         timeout = LEAVE_SECONDS if is_over else CALL_SECONDS
         while True:
             try:
-                self._members.Leave(request, timeout=timeout)
+                self._membership.Leave(request, timeout=timeout)
                 return
             except grpc.RpcError as error:
                 if request.HasField("state") and error.code() in _TOO_LARGE:
@@ -292,7 +292,7 @@ class CoordinatorClient:
 
     def watch(self, job: str) -> RosterWatch:
         """Watches the roster. The iterator first yields the current roster, then each change."""
-        return RosterWatch(lambda: self._members.Watch(membership_pb2.WatchRequest(job=job)))
+        return RosterWatch(lambda: self._membership.Watch(membership_pb2.WatchRequest(job=job)))
 
     def close(self) -> None:
         """Closes the connection; calls in flight end."""

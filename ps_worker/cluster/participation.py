@@ -98,7 +98,7 @@ class Participation:
         self.script = ScriptTelling(self._is_ahead)
         moves = self._reached, self._finished, self._cut_off, self.script
         given = self.coordinator, options, metrics_address, *moves
-        self.members = OwnMembership(*given) if group is None else GroupMembership(group, *given)
+        self.membership = OwnMembership(*given) if group is None else GroupMembership(group, *given)
         self.timeline = timeline or Timeline()
         self._patience_beside = Patience()
         self.came_late = False  # the job was under way when this process joined
@@ -129,7 +129,7 @@ class Participation:
             validate(agreed)  # the server may have answered anything
             self._run = registered.run
             try:
-                self.members.join(registered.run)
+                self.membership.join(registered.run)
                 _taken_part.add(self._where)
                 return agreed
             except NotFound:  # the job ended with its launch, while this worker waited to join
@@ -159,7 +159,7 @@ class Participation:
         tables: the tables with their initial rows, used if this worker has rank 0
         Returns whether a checkpoint wants this worker's own state at this clock.
         """
-        place = self.members.place
+        place = self.membership.place
         assert place is not None
         before = self._before = None if tables is None else RowsBefore(tables)
         checkpoint_wanted = self._connect(place, model, states)
@@ -177,8 +177,10 @@ class Participation:
         """
         place, self.has_arrived = self.connection.place, False
         self.connection.end()
-        if self.group is not None or self._lost is not None or not self.members.holds(place):
-            place = self.members.renewed(place, self._lost)  # else an interrupt came before it had arrived in this one
+        if self.group is not None or self._lost is not None or not self.membership.holds(place):
+            place = self.membership.renewed(
+                place, self._lost
+            )  # else an interrupt came before it had arrived in this one
             self._lost = None  # it belongs to the old place
         return self._connect(place, model, {})
 
@@ -194,7 +196,7 @@ class Participation:
                 cause = lost.__cause__
             if self._connection is not None:
                 self._connection.end()
-            place = self.members.renewed(place, cause)
+            place = self.membership.renewed(place, cause)
             self._lost = None
 
     def _together(self, make: Callable[[], T]) -> T:
@@ -214,7 +216,7 @@ class Participation:
         except PlaceLost:
             raise
         except Exception as error:
-            if not self.members.has_lost(place, error):
+            if not self.membership.has_lost(place, error):
                 raise
             raise PlaceLost from error
 
@@ -233,7 +235,7 @@ class Participation:
                 connection.push_initial(model.layout.held)
                 self.settle()
             # Raises after the start timeout; the pulls below wait for rank 0.
-            self.members.await_started(place, lambda ranks: self._launcher.waits(self._run, ranks))
+            self.membership.await_started(place, lambda ranks: self._launcher.waits(self._run, ranks))
             connection.pull(frozen=True)
             self.settle()
         model.begin_pull()
@@ -241,7 +243,7 @@ class Participation:
         self.settle()
         model.end_pull()
         self._begun = True
-        self.members.await_started(place)
+        self.membership.await_started(place)
         self._check(place)
         self._launcher.started(self._run)
         return any(pull.result().checkpoint for pull in pulls)
@@ -249,7 +251,7 @@ class Participation:
     def _check(self, place: JoinResult) -> None:
         if self.is_closed:
             raise UnknownWorker(CLOSED_EARLY)
-        if not self.members.holds(place):
+        if not self.membership.holds(place):
             raise PlaceLost
 
     def beside(self, options: JobOptions) -> Participation:
@@ -280,13 +282,13 @@ class Participation:
         """Whether the connection's place is still valid, as far as this worker knows, and the step loop has
         adopted it.
         """
-        place, members = self.connection.place, self.members
-        return self.has_arrived and self._lost is None and members.place is place and members.lost is not place
+        place, membership = self.connection.place, self.membership
+        return self.has_arrived and self._lost is None and membership.place is place and membership.lost is not place
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The live ranks, as far as this worker knows."""
-        return self.members.roster.ranks
+        return self.membership.roster.ranks
 
     @property
     def rank(self) -> int:
@@ -328,7 +330,7 @@ class Participation:
         """Waits for all calls under way. Raises the first error; PlaceLost if the loss of the place has caused it."""
         error = self.connection.settle()
         if error is not None:
-            self.members.raise_lost()  # a fenced worker's calls all fail: this error says why
+            self.membership.raise_lost()  # a fenced worker's calls all fail: this error says why
             self._raise_as_lost(error)
             raise self._as_closed(error) from error
 
@@ -389,14 +391,14 @@ class Participation:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _raise_as_lost(self, error: BaseException) -> None:
-        if self.members.has_lost(self.connection.place, error):
+        if self.membership.has_lost(self.connection.place, error):
             self._lost = error
             raise PlaceLost from error
 
     def wait(self, seconds: float) -> None:
         """Waits for `seconds`. Raises the error that ended this worker's part in the job, if there is one."""
         self.coordinator.closing.wait(seconds)
-        self.members.raise_lost()
+        self.membership.raise_lost()
 
     # -- other threads -----------------------------------------------------------------------------------------------
 
@@ -431,9 +433,9 @@ class Participation:
         done:  the script has ended
         """
         if not self.is_closed:
-            self.members.close(state, done)
+            self.membership.close(state, done)
             self.coordinator.close()
-            self.members.join_threads()
+            self.membership.join_threads()
         if self._connection is not None:
             self._connection.close()
 

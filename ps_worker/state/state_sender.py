@@ -21,9 +21,9 @@ LEAVING_SECONDS = 5.0
 class StateSender:
     """Sends states, and repeats each call as long as the worker is in the job, also after a rejoin."""
 
-    def __init__(self, coordinator: CoordinatorClient, members: OwnMembership) -> None:
+    def __init__(self, coordinator: CoordinatorClient, membership: OwnMembership) -> None:
         self._coordinator = coordinator
-        self._members = members
+        self._membership = membership
         self._pool = DaemonPool(1, "save")
         self._closing = threading.Event()
         self._last: Future[None] | None = None
@@ -31,7 +31,7 @@ class StateSender:
 
     def send(self, clock: int, state: bytes) -> None:
         """Sends the state of a clock; returns at once."""
-        place = self._members.place
+        place = self._membership.place
         assert place is not None
         restored = place.restore_count
         self._last = self._pool.submit(lambda: self._send(clock, state, restored))
@@ -49,18 +49,18 @@ class StateSender:
 
     def _send(self, clock: int, state: bytes, restored: int) -> None:
         while not self._closing.is_set():
-            place = self._members.place
+            place = self._membership.place
             assert place is not None
             if place.restore_count != restored:
                 return  # the job was rolled back: that clock will come again
-            if self._members.error is not None:
+            if self._membership.error is not None:
                 return  # no place follows this one
             try:
                 self._coordinator.save_state(place.identity, clock, state)
                 self._troubles.over("save")
                 return
             except UnknownWorker:
-                self._members.await_change(place)
+                self._membership.await_change(place)
             except PSError as error:
                 self._troubles.met("save", "this worker's state at clock %d is not in the checkpoint: %s", clock, error)
                 return

@@ -94,7 +94,7 @@ class JobTraining:
         group, to_come = participation.group, (self._end, self._leave_out, self._push, self._come_back, self._broke_off)
         given = self.assignments, *to_come, self.model.base
         self._together = None if group is None else StepsTogether(group, participation, *given)
-        self._sender = StateSender(participation.coordinator, participation.members)
+        self._sender = StateSender(participation.coordinator, participation.membership)
         self.sent: SentStep | None = None
         self.unfinished: Unfinished | None = None
         self.lag = 0
@@ -159,7 +159,7 @@ class JobTraining:
             raise undone
 
     def _last_state(self) -> SavedState:
-        place = self.participation.members.place
+        place = self.participation.membership.place
         return last_state(self.checkpoint, self.clock, self.sent, place, self.model, self._restore_count)
 
     @property
@@ -253,7 +253,7 @@ class JobTraining:
             return self._in_this_place(exchange, end)
 
     def _in_this_place(self, exchange: Callable[[], None], end: Callable[[], object] | None) -> bool | None:
-        self.participation.members.raise_lost()
+        self.participation.membership.raise_lost()
         is_local = self.model.spec.local is not None
         is_behind = self._left is not None  # an interrupt came on the way to the place: it has not arrived there yet
         try:

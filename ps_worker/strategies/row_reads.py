@@ -80,7 +80,7 @@ class RowReads:
         In a group it is False: its members compare what they know.
         """
         part = self._participation
-        if part.group is not None or part.members.error is not None or not part.has_place:
+        if part.group is not None or part.membership.error is not None or not part.has_place:
             return False
         return part.connection.is_at_rest and all(pull.done() and pull.exception() is None for pull in pulls)
 

@@ -222,7 +222,7 @@ def test_initial_weights_and_buffers_are_those_of_rank_0_whoever_joins_first(
 
     def joined() -> bool:
         found = shared.coordinator.jobs().get(job)
-        return found is not None and first in found.members.roster()[0]
+        return found is not None and first in found.workers.roster()[0]
 
     def work(rank: int) -> State:
         if rank != first:

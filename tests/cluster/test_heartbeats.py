@@ -80,7 +80,7 @@ class Worker:
 
     def member(self) -> LiveWorker | None:
         """The worker, as long as it counts as live."""
-        return next(iter(self.cluster.coordinator.job("default").members.all()), None)
+        return next(iter(self.cluster.coordinator.job("default").workers.all()), None)
 
     def is_taken_off(self) -> bool:
         """Whether it counts as live no more, on the shards either: a step that comes there before is taken."""

@@ -74,7 +74,7 @@ def test_every_sample_is_used_once_while_workers_leave_die_and_join_in_mid_round
 
     def kill(_: int) -> list[Use]:
         until(lambda: log.exists() and len(lines()) == 5, "the victim's fifth batch")
-        members = shared.coordinator.job(job).members  # without it the first might come to the end before the second
+        members = shared.coordinator.job(job).workers  # without it the first might come to the end before the second
         until(lambda: left.is_set() or len(members.all()) == 3, "the two others")
         victim.kill()
         victim.wait(30)

@@ -86,7 +86,7 @@ def test_the_others_go_on_without_a_late_worker_whose_steps_count_in_the_next_up
             else:
                 in_time(rank, worker)
             if rank == 0:  # alone: what others have left behind is in its updates
-                until(lambda: len(shared.coordinator.job(job).members.all()) == 1, "the others to leave")
+                until(lambda: len(shared.coordinator.job(job).workers.all()) == 1, "the others to leave")
                 worker.step()
                 worker.step()
                 own, *others = worker.step()
@@ -226,7 +226,7 @@ def test_a_job_comes_back_from_its_checkpoint_bucket_by_bucket(
         else:
             job.checkpoint()
         cluster.start_again(1)
-        until(lambda: not job.members.all(), "the rollback")
+        until(lambda: not job.workers.all(), "the rollback")
         for worker in workers:
             worker.join()
         pulled = first.pull()

@@ -144,10 +144,10 @@ def test_the_workers_wait_for_each_other_after_the_job_was_set_back(cluster: Clu
         cluster.start_again(1)
         join_again(zero)
         job = cluster.coordinator.jobs()["job"]
-        assert job.members.roster() == ([0], 2, False), "one of two is back"
+        assert job.workers.roster() == ([0], 2, False), "one of two is back"
         assert "waits for worker 1 to join again" in status_text.table(requests.fetch(cluster.address))
         join_again(one)
-        assert job.members.roster() == ([0, 1], 2, True)
+        assert job.workers.roster() == ([0, 1], 2, True)
 
 
 def test_the_coordinator_comes_back_and_its_workers_notice_nothing(make_cluster: MakeCluster, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_the_coordinator_comes_back_and_its_workers_notice_nothing(make_cluster:
 
             until(heard, "an answer to a heartbeat")
             assert torch.equal(step(worker), torch.full((CELLS,), 3.0))
-            assert [m.rank for m in alone.coordinator.jobs()["job"].members.all()] == [0]  # type: ignore[union-attr]
+            assert [m.rank for m in alone.coordinator.jobs()["job"].workers.all()] == [0]  # type: ignore[union-attr]
             assert (directory / ".coordinator.json").stat().st_mode & 0o777 == 0o600, "it holds the workers' keys"
     finally:
         shard.stop()

@@ -274,11 +274,11 @@ def test_a_worker_that_one_shard_does_not_count_any_more_joins_again(
     with cluster.connect(mode) as session:
         worker = Worker(session)
         worker.step()
-        incarnation = cluster.coordinator.job("default").members.all()[0].incarnation
+        incarnation = cluster.coordinator.job("default").workers.all()[0].incarnation
         cluster.shards[1].remove_worker("default", 0, incarnation)
         for _ in range(3):
             worker.step()
-        assert cluster.coordinator.job("default").members.all()[0].incarnation > incarnation
+        assert cluster.coordinator.job("default").workers.all()[0].incarnation > incarnation
 
 
 @pytest.mark.usefixtures("patient")

@@ -103,7 +103,7 @@ def test_a_worker_that_loses_its_place_goes_on_from_the_servers_weights_at_a_rou
     at_step: list[int] = []
 
     def is_back() -> bool:  # not that its next step goes on: that may need a push of worker 1
-        return any(member.rank == 0 for member in shared.coordinator.job(job).members.all())
+        return any(member.rank == 0 for member in shared.coordinator.job(job).workers.all())
 
     def work(rank: int) -> dict[int, list[torch.Tensor]]:
         with shared.connect(MODE, rank, 2, job=job, transport=transport) as session:

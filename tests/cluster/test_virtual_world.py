@@ -251,12 +251,12 @@ def test_a_server_that_raises_what_is_no_error_of_ours_says_nothing_of_it_and_th
 def test_a_failpoint_is_a_place_where_time_passes_and_a_process_may_die(point: str) -> None:
     world, said = World("failpoint"), []
     with bound(world, {point: 1.0}):
-        from ps_server.coordinator import members
+        from ps_server.coordinator import job_workers
 
         def main() -> None:
-            members.failpoint(point)
+            job_workers.failpoint(point)
             said.append(world.now > 1000)
-            members.failpoint(point)
+            job_workers.failpoint(point)
             said.append("still alive")
 
         host = Host(world, "process")

@@ -97,7 +97,7 @@ def test_two_workers_in_sync_lose_no_gradient_of_either(
         """Whether worker 0 has another place. Where the other one had come to its end by then, an update with nothing
         but the skip of worker 0 would be none: one bucket would have a step less, and no gradient less."""
         return any(
-            member.rank == 0 and member.incarnation > 2 for member in cluster.coordinator.job("default").members.all()
+            member.rank == 0 and member.incarnation > 2 for member in cluster.coordinator.job("default").workers.all()
         )
 
     def work(rank: int) -> list[float]:

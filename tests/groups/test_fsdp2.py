@@ -182,7 +182,7 @@ def test_a_group_that_lost_a_member_leaves_and_the_others_go_on_until_it_starts_
         groups.let_go(4)
         assert groups.processes[1, 0].wait(WAIT_SECONDS) != 0  # its collectives end
         until(lambda: groups.are_held(8, (0,)), "group 0 to go on alone")
-        members = cluster.coordinator.job(job).members
+        members = cluster.coordinator.job(job).workers
         assert {member.rank for member in members.all()} == {0}
         with Groups(nursery, cluster.address, job, tmp_path / "again", Options(steps=4), only=1) as again:
             until(lambda: {member.rank for member in members.all()} == {0, 1}, "group 1 to come back")
@@ -205,7 +205,7 @@ def test_a_group_whose_member_hangs_loses_its_lease_and_comes_back_as_one(
         cluster.end_lease(1, job)
         groups.let_go(4)
         until(lambda: groups.are_held(8, (0,)), "group 0 to go on alone")
-        assert {member.rank for member in cluster.coordinator.job(job).members.all()} == {0}  # not again and again
+        assert {member.rank for member in cluster.coordinator.job(job).workers.all()} == {0}  # not again and again
         groups.processes[1, 1].send_signal(signal.SIGCONT)
         groups.let_go(8)
         found = groups.ended()

@@ -151,7 +151,7 @@ def test_a_late_answer_about_a_lost_place_ends_nothing_in_the_next(
     with cluster.connect("sync", job=job) as session:
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), group=mesh)
         participation = session._strategy._training.participation  # type: ignore[attr-defined]
-        members = participation.members
+        members = participation.membership
         lost, usual, join_again = members.place, members._coordinator.heartbeat, members._join_again
         lost_for_good = members._lost_for_good
         begun, is_lost, may_answer, answered = (threading.Event() for _ in range(4))
@@ -221,7 +221,7 @@ def test_no_member_waits_for_the_others_where_signals_are_held(
         coordinated, store = cluster.coordinator.job(job), CheckpointStore(tmp_path / "checkpoints")
         until(lambda: (step(), store.names(job))[1] != [], "a checkpoint")
         cluster.start_again(1)
-        until(lambda: (step(), coordinated.members.restore_count)[1] > 0, "the rollback")
+        until(lambda: (step(), coordinated.workers.restore_count)[1] > 0, "the rollback")
     assert held
     assert not any(held)
 
@@ -277,7 +277,7 @@ def test_a_member_that_is_interrupted_while_the_group_goes_back_goes_back_first(
             step()
         cluster.start_again(1)
         with pytest.raises(KeyboardInterrupt):
-            until(lambda: (step(), coordinated.members.restore_count)[1] > 1, "the interrupt")
+            until(lambda: (step(), coordinated.workers.restore_count)[1] > 1, "the interrupt")
         assert waits == ["it goes back", "interrupted"]
         assert shared[-1] == "interrupted"  # the others wait for it there
         before, undone = session.clock, steps

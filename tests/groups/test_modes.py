@@ -97,7 +97,7 @@ def test_a_group_that_lost_a_member_leaves_and_comes_back(
         groups.let_go(4)
         assert groups.processes[1, 0].wait(WAIT_SECONDS) != 0  # its collectives end
         until(lambda: groups.are_held(later, (0,)), "group 0 to go on alone")
-        members = shared.coordinator.job(job).members
+        members = shared.coordinator.job(job).workers
         assert {member.rank for member in members.all()} == {0}
         short = replace(options, steps=4, holds=[])
         with Groups(nursery, shared.address, job, tmp_path / "again", short, only=1) as again:

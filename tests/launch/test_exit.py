@@ -75,6 +75,6 @@ def test_a_worker_that_is_terminated_while_it_waits_for_another_leaves_the_job(
             until(lambda: any(b.waiters for e in cluster.shards for b in e.jobs()["default"].buckets.values()))
             running[0].send_signal(signal.SIGTERM)
             assert running[0].wait(START_SECONDS) == 128 + signal.SIGTERM
-            assert [member.rank for member in job.members.all()] == [1]
+            assert [member.rank for member in job.workers.all()] == [1]
 
     in_parallel(2, work)

@@ -340,7 +340,7 @@ def test_a_launch_is_known_after_the_coordinators_restart(
         with launched(cluster, "b") as stranger, pytest.raises(JobInUse):
             prepared(stranger)
         step(model, optimizer)
-        [member] = cluster.coordinator.jobs()["default"].members.all()
+        [member] = cluster.coordinator.jobs()["default"].workers.all()
         assert member.launch == "a"
 
 

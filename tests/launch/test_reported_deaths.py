@@ -121,7 +121,7 @@ def test_up_reports_the_shard_that_ended(start: Start) -> None:
 
 
 def live(cluster: Cluster, job: str) -> list[int]:
-    return [member.rank for member in cluster.coordinator.job(job).members.all()]
+    return [member.rank for member in cluster.coordinator.job(job).workers.all()]
 
 
 class Launched(RawWorker):

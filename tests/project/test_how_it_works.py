@@ -76,7 +76,7 @@ class Life:
 
     def lose_a_shard(self) -> None:
         def incarnation() -> int:
-            return next((member.incarnation for member in self.cluster.coordinator.job("default").members.all()), 0)
+            return next((member.incarnation for member in self.cluster.coordinator.job("default").workers.all()), 0)
 
         before = incarnation()
         self.cluster.start_again(1)

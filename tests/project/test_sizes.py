@@ -95,7 +95,7 @@ LARGER_CLASSES = {
     "GradientSteps": "implements StepKind for steps of gradients",
     "HostedJob": "a shard's face of one job",
     "JobCheckpoints": "the life of a job's checkpoints: due, begun, complete, failed, restored",
-    "JobMembers": "joins, leaves, leases and removals share one roster",
+    "JobWorkers": "joins, leaves, leases and removals share one roster",
     "JobTraining": "the step loop of all modes on servers",
     "LocalRound": "the buffers of a round of local steps: begun, pushed, pulled and mixed in",
     "LocalRounds": "implements StepKind for rounds of local steps",

@@ -129,7 +129,7 @@ def test_servers_of_today_serve_a_worker_of_version_1_as_its_own_did(
         if future is not watch:
             same_answers(call, future.result())
     last = [call for call in calls if call.name == "Exchange"][-1]
-    assert cluster.coordinator.job(JOB).members.all()[0].clock == last.new_request().push.clock
+    assert cluster.coordinator.job(JOB).workers.all()[0].clock == last.new_request().push.clock
     for call in (call for call in first_life(calls) if call.name == "Push" and call.new_request().header.clock == 0):
         assert player.send(call)[0].duplicate_count == 1
     checkpoint(player, calls)

@@ -261,7 +261,7 @@ def lose_place(session: Session, when: str, all_have_pushed: Callable[[], None])
     connection = participation.connection
     push_pull, settle = connection.push_pull, connection.settle
     if when == "end":
-        participation.members._join_again(connection.place)
+        participation.membership._join_again(connection.place)
         return
 
     def cut_off() -> PSError:
@@ -270,12 +270,12 @@ def lose_place(session: Session, when: str, all_have_pushed: Callable[[], None])
 
     def losing(*given: Any, **more: Any) -> Any:
         if when == "before":
-            participation.members._join_again(connection.place)
+            participation.membership._join_again(connection.place)
         made = push_pull(*given, **more)
         if when == "after":
             wait([*made[0], *made[1]])  # drafts are committed by the pulls
             all_have_pushed()
-            participation.members._join_again(connection.place)
+            participation.membership._join_again(connection.place)
             connection.settle = cut_off  # the weights may be there: they would end the step
         return made
 

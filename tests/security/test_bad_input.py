@@ -225,7 +225,7 @@ def waiting_rank_0(shared: Cluster, job: str) -> Iterator[None]:
 
     thread = threading.Thread(target=prepare, daemon=True)
     thread.start()
-    until(lambda: job in shared.coordinator.jobs() and shared.coordinator.jobs()[job].members.all())
+    until(lambda: job in shared.coordinator.jobs() and shared.coordinator.jobs()[job].workers.all())
     buckets = [bucket for shard in shared.shards for bucket in shard.jobs()[job].buckets.values()]
     until(lambda: all(bucket.rule.initialised and not bucket.waiters for bucket in buckets))
     yield

@@ -29,8 +29,8 @@ def cluster(tmp_path: Path) -> Iterator[OneProcess]:
 def beat(*workers: DirectWorker) -> None:
     """A heartbeat of each worker."""
     for worker in workers:
-        member = worker.place.member
-        worker.cluster.coordinator.job("job").members.heartbeat(worker.rank, member.incarnation, 0, member.key)
+        member = worker.place.worker
+        worker.cluster.coordinator.job("job").workers.heartbeat(worker.rank, member.incarnation, 0, member.key)
 
 
 def silent(cluster: OneProcess, *others: DirectWorker) -> None:
@@ -105,7 +105,7 @@ def test_a_worker_whose_process_is_known_to_be_dead_is_not_waited_for(cluster: O
     dead, last = (DirectWorker(cluster, spec, rank, "a") for rank in range(2))
     silent(cluster, last)
     job = cluster.coordinator.job("job")
-    process = NamedProcess("a", "here", 0, dead.place.member.incarnation)
+    process = NamedProcess("a", "here", 0, dead.place.worker.incarnation)
     if before:
         job.expire(process)
     assert last.leave(done=True) is before
@@ -119,7 +119,7 @@ def test_a_silent_worker_that_leaves_without_coming_back_ends_the_wait(cluster: 
     """Its script has come to its end meanwhile."""
     away, _ = left_behind(cluster)
     with pytest.raises(Forbidden):
-        cluster.coordinator.leave("job", 0, away.place.member.incarnation, b"another key", away.run)
+        cluster.coordinator.leave("job", 0, away.place.worker.incarnation, b"another key", away.run)
     assert away.leave(done=True)
     assert cluster.coordinator.jobs() == {}
 
@@ -186,9 +186,9 @@ def test_an_elastic_newcomer_does_not_take_the_rank_of_a_worker_that_was_taken_o
     away = DirectWorker(cluster, spec, 0, "a")
     silent(cluster)
     newcomer = cluster.coordinator.join("job", None, JoinRequest(host="there", run=away.run, launch="a"))
-    assert newcomer.member.rank == 1
-    assert away.rejoin().member.rank == 0
+    assert newcomer.worker.rank == 1
+    assert away.rejoin().worker.rank == 0
     silent(cluster)
     cluster.clock.seconds += AWAY_SECONDS
     later = cluster.coordinator.join("job", None, JoinRequest(host="there", run=away.run, launch="a"))
-    assert later.member.rank == 0, "a rank is not kept for ever"
+    assert later.worker.rank == 0, "a rank is not kept for ever"

@@ -71,7 +71,7 @@ def test_it_takes_no_worker_off_whose_heartbeats_go_to_the_other_one(cluster: De
     cluster.clock.seconds += LEASE + 1
     cluster.look()
     assert cluster.held() == EVERYBODY
-    assert [member.rank for member in cluster.job.members.all()] == [0, 1]
+    assert [member.rank for member in cluster.job.workers.all()] == [0, 1]
 
 
 def test_it_ends_no_job_that_seems_deserted(cluster: Deposing) -> None:

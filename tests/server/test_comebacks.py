@@ -26,10 +26,10 @@ class Job:
 
     def hear(self, now: float, *ranks: int) -> None:
         for rank in ranks:
-            self.membership.heartbeat(rank, self.membership.members[rank].incarnation, 1, now)
+            self.membership.heartbeat(rank, self.membership.workers[rank].incarnation, 1, now)
 
     def leave(self, rank: int, now: float, done: bool = False) -> None:
-        self.membership.leave(rank, self.membership.members[rank].incarnation, now, done)
+        self.membership.leave(rank, self.membership.workers[rank].incarnation, now, done)
 
     def expire(self, now: float) -> list[int]:
         """Ends the leases that are over; returns whose."""

@@ -11,7 +11,7 @@ import torch
 
 from ps_protocol.messages.workers import Continued, JoinRequest
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.core.membership import JoinedMember
+from ps_server.core.membership import JoinedWorker
 from tests.tools.cluster import Cluster
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
@@ -35,7 +35,7 @@ def trained(cluster: OneProcess, world_size: int = 0, clock: int = 3) -> DirectW
     return worker
 
 
-def join(cluster: OneProcess, launch: str, rank: int, **more: object) -> JoinedMember:
+def join(cluster: OneProcess, launch: str, rank: int, **more: object) -> JoinedWorker:
     return cluster.coordinator.join("job", rank, JoinRequest(launch=launch, **more))  # type: ignore[arg-type]
 
 

@@ -114,7 +114,7 @@ def test_a_worker_that_a_rollback_overtakes_while_it_joins_is_asked_to_try_again
     cluster.shards[0].add_worker = rolled_back_first  # type: ignore[method-assign]
     with pytest.raises(TryLater, match="was rolled back while worker 1 joined"):
         cluster.coordinator.join("job", 1, JoinRequest(host="here", run=worker.run))
-    assert cluster.coordinator.join("job", 1, JoinRequest(host="here", run=worker.run)).member.rank == 1
+    assert cluster.coordinator.join("job", 1, JoinRequest(host="here", run=worker.run)).worker.rank == 1
 
 
 def test_a_new_worker_that_its_dead_predecessor_overtakes_while_it_joins_is_asked_to_try_again(
@@ -128,15 +128,15 @@ def test_a_new_worker_that_its_dead_predecessor_overtakes_while_it_joins_is_aske
 
     def overtaken(*arguments: Any) -> int:
         cluster.shards[0].add_worker = add_worker  # type: ignore[method-assign]
-        previous = dead.place.member.incarnation
-        cluster.coordinator.job("job").members.reserve(0, JoinRequest(host="here", previous=previous, run=dead.run))
+        previous = dead.place.worker.incarnation
+        cluster.coordinator.job("job").workers.reserve(0, JoinRequest(host="here", previous=previous, run=dead.run))
         return add_worker(*arguments)
 
     cluster.shards[0].add_worker = overtaken  # type: ignore[method-assign]
     new = JoinRequest(host="here", pid=7, run=dead.run)
     with pytest.raises(TryLater, match="another process joins job 'job' as worker 0 at this moment"):
         cluster.coordinator.join("job", 0, new)
-    assert cluster.coordinator.join("job", 0, new).member.incarnation > dead.place.member.incarnation
+    assert cluster.coordinator.join("job", 0, new).worker.incarnation > dead.place.worker.incarnation
     with pytest.raises(Fenced):
         dead.rejoin()
 
@@ -150,7 +150,7 @@ def test_the_first_call_of_a_dead_worker_that_arrives_late_does_not_push_out_its
         cluster.coordinator.join("job", 0, request)
     live.push()
     again = cluster.coordinator.join("job", 0, replace(request, waited=0.05))
-    assert again.member.incarnation > live.place.member.incarnation, "who lives asks again"
+    assert again.worker.incarnation > live.place.worker.incarnation, "who lives asks again"
     with pytest.raises(Fenced):
         live.push()
 
@@ -211,7 +211,7 @@ def test_a_worker_whose_join_failed_half_way_before_a_rollback_is_expected_and_i
     cluster.shards[1].add_worker = knows_no_job  # type: ignore[method-assign]
     with pytest.raises(TryLater, match="knows no job"):
         worker.rejoin()
-    members, before = cluster.coordinator.job("job").members, worker.clock
+    members, before = cluster.coordinator.job("job").workers, worker.clock
     assert members.all() == []
     cluster.start_shard(1)
     cluster.coordinator.recover_jobs()
@@ -226,7 +226,7 @@ def test_a_worker_whose_join_failed_half_way_before_a_rollback_is_expected_and_i
 def test_of_two_launches_that_begin_at_once_the_first_gets_all_ranks(cluster: OneProcess) -> None:
     """Their workers come in turns, and none of them is live yet."""
     run = cluster.coordinator.register_job(vector_job("job", "async", CELLS, 2))[0].placed.run
-    members = cluster.coordinator.job("job").members
+    members = cluster.coordinator.job("job").workers
 
     def request(launch: str, rank: int, **more: Any) -> JoinRequest:
         return JoinRequest(host=launch, run=run, launch=launch, launch_ranks=range(2), attempt=1 + rank, **more)

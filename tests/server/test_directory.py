@@ -243,13 +243,13 @@ def test_a_worker_of_after_the_copy_that_is_put_back_is_not_fenced_and_joins_aga
     shutil.rmtree(now)
     shutil.copytree(copy, now)
     cluster.start_coordinator(CheckpointPolicy(now, resume=True), calling=())
-    member = worker.place.member
+    member = worker.place.worker
     with pytest.raises(UnknownWorker) as refused:
-        cluster.coordinator.job("job", worker.run).members.heartbeat(0, member.incarnation, worker.clock, member.key)
+        cluster.coordinator.job("job", worker.run).workers.heartbeat(0, member.incarnation, worker.clock, member.key)
     assert not isinstance(refused.value, Fenced)
     cluster.start_shard(0)
     cluster.coordinator.recover_jobs()
     assert worker.rejoin().clock == saved.clock
-    assert worker.place.member.incarnation > member.incarnation, "no number is given out twice"
+    assert worker.place.worker.incarnation > member.incarnation, "no number is given out twice"
     assert train([worker]).tolist() == [saved.clock + 1.0] * 64
     cluster.stop()

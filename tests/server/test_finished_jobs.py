@@ -128,7 +128,7 @@ def test_a_launch_that_joins_the_next_run_has_not_finished_that(cluster: OneProc
 def test_a_worker_that_was_away_at_the_end_is_told_so(cluster: OneProcess) -> None:
     away, last = trained(cluster, "a", "a")
     cluster.clock.seconds += 9
-    last.cluster.coordinator.job("job").members.heartbeat(1, last.place.member.incarnation, 0, last.place.member.key)
+    last.cluster.coordinator.job("job").workers.heartbeat(1, last.place.worker.incarnation, 0, last.place.worker.key)
     cluster.clock.seconds += 9
     cluster.coordinator.expire_workers()
     last.leave(done=True)
@@ -158,19 +158,19 @@ def test_workers_that_come_to_their_end_after_a_rollback_took_them_off_do_not_jo
     cluster.while_waiting()
     train(workers)
     for worker in workers:
-        member = worker.place.member
-        job.members.heartbeat(worker.rank, member.incarnation, worker.clock, member.key)
+        member = worker.place.worker
+        job.workers.heartbeat(worker.rank, member.incarnation, worker.clock, member.key)
     cluster.start_shard(1)
     cluster.coordinator.recover_jobs()
     if restart:
         cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
         cluster.while_waiting()
         job = cluster.coordinator.job("job")
-    assert job.members.rejoining() == (0, 1)
+    assert job.workers.rejoining() == (0, 1)
     with pytest.raises(Forbidden):
-        cluster.coordinator.leave("job", 1, workers[1].place.member.incarnation, b"another key", workers[1].run)
+        cluster.coordinator.leave("job", 1, workers[1].place.worker.incarnation, b"another key", workers[1].run)
     assert not workers[1].leave(done=done)
-    assert job.members.rejoining() == (0,), "nothing waits for it"
+    assert job.workers.rejoining() == (0,), "nothing waits for it"
     assert not workers[1].leave(done=done), "a second time changes nothing"
     assert workers[0].leave((workers[0].clock, b"the state of a later step"), done=done)
     steps = job.statistics()
@@ -202,7 +202,7 @@ def test_a_job_whose_workers_all_died_after_a_rollback_is_deserted(cluster: OneP
     cluster.coordinator.recover_jobs()
     assert job.life.deserted_for(empty=False) == 0.0  # the last look before
     cluster.clock.seconds += 500.0
-    assert job.life.deserted_for(job.members.empty(without_awaited=True)) == 500.0
+    assert job.life.deserted_for(job.workers.empty(without_awaited=True)) == 500.0
     workers[0].leave(done=True)
     job.desert()
     assert cluster.coordinator.jobs() == {}

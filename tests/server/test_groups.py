@@ -34,11 +34,11 @@ def group(now: float = 0.0) -> Membership:
 def test_the_lease_of_a_group_is_that_of_its_most_silent_member() -> None:
     membership = group()
     membership.heartbeat(0, 1, 0, now=6.0, of=0)
-    assert membership.members[0].expires == LEASE, "the other one has said nothing yet"
+    assert membership.workers[0].expires == LEASE, "the other one has said nothing yet"
     membership.heartbeat(0, 1, 0, now=7.0, of=1)
-    assert membership.members[0].expires == 6.0 + LEASE
+    assert membership.workers[0].expires == 6.0 + LEASE
     membership.heartbeat(0, 1, 3, now=12.0, of=0)
-    assert membership.members[0].expires == 7.0 + LEASE
+    assert membership.workers[0].expires == 7.0 + LEASE
     assert [member.rank for member in membership.take_silent(17.0)] == [0]
 
 
@@ -48,7 +48,7 @@ def test_a_group_that_joins_again_is_heard_anew() -> None:
         membership.heartbeat(0, 1, 0, now=1.0, of=of)
     membership.join(LiveWorker(0, 2, 5.0 + LEASE))
     membership.heartbeat(0, 2, 0, now=9.0, of=0)
-    assert membership.members[0].expires == 5.0 + LEASE
+    assert membership.workers[0].expires == 5.0 + LEASE
 
 
 def test_a_group_stays_until_each_member_is_done_and_those_that_are_need_not_be_heard() -> None:
@@ -58,11 +58,11 @@ def test_a_group_stays_until_each_member_is_done_and_those_that_are_need_not_be_
     assert not membership.member_leaves(0, 1)
     assert not membership.member_leaves(0, 1), "the same one again"
     membership.heartbeat(0, 1, 0, now=30.0, of=0)
-    assert membership.members[0].expires == 30.0 + LEASE
+    assert membership.workers[0].expires == 30.0 + LEASE
     assert membership.member_leaves(0, 0)
     for of in (0, 1):
         membership.heartbeat(0, 1, 0, now=40.0, of=of)
-    assert membership.members[0].expires == 30.0 + LEASE, "all are done: nobody keeps it"
+    assert membership.workers[0].expires == 30.0 + LEASE, "all are done: nobody keeps it"
 
 
 def test_a_heartbeat_shortens_no_lease_that_was_prolonged() -> None:
@@ -70,21 +70,21 @@ def test_a_heartbeat_shortens_no_lease_that_was_prolonged() -> None:
     for of in (0, 1):
         membership.heartbeat(0, 1, 0, now=1.0, of=of)
     membership.postpone(5.0, now=8.0)
-    assert membership.members[0].expires == 16.0
+    assert membership.workers[0].expires == 16.0
     membership.heartbeat(0, 1, 0, now=9.0, of=0)
-    assert membership.members[0].expires == 16.0
+    assert membership.workers[0].expires == 16.0
     membership.heartbeat(0, 1, 0, now=9.5, of=1)
-    assert membership.members[0].expires == 9.0 + LEASE
+    assert membership.workers[0].expires == 9.0 + LEASE
 
 
 def test_a_group_is_heard_when_its_most_silent_member_is() -> None:
     membership = group()
     membership.heartbeat(0, 1, 0, now=6.0, of=0)
-    assert membership.members[0].heard == -math.inf
+    assert membership.workers[0].heard == -math.inf
     membership.heartbeat(0, 1, 0, now=7.0, of=1)
-    assert membership.members[0].heard == 6.0
+    assert membership.workers[0].heard == 6.0
     membership.heartbeat(0, 1, 0, now=12.0, of=0)
-    assert membership.members[0].heard == 6.0, "the other one may be dead"
+    assert membership.workers[0].heard == 6.0, "the other one may be dead"
 
 
 def test_the_state_of_a_group_counts_once_all_members_have_sent_theirs_of_one_clock() -> None:
@@ -142,7 +142,7 @@ def cluster(make_cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
 def live(cluster: Cluster, job: str) -> Hold:
     """A job of two groups of two, with the first live worker and the states that its checkpoints hold."""
     made, _ = cluster.coordinator.register_job(replace(vector_job(job, "sync", 16, 2), group_size=2))
-    member = made.join(0, JoinRequest()).member
+    member = made.join(0, JoinRequest()).worker
     made.join(1, JoinRequest())
     assert made.checkpoints is not None
     return made, member, made.checkpoints._states
@@ -168,7 +168,7 @@ def test_a_leave_of_a_fenced_group_leaves_nothing(live: Hold) -> None:
     for of in (0, 1, 1):
         made.leave(0, member.incarnation, member.key, (5, bytes(100)), done=True, of=of)
     assert states._room.held == 0
-    assert len(made.members.all()) == 2
+    assert len(made.workers.all()) == 2
 
 
 def test_the_first_member_speaks_for_its_group(cluster: Cluster, live: Hold) -> None:

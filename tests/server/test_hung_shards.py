@@ -24,7 +24,7 @@ from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.held_jobs import Expiry
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.timing import Timing
-from ps_server.core.membership import RETURN_LEASES, JoinedMember
+from ps_server.core.membership import RETURN_LEASES, JoinedWorker
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
@@ -77,7 +77,7 @@ class Threaded:
             self.coordinator.shard_directory.register(index, f"127.0.0.1:{index + 1}", "", 1, index + 1)
         self.coordinator.start()
 
-    def join(self, spec: JobSpec, rank: int) -> JoinedMember:
+    def join(self, spec: JobSpec, rank: int) -> JoinedWorker:
         job, _ = self.coordinator.register_job(spec)
         return self.coordinator.join(spec.name, rank, JoinRequest(host="here", run=job.placed.run))
 
@@ -87,9 +87,9 @@ class Threaded:
     def die(self, *names: str) -> None:
         """Has the leases of all live workers of these jobs be over: the thread that looks finds it."""
         for name in names:
-            members = self.coordinator.job(name).members
+            members = self.coordinator.job(name).workers
             with members._lock:
-                live = members._membership.members
+                live = members._membership.workers
                 live.update({rank: replace(member, expires=-math.inf) for rank, member in live.items()})
 
     def stop(self) -> None:
@@ -128,10 +128,10 @@ def test_a_join_that_waits_for_a_hung_shard_holds_up_nothing_else_of_its_job(thr
         threaded.die("job")
         until(lambda: threaded.counted(0, "job") == [1])  # worker 0 died, and the join still waits
         job = threaded.coordinator.job("job")
-        assert (job.statistics().workers, job.members.empty()) == ((), False)
+        assert (job.statistics().workers, job.workers.empty()) == ((), False)
         threaded.apis[1].goes_on.set()
-        assert joining.result().member.rank == 1
-    assert [member.rank for member in job.members.all()] == [1]
+        assert joining.result().worker.rank == 1
+    assert [member.rank for member in job.workers.all()] == [1]
 
 
 def test_another_job_is_registered_and_ended_while_one_waits_for_a_hung_shard(threaded: Threaded) -> None:
@@ -172,9 +172,9 @@ def test_a_shard_that_has_not_called_in_hears_of_a_worker_that_died_meanwhile(
     workers = [DirectWorker(cluster, spec, rank) for rank in range(2)]
     address = cluster.address_of(1)
     cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True), calling=[0])
-    members = cluster.coordinator.job("job").members
+    members = cluster.coordinator.job("job").workers
     cluster.clock.seconds += 15
-    member = workers[0].place.member
+    member = workers[0].place.worker
     members.heartbeat(0, member.incarnation, 0, member.key)
     cluster.clock.seconds += 8
     cluster.coordinator.expire_workers()
@@ -207,9 +207,9 @@ def test_a_coordinator_that_was_killed_over_a_join_takes_the_worker_back(cluster
     spec = vector_job("job", "async", CELLS, 0)
     DirectWorker(cluster, spec, 0)
     job = cluster.coordinator.job("job")
-    reservation = job.members.reserve(1, JoinRequest(host="here"))
+    reservation = job.workers.reserve(1, JoinRequest(host="here"))
     cluster.coordinator.save_ahead()
-    job.members.count([reservation])
+    job.workers.count([reservation])
     address = cluster.address_of(1)
     cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True), calling=[0])
     cluster.coordinator.expire_workers()  # shard 1 has not called in yet
@@ -235,9 +235,9 @@ def test_what_the_disk_does_not_take_is_not_done(tmp_path: Path) -> None:
     disk.full = False
     DirectWorker(cluster, spec, 1)
     cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
-    members = cluster.coordinator.job("job").members
+    members = cluster.coordinator.job("job").workers
     assert [member.rank for member in members.all()] == [0, 1]
-    assert members.last_incarnation() > worker.place.member.incarnation
+    assert members.last_incarnation() > worker.place.worker.incarnation
     cluster.stop()
 
 
@@ -296,7 +296,7 @@ def test_a_worker_whose_join_is_not_on_disk_yet_is_told_to_nobody_whatever_else_
     assert told
     assert {rank for ranks, _ in told for rank in ranks} == {0}
     assert not any(started for _, started in told)
-    assert cluster.coordinator.job("job").members.announced() == ([0, 1], 2, True)
+    assert cluster.coordinator.job("job").workers.announced() == ([0, 1], 2, True)
     cluster.stop()
 
 
@@ -311,7 +311,7 @@ def test_what_the_disk_did_not_take_is_written_when_it_can(tmp_path: Path) -> No
     disk.full = False
     cluster.coordinator.save_again()
     cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
-    assert [member.rank for member in cluster.coordinator.job("job").members.all()] == [0]
+    assert [member.rank for member in cluster.coordinator.job("job").workers.all()] == [0]
     cluster.stop()
 
 
@@ -331,14 +331,14 @@ def test_a_job_that_has_started_stays_so_whatever_dies_and_in_whatever_order(
     cluster.start_shard(1)
     cluster.coordinator.recover_jobs()
     back = DirectWorker(cluster, spec, 0)
-    assert cluster.coordinator.job("job").members.roster() == ([0], 2, False)
-    assert cluster.coordinator.job("job").members.rejoining() == (1,)
+    assert cluster.coordinator.job("job").workers.roster() == ([0], 2, False)
+    assert cluster.coordinator.job("job").workers.rejoining() == (1,)
     for _ in range(RETURN_LEASES):
         cluster.clock.seconds += 10
-        member = back.place.member
-        cluster.coordinator.job("job").members.heartbeat(0, member.incarnation, back.clock, member.key)
+        member = back.place.worker
+        cluster.coordinator.job("job").workers.heartbeat(0, member.incarnation, back.clock, member.key)
         cluster.coordinator.expire_workers()
-    assert cluster.coordinator.job("job").members.roster() == ([0], 2, True)
+    assert cluster.coordinator.job("job").workers.roster() == ([0], 2, True)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -472,18 +472,18 @@ def test_an_error_in_one_job_is_counted_and_keeps_no_other_from_its_turn(
     cluster.clock.seconds += 11
     cluster.coordinator.expire_workers()
     assert background.errors()["leases"] == before + 1
-    assert not cluster.coordinator.job("b").members.all()
+    assert not cluster.coordinator.job("b").workers.all()
 
 
 def test_a_coordinator_that_stood_still_ends_no_lease_because_of_it(cluster: OneProcess) -> None:
     worker = DirectWorker(cluster, vector_job("job", "async", CELLS, 0), 0)
-    members = cluster.coordinator.job("job").members
+    members = cluster.coordinator.job("job").workers
     expiry = Expiry(cluster.coordinator.jobs, cluster.coordinator._cluster, background.Background())
     expiry.look_regularly()
     cluster.clock.seconds += 30  # of a lease of 10
     expiry.look_regularly()
     assert [member.rank for member in members.all()] == [0]
-    members.heartbeat(0, worker.place.member.incarnation, 0, worker.place.member.key)
+    members.heartbeat(0, worker.place.worker.incarnation, 0, worker.place.worker.key)
     for _ in range(10):
         assert members.all()
         cluster.clock.seconds += 1
@@ -494,11 +494,11 @@ def test_a_coordinator_that_stood_still_ends_no_lease_because_of_it(cluster: One
 def test_a_coordinator_that_stood_still_waits_for_the_dead_no_longer_than_a_lease(cluster: OneProcess) -> None:
     """Heartbeats of before lie in its sockets, and are heard before it looks."""
     worker = DirectWorker(cluster, vector_job("job", "async", CELLS, 0), 0)
-    members = cluster.coordinator.job("job").members
+    members = cluster.coordinator.job("job").workers
     expiry = Expiry(cluster.coordinator.jobs, cluster.coordinator._cluster, background.Background())
     expiry.look_regularly()
     cluster.clock.seconds += 30  # of a lease of 10
-    members.heartbeat(0, worker.place.member.incarnation, 0, worker.place.member.key)
+    members.heartbeat(0, worker.place.worker.incarnation, 0, worker.place.worker.key)
     for _ in range(11):
         expiry.look_regularly()
         cluster.clock.seconds += 1

@@ -18,8 +18,8 @@ def test_workers_join_train_and_leave(cluster: OneProcess) -> None:
     assert torch.equal(train(each), torch.ones(CELLS))
     assert torch.equal(train(each), torch.full((CELLS,), 2.0))
     for worker in each:
-        member = worker.place.member
-        cluster.coordinator.job("job").members.heartbeat(worker.rank, member.incarnation, worker.clock, member.key)
+        member = worker.place.worker
+        cluster.coordinator.job("job").workers.heartbeat(worker.rank, member.incarnation, worker.clock, member.key)
     statistics = cluster.coordinator.job("job").statistics()
     assert [(worker.rank, worker.clock) for worker in statistics.workers] == [(0, 2), (1, 2)]
     assert (statistics.started, statistics.buckets, statistics.lost_steps) == (True, 4, 0)

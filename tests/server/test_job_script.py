@@ -19,7 +19,7 @@ def joined(
     for rank in range(count):
         DirectWorker(cluster, spec, rank)
     told: list[int] = []
-    members = cluster.coordinator.job("job").members
+    members = cluster.coordinator.job("job").workers
     return JobScript(members, True, lambda above: saved, lambda: told.append(1)), told
 
 

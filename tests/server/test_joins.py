@@ -17,10 +17,10 @@ from ps_protocol.errors import InvalidRequest, TryLater
 from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.v1 import shard_pb2, shard_pb2_grpc
 from ps_server.coordinator.coalesced import Together
-from ps_server.coordinator.members import Roster
+from ps_server.coordinator.job_workers import Roster
 from ps_server.coordinator.timing import Clock
 from ps_server.coordinator.watchers import PAUSE_A_WATCHER, Watchers
-from ps_server.core.membership import WORKERS_A_CALL, JoinedMember
+from ps_server.core.membership import WORKERS_A_CALL, JoinedWorker
 from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -126,10 +126,10 @@ class Crowd:
 
         return call
 
-    def join(self, ranks: Sequence[int], meanwhile: Callable[[], object] = lambda: None) -> list[Future[JoinedMember]]:
+    def join(self, ranks: Sequence[int], meanwhile: Callable[[], object] = lambda: None) -> list[Future[JoinedWorker]]:
         """Joins: the first alone, and all others together after it. meanwhile: what is done before the first goes on"""
 
-        def join(rank: int) -> JoinedMember:
+        def join(rank: int) -> JoinedWorker:
             return self.cluster.coordinator.join("job", rank, JoinRequest(host="here", attempt=rank + 1))
 
         joins = self.cluster.coordinator.job("job")._joins._together
@@ -153,16 +153,16 @@ def test_joins_that_wait_while_one_is_counted_take_one_call_a_shard_and_round(
 ) -> None:
     crowd = Crowd(cluster, monkeypatch)
     places = [future.result() for future in crowd.join(range(30))]
-    assert [place.member.rank for place in places] == list(range(30))
-    assert len({place.member.incarnation for place in places}) == len({place.member.key for place in places}) == 30
+    assert [place.worker.rank for place in places] == list(range(30))
+    assert len({place.worker.incarnation for place in places}) == len({place.worker.key for place in places}) == 30
     assert crowd.calls == {"shard 0": 4, "shard 1": 4}, "two rounds for the first, and two for all others"
     assert rosters(cluster) == [list(range(30))] * 2
-    assert cluster.coordinator.job("job").members.announced()[0] == list(range(30))
+    assert cluster.coordinator.job("job").workers.announced()[0] == list(range(30))
 
 
 def test_a_worker_that_a_shard_fences_is_refused_alone(cluster: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     def retire() -> None:  # the incarnation of worker 3, as a shard that knows better than the coordinator
-        reserved = {each.rank: each.incarnation for each in cluster.coordinator.job("job").members._joining}
+        reserved = {each.rank: each.incarnation for each in cluster.coordinator.job("job").workers._joining}
         cluster.shards[1].remove_worker("job", 3, reserved[3])
 
     futures = Crowd(cluster, monkeypatch).join(range(6), retire)
@@ -170,13 +170,13 @@ def test_a_worker_that_a_shard_fences_is_refused_alone(cluster: OneProcess, monk
     assert "incarnation" in str(futures[3].exception())
     assert isinstance(futures[3].exception(), TryLater)
     assert rosters(cluster) == [[0, 1, 2, 4, 5]] * 2, "shard 0, which had counted it, has heard that it is gone"
-    assert cluster.coordinator.join("job", 3, JoinRequest(host="here", attempt=99)).member.rank == 3
+    assert cluster.coordinator.join("job", 3, JoinRequest(host="here", attempt=99)).worker.rank == 3
 
 
 def test_a_worker_that_another_process_overtakes_while_it_joins_with_others_is_refused_alone(
     cluster: OneProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    members = cluster.coordinator.job("job").members
+    members = cluster.coordinator.job("job").workers
     futures = Crowd(cluster, monkeypatch).join(range(4), lambda: members.reserve(2, JoinRequest(host="there")))
     assert [future.exception() is None for future in futures] == [True, True, False, True]
     assert "another process joins job 'job' as worker 2" in str(futures[2].exception())
@@ -194,7 +194,7 @@ def test_a_shard_that_does_not_answer_fails_the_joins_of_that_turn_and_none_coun
         futures = crowd.join(range(5), lambda: patch.setattr(shard, "add_workers", silent))
     assert {str(future.exception()) for future in futures[1:]} == {"shard 1 does not answer"}
     assert set(rosters(cluster)[0]) <= {0}
-    assert [crowd.cluster.coordinator.join("job", rank, JoinRequest()).member.rank for rank in range(5)] == [*range(5)]
+    assert [crowd.cluster.coordinator.join("job", rank, JoinRequest()).worker.rank for rank in range(5)] == [*range(5)]
 
 
 def test_a_repeated_join_of_a_crowd_gets_the_place_of_the_first(
@@ -204,7 +204,7 @@ def test_a_repeated_join_of_a_crowd_gets_the_place_of_the_first(
     places = [future.result() for future in Crowd(cluster, monkeypatch).join(range(5))]
     for rank, place in enumerate(places):
         again = cluster.coordinator.join("job", rank, JoinRequest(host="here", attempt=rank + 1))
-        assert (again.member.rank, again.member.incarnation) == (rank, place.member.incarnation)
+        assert (again.worker.rank, again.worker.incarnation) == (rank, place.worker.incarnation)
 
 
 def test_workers_that_fall_silent_together_are_removed_by_one_call_a_shard(

@@ -20,7 +20,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.tensors import bytes_of
-from ps_server.coordinator.members import Joined
+from ps_server.coordinator.job_workers import Joined
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.core.snapshot import SnapshotRequest
 from ps_server.shard.metrics import ShardMetrics
@@ -300,8 +300,8 @@ def test_a_new_process_of_a_worker_that_died_goes_on_from_its_newest_state(
     each[0].rejoin()
     for _ in range(2):  # it waits a lease for the other, and then trains alone
         cluster.clock.seconds += 6.0
-        member = each[0].place.member
-        cluster.coordinator.job("job").members.heartbeat(0, member.incarnation, each[0].clock, member.key)
+        member = each[0].place.worker
+        cluster.coordinator.job("job").workers.heartbeat(0, member.incarnation, each[0].clock, member.key)
         cluster.coordinator.expire_workers()
     for _ in range(3):
         train([each[0]])
@@ -323,7 +323,7 @@ def test_a_state_that_is_too_large_does_not_keep_a_worker_in_its_job(cluster: On
     each = join_all(cluster, "sync")
     train(each)
     each[0].leave((1, bytes(17 * 2**20)))
-    assert [member.rank for member in cluster.coordinator.job("job").members.all()] == [1]
+    assert [member.rank for member in cluster.coordinator.job("job").workers.all()] == [1]
 
 
 def test_a_process_goes_on_from_what_its_rank_has_left_behind(cluster: OneProcess) -> None:
@@ -383,7 +383,7 @@ def test_a_join_that_was_under_way_when_the_servers_stop_ends_no_refusal(cluster
     worker = DirectWorker(cluster, vector_job("job", "async", CELLS, 0), 0)
     worker.initialise()
     train([worker])
-    members = cluster.coordinator.job("job").members
+    members = cluster.coordinator.job("job").workers
     late = JoinRequest(host="here", run=worker.run)
     reservation = members.reserve(1, late)
     cluster.while_waiting(lambda: None)

@@ -24,7 +24,7 @@ def comes_back(cluster: OneProcess, tmp_path: Path, is_killed: bool) -> tuple[Di
     worker.push()
     worker._push(0, 2, PushKind.GRADIENT, -torch.ones(worker.layout.buckets[0].numel))
     request = JoinRequest(
-        pid=7, host="here", previous=worker.place.member.incarnation, clock=1, attempt=77, run=worker.run
+        pid=7, host="here", previous=worker.place.worker.incarnation, clock=1, attempt=77, run=worker.run
     )
     worker.join(request)
     if is_killed:
@@ -35,11 +35,11 @@ def comes_back(cluster: OneProcess, tmp_path: Path, is_killed: bool) -> tuple[Di
 
 def test_a_coordinator_that_came_back_asks_the_shards_once_more(cluster: OneProcess, tmp_path: Path) -> None:
     worker, _ = comes_back(cluster, tmp_path, is_killed=True)
-    pushed = {shard: counted.pushed for shard, counted in worker.place.member.on_shards.items()}
+    pushed = {shard: counted.pushed for shard, counted in worker.place.worker.on_shards.items()}
     assert sorted(pushed.values()) == [1, 2]
     assert pushed[worker.place.placement[0]] == 2
-    live = cluster.coordinator.job("job").members.all()
-    assert [member.incarnation for member in live] == [worker.place.member.incarnation]
+    live = cluster.coordinator.job("job").workers.all()
+    assert [member.incarnation for member in live] == [worker.place.worker.incarnation]
     worker._push(0, worker.clock + 1, PushKind.SKIP, torch.zeros(0))
     worker._push(1, worker.clock + 1, PushKind.GRADIENT, -torch.ones(worker.layout.buckets[1].numel))
     worker.clock += 1
@@ -66,5 +66,5 @@ def test_a_repeated_call_has_the_state_of_the_first_answer_and_so_has_a_process_
 def test_a_repeated_call_takes_no_second_place_of_a_coordinator_that_lives(cluster: OneProcess, tmp_path: Path) -> None:
     worker, request = comes_back(cluster, tmp_path, is_killed=False)
     place = worker.place
-    assert worker.join(request).member.incarnation == place.member.incarnation
-    assert worker.place.member.on_shards == place.member.on_shards
+    assert worker.join(request).worker.incarnation == place.worker.incarnation
+    assert worker.place.worker.on_shards == place.worker.on_shards

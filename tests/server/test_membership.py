@@ -10,7 +10,7 @@ import pytest
 
 from ps_protocol.errors import Fenced, InvalidRequest, UnknownWorker
 from ps_protocol.messages.workers import JoinRequest
-from ps_server.coordinator.members import Roster
+from ps_server.coordinator.job_workers import Roster
 from ps_server.coordinator.timing import Clock
 from ps_server.coordinator.watchers import Watchers
 from ps_server.core.membership import LiveWorker, Membership, Rivals
@@ -36,14 +36,14 @@ def join(
 ) -> LiveWorker:
     member = LiveWorker(membership.claim(rank), membership.next_incarnation(), now + LEASE, **more)  # type: ignore[arg-type]
     membership.join(member, launch_ranks, is_back)
-    return membership.members[member.rank]
+    return membership.workers[member.rank]
 
 
 def test_a_newcomer_gets_the_rank_it_asks_for_or_the_lowest_free_one() -> None:
     membership = job(world_size=0)
     assert membership.claim(None) == membership.claim(None) == 0, "claiming changes nothing"
     assert [join(membership, rank).rank for rank in (1, None, None, 7, None)] == [1, 0, 2, 7, 3]
-    membership.leave(2, membership.members[2].incarnation)
+    membership.leave(2, membership.workers[2].incarnation)
     assert join(membership).rank == 2
 
 
@@ -67,7 +67,7 @@ def test_a_worker_that_joins_anew_fences_its_older_self() -> None:
     with pytest.raises(Fenced, match=f"incarnation {newer.incarnation} is live"):
         membership.heartbeat(0, older.incarnation, clock=1, now=1.0)
     assert not membership.leave(0, older.incarnation)
-    assert membership.members[0] is newer
+    assert membership.workers[0] is newer
 
 
 def test_a_worker_that_is_newer_than_the_live_one_was_not_replaced_and_joins_again() -> None:
@@ -77,7 +77,7 @@ def test_a_worker_that_is_newer_than_the_live_one_was_not_replaced_and_joins_aga
     with pytest.raises(UnknownWorker, match="never joined: incarnation 1 is live, the call came from 4") as refused:
         membership.heartbeat(0, 4, clock=7, now=1.0)
     assert not isinstance(refused.value, Fenced)
-    assert membership.members == {0: older}, "it does not count before it has joined again"
+    assert membership.workers == {0: older}, "it does not count before it has joined again"
     assert membership.claim(0, JoinRequest(pid=2, previous=4)) == 0
     newer = join(membership, 0)
     with pytest.raises(Fenced):
@@ -97,7 +97,7 @@ def test_a_lease_runs_out_unless_a_heartbeat_comes_and_a_clock_never_runs_backwa
     membership = job(world_size=0, joined=2)
     for clock in (5, 3):
         membership.heartbeat(1, 2, clock, now=8.0)
-    assert membership.members[1].clock == 5
+    assert membership.workers[1].clock == 5
     expired = {now: [member.rank for member in membership.expired(now)] for now in (9.9, 10.0, 18.0)}
     assert expired == {9.9: [], 10.0: [0], 18.0: [0, 1]}
 
@@ -168,7 +168,7 @@ def test_an_elastic_job_whose_workers_were_all_late_waits_for_the_rest_too() -> 
 
 def test_a_worker_that_leaves_instead_of_coming_back_is_not_waited_for() -> None:
     membership = job(world_size=3, joined=3)
-    before = [membership.members[rank].incarnation for rank in range(3)]
+    before = [membership.workers[rank].incarnation for rank in range(3)]
     membership.rollback(now=100.0)
     join(membership, 0, now=100.0)
     assert not membership.leave(0, before[0]), "it has come back since"
@@ -178,7 +178,7 @@ def test_a_worker_that_leaves_instead_of_coming_back_is_not_waited_for() -> None
         assert not membership.started
         assert not membership.leave(rank, before[rank]), "it had no place"
     assert membership.started
-    assert (sorted(membership.members), membership.rejoining, membership.away) == ([0], {}, {})
+    assert (sorted(membership.workers), membership.rejoining, membership.away) == ([0], {}, {})
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_a_worker_that_leaves_instead_of_coming_back_is_not_waited_for() -> None
 def rivals(membership: Membership, rank: int, now: float, **newcomer: object) -> list[int]:
     """The ranks because of which a newcomer may not join."""
     found = membership.rivals(rank, JoinRequest(**newcomer), now)  # type: ignore[arg-type]
-    return [] if found is None else [member.rank for member in found.members]
+    return [] if found is None else [member.rank for member in found.workers]
 
 
 @pytest.mark.parametrize(

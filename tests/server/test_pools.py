@@ -16,7 +16,7 @@ import torch
 from ps_protocol.errors import TryLater
 from ps_runtime.background import Background
 from ps_runtime.pools import DaemonPool, FairPool, Pool
-from ps_server.coordinator.members import JobMembers
+from ps_server.coordinator.job_workers import JobWorkers
 from ps_server.shard.threads import OwnThreads
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.imports import syntax
@@ -67,13 +67,13 @@ def test_a_server_without_another_thread_goes_on_with_joins_pushes_pulls_and_hea
 ) -> None:
     """grpcio's own thread calls `submit`, and would end with its exception: then nothing is answered any more."""
     cluster = Cluster(shards=1, lease=120.0)  # each worker sends one heartbeat
-    heartbeat = JobMembers.heartbeat
+    heartbeat = JobWorkers.heartbeat
 
     def beat(*arguments: Any) -> int:
         until(lambda: not refused.empty(), "a thread for the other one")
         return heartbeat(*arguments)
 
-    monkeypatch.setattr(JobMembers, "heartbeat", beat)
+    monkeypatch.setattr(JobWorkers, "heartbeat", beat)
     try:
         refused = refuse_threads(monkeypatch)
         with joined(cluster.address, vector_job("job", "sync", 16, 2)) as workers:

@@ -20,7 +20,7 @@ def member_of(membership: Membership, rank: int, now: float = 0.0, **changes: ob
     """Makes a worker of PROCESS, with changes, live."""
     made = LiveWorker(rank, membership.next_incarnation(), now + membership.lease, pid=7, host="host", launch="launch")
     membership.join(replace(made, **changes))  # type: ignore[arg-type]
-    return membership.members[rank]
+    return membership.workers[rank]
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,14 @@ def test_the_others_go_on_at_once_when_a_workers_end_is_reported(cluster: OnePro
     each = join_all(cluster, "sync")
     train(each)
     job, now = cluster.coordinator.job("job"), cluster.clock.seconds
-    ended = job.members.all()[1]
+    ended = job.workers.all()[1]
     meant = NamedProcess(ended.launch or "launch", ended.host, ended.pid)
     assert job.expire(meant) == [], "a worker whose launch is not known is not meant"
     each[1].join(REQUEST)
     assert job.expire(replace(PROCESS, pid=8)) == []
     assert job.expire(PROCESS) == [1]
     assert job.expire(PROCESS) == [], "two reports are one"
-    assert [member.rank for member in job.members.all()] == [0]
+    assert [member.rank for member in job.workers.all()] == [0]
     assert cluster.clock.seconds == now, "no lease has run out"
     with pytest.raises(UnknownWorker):
         each[1].push()
@@ -86,7 +86,7 @@ def test_a_late_report_leaves_the_process_that_has_taken_the_place(cluster: OneP
     each[1].join(REQUEST)
     each[1].join(replace(REQUEST, pid=8))
     assert job.expire(PROCESS) == []
-    assert [member.pid for member in job.members.all()][1] == 8
+    assert [member.pid for member in job.workers.all()][1] == 8
 
 
 # -- shards ----------------------------------------------------------------------------------------------------------

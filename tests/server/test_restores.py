@@ -263,7 +263,7 @@ def test_a_worker_that_joins_meanwhile_is_told_how_far_it_is(tmp_path: Path, mon
     [(text, progress)] = told
     assert text.startswith("job 'job' is being rolled back to checkpoint 00000")
     assert progress is not None
-    assert worker.rejoin().member.incarnation > 1
+    assert worker.rejoin().worker.incarnation > 1
     cluster.stop()
 
 

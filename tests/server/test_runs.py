@@ -95,22 +95,22 @@ def test_a_worker_of_an_ended_run_joins_no_other_whatever_its_incarnation(cluste
     for _ in range(4):
         other = started(cluster, 1)
         other.leave()
-    assert new.place.member.incarnation <= old.place.member.incarnation < other.place.member.incarnation
+    assert new.place.worker.incarnation <= old.place.worker.incarnation < other.place.worker.incarnation
     before = steps(new, 1)
-    member = old.place.member
+    member = old.place.worker
     job = cluster.coordinator
     for call in (
         old.rejoin,
         old.push,
         old.pull,
         old.save_state,
-        lambda: job.job("job", old.run).members.heartbeat(0, member.incarnation, 3, member.key),
+        lambda: job.job("job", old.run).workers.heartbeat(0, member.incarnation, 3, member.key),
     ):
         with pytest.raises(RunEnded):
             call()
     assert old.leave(), "its run is over"
     assert torch.equal(new.pull(), before)
-    assert [worker.rank for worker in job.job("job").members.all()] == [0]
+    assert [worker.rank for worker in job.job("job").workers.all()] == [0]
 
 
 def test_calls_that_come_late_change_nothing_of_a_later_run() -> None:

@@ -23,10 +23,10 @@ def test_when_a_worker_was_heard_by_another_machines_clock_says_nothing(tmp_path
     """Otherwise a launch is refused for good because of one that is dead."""
     cluster = OneProcess(tmp_path, lease=LEASE)
     worker = DirectWorker(cluster, vector_job("job", "async", CELLS, 1), 0, "a")
-    member = worker.place.member
+    member = worker.place.worker
     for _ in range(2):
         cluster.clock.seconds += LEASE / 2
-        cluster.coordinator.job("job").members.heartbeat(0, member.incarnation, 1, member.key)
+        cluster.coordinator.job("job").workers.heartbeat(0, member.incarnation, 1, member.key)
     DirectWorker(cluster, vector_job("other", "async", CELLS, 1), 0)  # so that the file is written
     cluster.clock.seconds = 1.0
     cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))

@@ -48,7 +48,7 @@ def cluster(tmp_path: Path, disk: FullDisk) -> Iterator[OneProcess]:
 
 
 def asked(worker: DirectWorker, number: int) -> Told:
-    member, told = worker.place.member, Told()
+    member, told = worker.place.worker, Told()
     identity = Identity("job", worker.rank, member.incarnation, member.key)
     request = GatherRequest(identity, number, 0, b"%d" % number)
     worker.cluster.coordinator.job("job").rounds.gather_values(request, told)

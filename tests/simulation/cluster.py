@@ -204,7 +204,7 @@ class Cluster:
         job = self.promises.job(run.name)
         runs = {worker.place.run for worker in run.everybody if worker.places}
         # A coordinator that came back with an old file may have the run before.
-        return job is not None and job.placed.run in runs and job.members._membership.started
+        return job is not None and job.placed.run in runs and job.workers._membership.started
 
     @property
     def has_room(self) -> bool:

@@ -21,8 +21,8 @@ from ps_protocol.row_ids import Ids
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.coordinator import Coordinator
+from ps_server.coordinator.job_workers import JobWorkers, Joined, Reservation
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
-from ps_server.coordinator.members import JobMembers, Joined, Reservation
 from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.shards import RegisteredShard
@@ -199,7 +199,7 @@ def sends_codes_to_newcomers(patch: pytest.MonkeyPatch) -> None:
 
 def _says_of_all_shards(patch: pytest.MonkeyPatch, pushed_of: Callable[[list[int]], int]) -> None:
     """Has a worker that comes back hear the same of all buckets of all shards."""
-    count = JobMembers.count
+    count = JobWorkers.count
 
     def alike(joined: Joined | PSError) -> Joined | PSError:
         if isinstance(joined, PSError):
@@ -208,10 +208,10 @@ def _says_of_all_shards(patch: pytest.MonkeyPatch, pushed_of: Callable[[list[int
         pushed = pushed_of(clocks)
         return Joined(joined.clock, pushed, {shard: Counted(joined.clock, pushed, {}) for shard in joined.on_shards})
 
-    def all_alike(self: JobMembers, reservations: Sequence[Reservation]) -> list[Joined | PSError]:
+    def all_alike(self: JobWorkers, reservations: Sequence[Reservation]) -> list[Joined | PSError]:
         return [alike(joined) for joined in count(self, reservations)]
 
-    patch.setattr(JobMembers, "count", all_alike)
+    patch.setattr(JobWorkers, "count", all_alike)
 
 
 def takes_a_part_of_a_step_for_all(patch: pytest.MonkeyPatch) -> None:

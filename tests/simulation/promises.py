@@ -204,7 +204,7 @@ class Promises:
     def _settled(self, job: CoordinatedJob, run: str) -> set[int]:
         """The ranks of live workers that have had their places for a while."""
         holders, live = self._cluster.holders, set()
-        for rank, member in job.members._membership.members.items():
+        for rank, member in job.workers._membership.workers.items():
             holder = holders.get((run, rank, member.incarnation))
             if holder is not None and holder.place.since < self._world.now - SETTLED_SECONDS:
                 live.add(rank)
@@ -252,7 +252,7 @@ class Promises:
 
     def _members(self, run: Run) -> dict[int, int]:
         job = self.job(run.name)
-        members = job.members._membership.members.values() if job is not None else ()
+        members = job.workers._membership.workers.values() if job is not None else ()
         return {member.rank: member.incarnation for member in members}
 
     def _rosters(self, run: Run) -> dict[str, dict[int, int]]:

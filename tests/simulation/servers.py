@@ -132,8 +132,8 @@ class CoordinatorProcess:
             "register_shard": coordinator.shard_directory.register,
             "register_job": self._register_job,
             "join": self._join,
-            "heartbeat": lambda job, run, *rest: coordinator.job(job, run).members.heartbeat(*rest),
-            "roster": lambda job, run: coordinator.job(job, run).members.announced(),
+            "heartbeat": lambda job, run, *rest: coordinator.job(job, run).workers.heartbeat(*rest),
+            "roster": lambda job, run: coordinator.job(job, run).workers.announced(),
             "save_state": lambda job, run, *rest: coordinator.job(job, run).save_worker_state(*rest),
             "leave": coordinator.leave,
             "heartbeat_of_script": self._heartbeat_of_script,
@@ -160,13 +160,13 @@ class CoordinatorProcess:
     def _heartbeat_of_script(self, name: str, run: str, rank: int, *rest: Any) -> int:
         assert self.coordinator is not None
         job = self.coordinator.job(name, run)
-        job.members.heartbeat(rank, *rest)
+        job.workers.heartbeat(rank, *rest)
         return job.script.asked_by_heartbeat(rank)
 
     def _ask_script(self, name: str, run: str, rank: int, incarnation: int, key: bytes) -> Any:
         assert self.coordinator is not None
         job = self.coordinator.job(name, run)
-        job.members.check(rank, incarnation, key)
+        job.workers.check(rank, incarnation, key)
         return job.script.ask(rank, incarnation)
 
     def _tell_script(
@@ -174,7 +174,7 @@ class CoordinatorProcess:
     ) -> None:
         assert self.coordinator is not None
         job = self.coordinator.job(name, run)
-        job.members.check(rank, incarnation, key)
+        job.workers.check(rank, incarnation, key)
         job.script.tell(rank, request, told)
 
     def _join(self, *arguments: Any) -> tuple[Any, dict[int, str]]:

@@ -22,7 +22,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.messages.data import PullCall, PulledBucket, PushCall, PushedBucket, PushKind
 from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.tensors import BLOCKS, bytes_of, tensor_from
-from ps_server.core.membership import JoinedMember
+from ps_server.core.membership import JoinedWorker
 from tests.chaos.oracle import Life, Violation, Witness
 from tests.simulation.buffers import Buffers
 from tests.simulation.fragments import StreamedRound
@@ -56,7 +56,7 @@ class PlaceLost(Exception):
 class Place:
     """A worker's place in the job, and its connections from there. closed: they are cut off."""
 
-    result: JoinedMember
+    result: JoinedWorker
     addresses: dict[int, str]
     clock: int
     since: float
@@ -68,7 +68,7 @@ class Place:
     @property
     def incarnation(self) -> int:
         """Its number."""
-        return self.result.member.incarnation
+        return self.result.worker.incarnation
 
     @property
     def run(self) -> str:
@@ -78,11 +78,11 @@ class Place:
     @property
     def key(self) -> bytes:
         """Its secret."""
-        return self.result.member.key
+        return self.result.worker.key
 
     def has_had(self, shard: int, part: int, clock: int) -> bool:
         """Whether a bucket or a table there had had what its rank pushes for a clock, when it was taken."""
-        counted = self.result.member.on_shards.get(shard)
+        counted = self.result.worker.on_shards.get(shard)
         return counted is not None and max(counted.pushed or 0, (counted.further or {}).get(part, 0)) >= clock
 
     def cut(self) -> None:
@@ -237,7 +237,7 @@ class Worker:
                 raise
 
         result, addresses = self.retry(ask)
-        self.world.trace(f"{self.host.name} joins: incarnation {result.member.incarnation}, clock {result.clock}")
+        self.world.trace(f"{self.host.name} joins: incarnation {result.worker.incarnation}, clock {result.clock}")
         return Place(result, addresses, result.clock, self.world.now)
 
     def _leave_place(self, place: Place) -> bool:

@@ -412,7 +412,7 @@ def test_rows_that_have_come_are_no_longer_there_once_the_job_has_ended(cluster:
         ahead = worker.own.rows.local._ahead  # type: ignore[union-attr]
         until(lambda: all(pull.done() for pull in ahead.pulls), "the rows")
         cluster.coordinator.job("default").end("a test has ended it")
-        members = session._strategy._training.participation.members  # type: ignore[attr-defined]
+        members = session._strategy._training.participation.membership  # type: ignore[attr-defined]
         until(lambda: (members.await_change(members.place), members.error)[1], "the end of this worker's part")
         with pytest.raises(PSError):
             worker.own.rows(IDS)

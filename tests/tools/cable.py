@@ -145,14 +145,14 @@ class Cable:
 def live(cluster: Cluster, job: str = "default") -> dict[int, int]:
     """By rank, the incarnations that the coordinator counts as live."""
     known = cluster.coordinator.jobs().get(job)
-    return {} if known is None else {member.rank: member.incarnation for member in known.members.all()}
+    return {} if known is None else {member.rank: member.incarnation for member in known.workers.all()}
 
 
 def lose(cluster: Cluster, cable: Cable, rank: int = 0) -> None:
     """Cuts a worker off for longer than its lease: no shard counts it any more."""
     cable.cut()
     until(lambda: cluster.end_lease(rank) or rank not in live(cluster), "the end of the lease")
-    until(lambda: not cluster.coordinator.job("default").members.pending_removals(), "its removal from all shards")
+    until(lambda: not cluster.coordinator.job("default").workers.pending_removals(), "its removal from all shards")
 
 
 def session_at(address: str, mode: str, rank: int, transport: str = "auto", world_size: int = 2) -> Session:

@@ -90,7 +90,7 @@ class Cluster:
         known = self.coordinator.jobs().get(job)
         found: dict[str, object] = {"known": known is not None}
         if known is not None:
-            found["members"] = [(m.rank, m.incarnation) for m in known.members.all()]
+            found["members"] = [(m.rank, m.incarnation) for m in known.workers.all()]
         for index, shard in enumerate(self.shards):
             running = shard.jobs().get(job)
             if running is None:
@@ -114,9 +114,9 @@ class Cluster:
         No test waits for the end of a lease that others need as well: on a busy machine it might end for them too.
         """
         coordinated = self.coordinator.job(job)
-        members = coordinated.members
+        members = coordinated.workers
         with members._lock:
-            live, rejoining = members._membership.members, members._membership.rejoining
+            live, rejoining = members._membership.workers, members._membership.rejoining
             incarnation = live[rank].incarnation if rank in live else None
             rejoining.update({rank: -math.inf} if rank in rejoining else {})
         while True:
@@ -131,7 +131,7 @@ class Cluster:
     def lose_place(self, rank: int, job: str = "default") -> None:
         """As `end_lease`, and waits until each shard has heard of it: what the worker sends there is refused then."""
         self.end_lease(rank, job)
-        members = self.coordinator.job(job).members
+        members = self.coordinator.job(job).workers
         until(lambda: not members.pending_removals(), f"the removal of worker {rank} from all shards")
 
     def waits(self, job: str) -> dict[int, tuple[int, list[int]]]:

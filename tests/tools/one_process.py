@@ -24,7 +24,7 @@ from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.timing import Clock
 from ps_server.core.data_commits import Committed
-from ps_server.core.membership import JoinedMember
+from ps_server.core.membership import JoinedWorker
 from ps_server.core.snapshot import ShardSnapshot
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import Answer, Lent, Outbox
@@ -204,18 +204,18 @@ class DirectWorker:
         self.run = cluster.coordinator.register_job(spec, launch)[0].placed.run
         self.place = self.join(JoinRequest(host="here", run=self.run, launch=launch))
 
-    def join(self, request: JoinRequest) -> JoinedMember:
+    def join(self, request: JoinRequest) -> JoinedWorker:
         self.place = self.cluster.coordinator.join(self.spec.name, self.rank, request)
         self.clock = self.place.clock
         return self.place
 
-    def rejoin(self) -> JoinedMember:
-        previous = self.place.member.incarnation
+    def rejoin(self) -> JoinedWorker:
+        previous = self.place.worker.incarnation
         return self.join(JoinRequest(host="here", previous=previous, clock=self.clock, run=self.run))
 
     def leave(self, state: tuple[int, bytes] | None = None, done: bool = False) -> bool:
         """Leaves, with a clock and a state or nothing. done: its script has come to its end"""
-        member = self.place.member
+        member = self.place.worker
         return self.cluster.coordinator.leave(
             self.spec.name, self.rank, member.incarnation, member.key, self.run, state, done
         )
@@ -231,7 +231,7 @@ class DirectWorker:
             self._push(bucket.index, self.clock, PushKind.GRADIENT, -torch.ones(bucket.numel))
 
     def _push(self, bucket: int, clock: int, kind: PushKind, values: torch.Tensor) -> None:
-        member = self.place.member
+        member = self.place.worker
         call = PushCall(
             Identity(self.spec.name, self.rank, member.incarnation, key=member.key, run=self.run),
             clock,
@@ -245,7 +245,7 @@ class DirectWorker:
         weights: dict[int, torch.Tensor] = {}
         self.in_checkpoint = False
         for bucket in self.layout.buckets:
-            member, outbox = self.place.member, _Outbox()
+            member, outbox = self.place.worker, _Outbox()
             worker = Identity(self.spec.name, self.rank, member.incarnation, member.key, self.run)
             self._shard(bucket.index).pull(PullCall(worker, self.clock, (bucket.index,)), outbox)
             for index, save_state, values in outbox.buckets():
@@ -259,7 +259,7 @@ class DirectWorker:
         return self.cluster.coordinator.job(self.spec.name).checkpoint()
 
     def save_state(self) -> None:
-        member, state = self.place.member, b"state at %d" % self.clock
+        member, state = self.place.worker, b"state at %d" % self.clock
         job = self.cluster.coordinator.job(self.spec.name, self.run)
         job.save_worker_state(self.rank, member.incarnation, member.key, self.clock, state)
 

@@ -41,7 +41,7 @@ class TableWorker(DirectWorker):
         self.clock += 1
         values = np.random.default_rng(self.clock).standard_normal((len(ids), DIM)).astype(np.float32)
         rows = summed(ids.astype(np.int64), torch.from_numpy(values))
-        of, member = shards_of(rows.ids, len(self.cluster.shards)), self.place.member
+        of, member = shards_of(rows.ids, len(self.cluster.shards)), self.place.worker
         for index, shard in self.cluster.shards.items():
             for message in messages(0, member.incarnation, self.clock, rows.part(of == index), 1):
                 shard.push_rows(changed(message, job="job", key=member.key, run=self.run))

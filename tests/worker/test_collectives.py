@@ -586,7 +586,7 @@ def test_a_round_in_which_a_job_was_set_back_ends_where_others_repeat_steps_that
         else:
             until(lambda: in_round(cluster))
             cluster.start_again(1)
-            until(lambda: cluster.coordinator.job("default").members.restore_count == 1)
+            until(lambda: cluster.coordinator.job("default").workers.restore_count == 1)
             worker.step(2)
             assert worker.session.mean(2) == 2.0, "the other is not there any more"
 

@@ -29,7 +29,7 @@ def participation_of(session: Any) -> Participation:
 
 def hears(participation: Participation) -> bool:
     """Asks whether the worker still has its place, sooner than its next heartbeat would; returns whether it lost it."""
-    participation.members.await_change(participation.connection.place)
+    participation.membership.await_change(participation.connection.place)
     return not participation.has_place
 
 
@@ -122,6 +122,6 @@ def test_a_signal_that_comes_while_a_worker_goes_back_acts_once_it_has_arrived(
         until(lambda: (make_step(), store.names(job))[1] != [], "a checkpoint")
         cluster.start_again(1)
         with pytest.raises(KeyboardInterrupt):
-            until(lambda: (make_step(), coordinated.members.restore_count)[1] > 1, "the interrupt")
+            until(lambda: (make_step(), coordinated.workers.restore_count)[1] > 1, "the interrupt")
         assert went == ["back", "there"]
         make_step()

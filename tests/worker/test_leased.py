@@ -352,7 +352,7 @@ def test_a_step_that_was_half_pushed_is_finished_by_another_worker(shared: Clust
         batch = first.lease_batches().ranges
         push(first, 0, batch)
         first.leave()
-        removals = shared.coordinator.job(job).members.removals
+        removals = shared.coordinator.job(job).workers.removals
         until(lambda: not removals.pending(), "every shard has heard that the worker left")
         assert second.lease_batches().ranges == batch, "not every bucket has had it"
         for bucket in second.trained:

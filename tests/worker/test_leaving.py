@@ -41,7 +41,7 @@ def test_a_worker_leaves_its_state_behind(shared: Cluster, job: str) -> None:
     spec = vector_job(job, "async", 16, 0)
     with RawWorker(shared.address, spec, 0) as worker, RawWorker(shared.address, spec, 1) as other:
         client.leave(identity_of(worker), SavedState(3, b"state"))
-        assert [member.rank for member in shared.coordinator.job(job).members.all()] == [1]
+        assert [member.rank for member in shared.coordinator.job(job).workers.all()] == [1]
         other.leave()
     client.close()
 
@@ -83,7 +83,7 @@ def test_a_worker_whose_place_another_process_has_sends_no_state(
     session, training = begun()
     monkeypatch.setattr("ps_worker.connecting._open", [])  # as in another process: it closes no session of this one
     with begun()[0]:
-        sender, members = training._sender, training.participation.members
+        sender, members = training._sender, training.participation.membership
         assert members.place is not None
         until(lambda: (members.await_change(members.place), members.error)[1], "that its place is lost")
         sender.send(3, b"state")

@@ -37,7 +37,7 @@ Roster = tuple[list[int], int, bool]
 
 
 class _OnDisk:
-    """The live workers that are in the state file. The caller holds the lock of the members.
+    """The live workers that are in the state file. The caller holds the lock of the workers.
 
     unsaved: incarnations of live workers that are not in the file yet
     """
@@ -50,7 +50,7 @@ class _OnDisk:
         """Returns the roster without unsaved workers. Its last value is False if training would not have started
         without an unsaved worker.
         """
-        ranks = [rank for rank, each in membership.members.items() if each.incarnation not in self.unsaved]
+        ranks = [rank for rank, each in membership.workers.items() if each.incarnation not in self.unsaved]
         self._started = membership.started and (self._started or not self.unsaved)
         return sorted(ranks), membership.world_size, self._started
 
@@ -64,7 +64,7 @@ class Joined:
     on_shards: Mapping[int, Counted]
 
 
-class JobMembers:
+class JobWorkers:
     """The workers of one job. Methods may be called from any thread.
 
     removals:      workers that are gone, and that shards may still count
@@ -97,13 +97,13 @@ class JobMembers:
     def live(self) -> tuple[dict[int, int], bool]:
         """Returns the incarnation of each live worker, by rank, and whether training has started."""
         with self._lock:
-            incarnations = {rank: member.incarnation for rank, member in self._membership.members.items()}
+            incarnations = {rank: worker.incarnation for rank, worker in self._membership.workers.items()}
             return incarnations, self._membership.started
 
     def roster(self) -> Roster:
         """Returns the live ranks, the declared world size, and whether training has started."""
         with self._lock:
-            return sorted(self._membership.members), self._membership.world_size, self._membership.started
+            return sorted(self._membership.workers), self._membership.world_size, self._membership.started
 
     def announced(self) -> Roster:
         """Returns the roster for other workers: without those whose join is not in the state file yet.
@@ -121,9 +121,9 @@ class JobMembers:
         """
         with self._lock:
             rejoining, away = self._membership.rejoining, self._membership.away
-            gone = {rank: member for rank, member in away.items() if rank in rejoining} if and_away else {}
-            members = {**gone, **(self._fenced if and_fenced else {}), **self._membership.members}
-            return [members[rank] for rank in sorted(members)]
+            gone = {rank: worker for rank, worker in away.items() if rank in rejoining} if and_away else {}
+            workers = {**gone, **(self._fenced if and_fenced else {}), **self._membership.workers}
+            return [workers[rank] for rank in sorted(workers)]
 
     def rejoining(self) -> tuple[int, ...]:
         """Returns the ranks that are expected to join again, after a rollback or because no worker was left."""
@@ -135,7 +135,7 @@ class JobMembers:
         time.
         """
         with self._lock:
-            return tuple(member for _, member in sorted(self._membership.absent.items()))
+            return tuple(worker for _, worker in sorted(self._membership.absent.items()))
 
     def done(self) -> tuple[int, ...]:
         """Returns the ranks whose workers have left because their scripts ended."""
@@ -146,7 +146,7 @@ class JobMembers:
         """Whether no worker can be in a step: there is none, or training has not begun."""
         with self._lock:
             membership = self._membership
-            return not (membership.members or membership.rejoining or self._joining) or not (
+            return not (membership.workers or membership.rejoining or self._joining) or not (
                 membership.started or membership.in_doubt
             )
 
@@ -169,7 +169,7 @@ class JobMembers:
         """
         with self._lock:
             awaited = self._membership.rejoining and not without_awaited
-            return not (self._membership.members or awaited or self._joining)
+            return not (self._membership.workers or awaited or self._joining)
 
     def pending_removals(self) -> set[Removal]:
         """Returns all workers that a shard may count although they are not live: workers that have left, and joining
@@ -190,7 +190,7 @@ class JobMembers:
         """
         with self._lock:
             self._membership.check(rank, incarnation, key)
-            return len(self._membership.members)
+            return len(self._membership.workers)
 
     # -- a worker comes ----------------------------------------------------------------------------------------------
 
@@ -209,9 +209,9 @@ class JobMembers:
             for reservation in self._joining:
                 if request.attempt and reservation.attempt == request.attempt:
                     raise try_soon(f"worker {reservation.rank} is joining job {self._name!r} at this moment")
-            member = self._membership.repeated(request.attempt, self._clock.now())
-        is_known = member is not None and (request.previous is None or bool(member.on_shards))
-        return member if is_known else None
+            worker = self._membership.repeated(request.attempt, self._clock.now())
+        is_known = worker is not None and (request.previous is None or bool(worker.on_shards))
+        return worker if is_known else None
 
     def reserve(self, rank: int | None, request: JoinRequest) -> Reservation:
         """Reserves a rank and an incarnation for a worker. The caller must write the state file before any shard counts
@@ -233,7 +233,7 @@ class JobMembers:
             # Shards remember the clock of every rank that ever joined, to recognise repeats. So ranks must be bounded.
             if rank >= self._limits.workers:
                 raise LimitExceeded(f"a rank must be below max-workers, {self._limits.workers}, got {rank}")
-            key, older = secrets.token_bytes(LEASE_KEY_BYTES), membership.members.get(rank)
+            key, older = secrets.token_bytes(LEASE_KEY_BYTES), membership.workers.get(rank)
             if older is not None and _may_be_late(request):
                 raise try_soon(f"worker {rank} of job {self._name!r} is live: a successor has to ask again")
             number, is_new = membership.next_incarnation(), request.previous is None
@@ -344,21 +344,21 @@ class JobMembers:
                 request.launch_ranks,
                 is_back=request.previous is not None,
             )
-            return self._membership.members[rank]
+            return self._membership.workers[rank]
 
-    def begin_lease(self, member: LiveWorker) -> LiveWorker:
+    def begin_lease(self, worker: LiveWorker) -> LiveWorker:
         """Begins the lease of a worker, once its join is in the state file: the write may have taken longer than a
         lease.
 
         Returns the worker with its new lease. Raises TryLater if the worker was removed meanwhile.
         """
         with self._lock:
-            self._on_disk.unsaved.discard(member.incarnation)
-            current = self._membership.members.get(member.rank)
-            if current is None or current.incarnation != member.incarnation:
-                raise TryLater(f"worker {member.rank} lost its place in job {self._name!r} while it joined")
+            self._on_disk.unsaved.discard(worker.incarnation)
+            current = self._membership.workers.get(worker.rank)
+            if current is None or current.incarnation != worker.incarnation:
+                raise TryLater(f"worker {worker.rank} lost its place in job {self._name!r} while it joined")
             begun = replace(current, expires=self._clock.now() + self._membership.lease)
-            self._membership.members[member.rank] = begun
+            self._membership.workers[worker.rank] = begun
             return begun
 
     def abort(self, reservation: Reservation) -> bool:
@@ -384,7 +384,7 @@ class JobMembers:
         """Renews a lease; returns the number of live workers. of: the member of the group that sends the heartbeat"""
         with self._lock:
             self._membership.heartbeat(rank, incarnation, clock, self._clock.now(), key, of)
-            return len(self._membership.members)
+            return len(self._membership.workers)
 
     # -- a worker goes -----------------------------------------------------------------------------------------------
 
@@ -396,13 +396,13 @@ class JobMembers:
         """
         with self._lock:
             self._fenced.pop(rank, None)
-            for members in (self._membership.members, self._membership.away, self._membership.absent):
-                member = members.get(rank)
-                if member is not None and member.incarnation == incarnation:
-                    check_key(rank, key, member.key)
+            for workers in (self._membership.workers, self._membership.away, self._membership.absent):
+                worker = workers.get(rank)
+                if worker is not None and worker.incarnation == incarnation:
+                    check_key(rank, key, worker.key)
                     self.attendance.left(done, self._clock.since_1970())
                     self._membership.absent.pop(rank, None)
-                    return member, self._membership.leave(rank, incarnation, self._clock.now(), done)
+                    return worker, self._membership.leave(rank, incarnation, self._clock.now(), done)
             return None
 
     def member_leaves(self, rank: int, incarnation: int, key: bytes, of: int) -> bool:
@@ -419,8 +419,8 @@ class JobMembers:
         with self._lock:
             now = self._clock.now()
             ended = self._membership.ended(process, now) if process is not None else []
-            for member in ended:
-                self._membership.leave(member.rank, member.incarnation, now, expired=True)
+            for worker in ended:
+                self._membership.leave(worker.rank, worker.incarnation, now, expired=True)
             expired = self._membership.take_silent(now)
             if expired or ended:
                 self.attendance.lost()
@@ -454,10 +454,10 @@ class JobMembers:
         last_incarnation: the highest incarnation that any worker of the job may have had
         """
         with self._lock:
-            members = self._membership.rollback(self._clock.now(), self._fenced.values())
+            workers = self._membership.rollback(self._clock.now(), self._fenced.values())
             self._fenced = {}
             self._membership.last_incarnation = max(last_incarnation, self._membership.last_incarnation)
-            gone = [(member.rank, member.incarnation) for member in members]
+            gone = [(worker.rank, worker.incarnation) for worker in workers]
             gone += [(joining.rank, joining.incarnation) for joining in self._joining]
             self._joining.clear()
             if everywhere:
@@ -465,7 +465,7 @@ class JobMembers:
                 self.removals.clear()
             else:  # the shards that kept their part of the job still count these workers
                 self.removals.add(*gone)
-        return members
+        return workers
 
 
 def _may_be_late(request: JoinRequest) -> bool:
