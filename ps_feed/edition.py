@@ -99,7 +99,7 @@ class Contents:
 
     def dtype(self, parameter: ParameterSpec | BucketSpec) -> str:
         """Returns the type in which elements lie in an edition."""
-        frozen = parameter.group is None if isinstance(parameter, ParameterSpec) else parameter.frozen
+        frozen = parameter.param_group is None if isinstance(parameter, ParameterSpec) else parameter.frozen
         return self.wire if parameter.dtype == "float32" and not frozen else parameter.dtype
 
     def size(self, bucket: BucketSpec) -> int:

@@ -70,7 +70,7 @@ def job_spec(message: job_pb2.JobSpec) -> JobSpec:
         name=message.name,
         parameters=tuple(_parameter(parameter, of_group) for parameter in message.parameters),
         optimizer=next(iter(message.optimizers), ""),
-        groups=tuple(hyper_parameters(group.hyper_parameters) for group in message.groups),
+        param_groups=tuple(hyper_parameters(group.hyper_parameters) for group in message.groups),
         consistency=consistency(message.consistency),
         bucket_bytes=message.bucket_bytes,
         world_size=message.world_size,
@@ -78,7 +78,7 @@ def job_spec(message: job_pb2.JobSpec) -> JobSpec:
         gradient_wire=wire_format(message.gradient_wire, "wire format of gradients") or "float32",
         weight_wire=wire_format(message.weight_wire, "wire format of weights") or "float32",
         more_optimizers=tuple(message.optimizers[1:]),
-        group_optimizers=tuple(of_group) if any(of_group) else (),
+        param_group_optimizers=tuple(of_group) if any(of_group) else (),
         tables=tuple(_table(table) for table in message.tables),
         local=_local(message.local) if message.HasField("local") else None,
         group_size=message.group_size or 1,
@@ -94,8 +94,8 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
                 name=p.name,
                 shape=p.shape,
                 data_type=DATA_TYPE_NUMBERS[p.dtype],
-                group=p.group or 0,
-                frozen=p.group is None,
+                group=p.param_group or 0,
+                frozen=p.param_group is None,
                 element_type=p.element,
                 not_saved=not p.is_saved,
                 member=p.member,
@@ -107,9 +107,9 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
         groups=[
             job_pb2.ParameterGroup(
                 hyper_parameters=hyper_messages(group),
-                optimizer=spec.group_optimizers[index] if spec.group_optimizers else 0,
+                optimizer=spec.param_group_optimizers[index] if spec.param_group_optimizers else 0,
             )
-            for index, group in enumerate(spec.groups)
+            for index, group in enumerate(spec.param_groups)
         ],
         consistency=consistency_message(spec.consistency),
         bucket_bytes=spec.bucket_bytes,

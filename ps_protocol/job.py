@@ -56,12 +56,12 @@ class JobSpec:
 
     parameters: every tensor of the model, in registration order
     optimizer: the name of a torch.optim class
-    groups: the hyper-parameters of all parameter groups when the job began
+    param_groups: the hyper-parameters of all parameter groups when the job began
     bucket_bytes: bytes of a full bucket, a multiple of 64; before registration 0 lets the server choose
     world_size: the number of workers; 0: elastic, as many as have joined
     gradient_wire, weight_wire: the wire formats of float32 gradients and weights, out of WIRES
     more_optimizers: the names of a script's further optimizers
-    group_optimizers: the optimizer of each group, 0 being `optimizer`; empty with one optimizer
+    param_group_optimizers: the optimizer of each group, 0 being `optimizer`; empty with one optimizer
     tables: the tables of rows
     local: the settings of local steps; None in all modes but `local:H`
     group_size: how many processes each worker consists of: more than one where workers are groups
@@ -70,7 +70,7 @@ class JobSpec:
     name: str
     parameters: tuple[ParameterSpec, ...]
     optimizer: str
-    groups: tuple[HyperParameters, ...]
+    param_groups: tuple[HyperParameters, ...]
     consistency: Consistency
     bucket_bytes: int
     world_size: int
@@ -78,7 +78,7 @@ class JobSpec:
     gradient_wire: str = "float32"
     weight_wire: str = "float32"
     more_optimizers: tuple[str, ...] = ()
-    group_optimizers: tuple[int, ...] = ()
+    param_group_optimizers: tuple[int, ...] = ()
     tables: tuple[JobTable, ...] = ()
     local: Local | None = None
     group_size: int = 1
@@ -103,7 +103,7 @@ class JobSpec:
 
     def optimizer_of(self, group: int) -> str:
         """Returns the name of a group's optimizer."""
-        return self.optimizers[self.group_optimizers[group] if self.group_optimizers else 0]
+        return self.optimizers[self.param_group_optimizers[group] if self.param_group_optimizers else 0]
 
 
 def added_name(name: str, number: int) -> str:
@@ -120,13 +120,15 @@ def validate(spec: JobSpec) -> None:
     """Raises InvalidRequest or LimitExceeded that names the first error of a spec."""
     if not _JOB_NAME.fullmatch(spec.name):
         raise InvalidRequest(f"a job's name is 1 to 128 of letters, digits, '.', '_' and '-', got {spec.name[:200]!r}")
-    if not spec.groups:
+    if not spec.param_groups:
         raise InvalidRequest("a job needs at least one parameter group, got none")
     if len(spec.more_optimizers) >= MAX_OPTIMIZERS:
         raise LimitExceeded(f"a job may have up to {MAX_OPTIMIZERS} optimizers, got {len(spec.optimizers)}")
-    if spec.group_optimizers and len(spec.group_optimizers) != len(spec.groups):
-        raise InvalidRequest(f"expected {len(spec.groups)} groups with an optimizer, got {len(spec.group_optimizers)}")
-    unknown = next((index for index in spec.group_optimizers if not 0 <= index < len(spec.optimizers)), None)
+    if spec.param_group_optimizers and len(spec.param_group_optimizers) != len(spec.param_groups):
+        raise InvalidRequest(
+            f"expected {len(spec.param_groups)} groups with an optimizer, got {len(spec.param_group_optimizers)}"
+        )
+    unknown = next((index for index in spec.param_group_optimizers if not 0 <= index < len(spec.optimizers)), None)
     if unknown is not None:
         raise InvalidRequest(f"expected an optimizer below {len(spec.optimizers)} for each group, got {unknown}")
     if len(spec.parameters) > MAX_PARAMETERS:
@@ -139,7 +141,7 @@ def validate(spec: JobSpec) -> None:
     if spec.bucket_bytes > MAX_BUCKET_BYTES:
         raise LimitExceeded(f"bucket_bytes may be up to {MAX_BUCKET_BYTES} on this server, got {spec.bucket_bytes}")
     for parameter in spec.parameters:
-        _validate_parameter(parameter, len(spec.groups))
+        _validate_parameter(parameter, len(spec.param_groups))
     _validate_tables(spec, _unique_names(spec))
     validate_pieces(spec.parameters, spec.group_size)
     if spec.group_size > 1 and spec.tables:
@@ -149,7 +151,7 @@ def validate(spec: JobSpec) -> None:
     if buckets > MAX_BUCKETS:
         raise LimitExceeded(f"a job may have up to {MAX_BUCKETS} buckets, got {buckets}: use larger bucket_bytes")
     _validate_local(spec)
-    if not spec.tables and all(parameter.group is None for parameter in spec.parameters):
+    if not spec.tables and all(parameter.param_group is None for parameter in spec.parameters):
         raise InvalidRequest("a job needs at least one parameter that the optimizer steps, got none")
 
 
@@ -220,9 +222,9 @@ def _validate_parameter(parameter: ParameterSpec, group_count: int) -> None:
     _validate_name(parameter.name, "parameter")
     if parameter.dtype not in DATA_TYPES:
         raise InvalidRequest(f"{parameter.name}: expected one of {', '.join(DATA_TYPES)}, got {parameter.dtype}")
-    if parameter.group is not None and not 0 <= parameter.group < group_count:
-        raise InvalidRequest(f"{parameter.name}: expected a group below {group_count}, got {parameter.group}")
-    if parameter.group is not None and not DATA_TYPES[parameter.dtype].floating:
+    if parameter.param_group is not None and not 0 <= parameter.param_group < group_count:
+        raise InvalidRequest(f"{parameter.name}: expected a group below {group_count}, got {parameter.param_group}")
+    if parameter.param_group is not None and not DATA_TYPES[parameter.dtype].floating:
         raise InvalidRequest(f"{parameter.name}: an optimizer steps floating-point parameters, got {parameter.dtype}")
     if parameter.element and not (_ELEMENT.fullmatch(parameter.element) and parameter.shape):
         raise InvalidRequest(
@@ -281,7 +283,7 @@ def _parameter_difference(registered: JobSpec, offered: JobSpec) -> str | None:
             ("dtype", left.dtype, right.dtype),
             # Servers of an earlier version stored no element types.
             ("element type", left.element or right.element, right.element or left.element),
-            ("optimizer group", left.group, right.group),
+            ("optimizer group", left.param_group, right.param_group),
         ):
             if a != b:
                 return f"parameter {name!r} has {what} {a} in the registered job and {b} in this one"
@@ -304,8 +306,8 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
         return differs
     settings: list[Setting] = [
         ("optimizer", ", ".join(registered.optimizers), ", ".join(offered.optimizers)),
-        ("number of optimizer groups", len(registered.groups), len(offered.groups)),
-        ("optimizer of each group", registered.group_optimizers, offered.group_optimizers),
+        ("number of optimizer groups", len(registered.param_groups), len(offered.param_groups)),
+        ("optimizer of each group", registered.param_group_optimizers, offered.param_group_optimizers),
         ("bucket_bytes", registered.bucket_bytes, offered.bucket_bytes),
         ("world_size", registered.world_size or "elastic", offered.world_size or "elastic"),
         ("policy for gradients that are not finite", registered.non_finite.value, offered.non_finite.value),
@@ -320,7 +322,7 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
         differs = table.difference(other)
         if differs is not None:
             return differs
-    for index, (ours, others) in enumerate(zip(registered.groups, offered.groups, strict=True)):
+    for index, (ours, others) in enumerate(zip(registered.param_groups, offered.param_groups, strict=True)):
         for name in sorted(ours.keys() | others.keys()):
             # Names are compared, values are not: they travel with each push, and a scheduler may have changed the
             # learning rate of a worker that joins late.

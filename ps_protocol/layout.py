@@ -69,7 +69,7 @@ class PiecePlace:
 class ParameterSpec:
     """One named tensor of the model, or a piece of one.
 
-    group: the parameter group of its optimizer; None if no optimizer steps it
+    param_group: the parameter group of its optimizer; None if no optimizer steps it
     optimizer: the number of that optimizer in the job
     element: torch's name of the element type if `dtype` is that of its parts (tensors.py); the last dimension of
     `shape` then counts the parts. Empty: the element type is `dtype`
@@ -81,7 +81,7 @@ class ParameterSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    group: int | None
+    param_group: int | None
     optimizer: int = 0
     element: str = ""
     is_saved: bool = True
@@ -172,7 +172,7 @@ class Layout:
 
     def trains(self, parameter: ParameterSpec) -> bool:
         """Whether an optimizer steps a parameter, and this process pushes it."""
-        return parameter.group is not None and self.member in (None, parameter.member)
+        return parameter.param_group is not None and self.member in (None, parameter.member)
 
     @property
     def nbytes(self) -> int:
@@ -183,7 +183,7 @@ class Layout:
 def space_of(parameter: ParameterSpec) -> str:
     """Returns the name of the flat space that a parameter lies in."""
     member = f"@{parameter.member}" if parameter.member else ""
-    if parameter.group is None:
+    if parameter.param_group is None:
         return f"frozen-{parameter.dtype}{member}"
     return f"{parameter.dtype}.{parameter.optimizer}{member}" if parameter.optimizer else f"{parameter.dtype}{member}"
 
@@ -196,7 +196,7 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
     spaces: dict[tuple[bool, str, int, int], list[int]] = {}
     for index in reversed(range(len(parameters))):
         spec = parameters[index]
-        frozen = spec.group is None
+        frozen = spec.param_group is None
         key = frozen, spec.dtype, 0 if frozen else spec.optimizer, spec.member
         spaces.setdefault(key, []).append(index)
     buckets: list[BucketSpec] = []

@@ -78,8 +78,10 @@ def with_defaults(spec: JobSpec) -> JobSpec:
     A client that names only some hyper-parameters and a script that names all thus register equal jobs. A group of an
     unknown optimizer is not changed.
     """
-    groups = tuple({**_plain_defaults(spec.optimizer_of(index)), **group} for index, group in enumerate(spec.groups))
-    return replace(spec, groups=groups)
+    groups = tuple(
+        {**_plain_defaults(spec.optimizer_of(index)), **group} for index, group in enumerate(spec.param_groups)
+    )
+    return replace(spec, param_groups=groups)
 
 
 def _plain_defaults(name: str) -> HyperParameters:

@@ -116,7 +116,7 @@ def _validate_alike(name: str, pieces: Sequence[ParameterSpec]) -> None:
     """Raises InvalidRequest for pieces of one name that cannot belong to one parameter."""
 
     def of(each: ParameterSpec) -> tuple[object, ...]:
-        return each.piece and each.piece.whole_shape, each.dtype, each.group, each.optimizer, each.is_saved
+        return each.piece and each.piece.whole_shape, each.dtype, each.param_group, each.optimizer, each.is_saved
 
     other = next((each for each in pieces if of(each) != of(pieces[0])), None)
     if other is not None:
@@ -128,7 +128,7 @@ def _validate_alike(name: str, pieces: Sequence[ParameterSpec]) -> None:
 
 def _described(parameter: ParameterSpec) -> str:
     whole = parameter.shape if parameter.piece is None else parameter.piece.whole_shape
-    return f"{parameter.dtype} {whole} in optimizer group {parameter.group}"
+    return f"{parameter.dtype} {whole} in optimizer group {parameter.param_group}"
 
 
 def _validate_cover(name: str, pieces: Sequence[ParameterSpec]) -> None:

@@ -47,8 +47,8 @@ class StageSpec:
 
 def first_stage(spec: JobSpec, bucket: BucketSpec) -> StageSpec:
     """Returns the stage of a bucket as its job is registered."""
-    members = tuple(spec.parameters[part.parameter].group for part in bucket.slices)
-    groups = {group: spec.groups[group] for group in dict.fromkeys(members) if group is not None}
+    members = tuple(spec.parameters[part.parameter].param_group for part in bucket.slices)
+    groups = {group: spec.param_groups[group] for group in dict.fromkeys(members) if group is not None}
     return StageSpec(0, spec.optimizers[bucket.optimizer], members, groups)
 
 

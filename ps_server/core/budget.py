@@ -285,13 +285,13 @@ def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = N
     """
     layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
     buckets = [layout[index] for index in indices if 0 <= index < len(layout)]
-    kept = [len(tensors_kept(spec.optimizer_of(index), group)) for index, group in enumerate(spec.groups)]
+    kept = [len(tensors_kept(spec.optimizer_of(index), group)) for index, group in enumerate(spec.param_groups)]
     weights = sum(bucket.nbytes for bucket in buckets)
     optimizer = 0
     for bucket in buckets:
         itemsize = bucket.nbytes // bucket.numel if bucket.numel else 0
         for part in bucket.slices:
-            group = spec.parameters[part.parameter].group
+            group = spec.parameters[part.parameter].param_group
             optimizer += part.length * itemsize * kept[group] if group is not None else 0
     staged = staged_limit or derived_limit(weights, spec.bucket_bytes, max(1, spec.world_size))
     if spec.world_size:  # at most world_size - 1 workers can wait for another one
@@ -300,6 +300,6 @@ def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = N
     if not staged_limit:
         staged += derived_limit(0, 0, max(0, spec.world_size - 1), len(spec.tables))
     slices = sum(len(bucket.slices) for bucket in buckets)
-    objects = len(buckets) * BUCKET_BYTES + slices * SLICE_BYTES + len(spec.groups) * GROUP_BYTES
+    objects = len(buckets) * BUCKET_BYTES + slices * SLICE_BYTES + len(spec.param_groups) * GROUP_BYTES
     weights += sum(bucket.nbytes for bucket in buckets if weight_format(spec.weight_wire, bucket) in BLOCK_FORMATS)
     return JobRoom(weights, optimizer, staged, objects)

@@ -286,14 +286,14 @@ class PushChecker:
         """
         for group, values in groups.items():
             if stage.number == 0:
-                if not 0 <= group < len(self._spec.groups):
-                    raise InvalidRequest(f"expected a group below {len(self._spec.groups)}, got {group}")
+                if not 0 <= group < len(self._spec.param_groups):
+                    raise InvalidRequest(f"expected a group below {len(self._spec.param_groups)}, got {group}")
             elif group not in stage.groups:  # of another bucket
                 continue
             if self._good.has((stage.number, group), values):
                 continue
             if stage.number == 0:
-                registered, name = self._spec.groups[group], self._spec.optimizer_of(group)
+                registered, name = self._spec.param_groups[group], self._spec.optimizer_of(group)
             else:
                 registered, name = stage.groups[group], stage.optimizer
             check_hyper_parameters(name, {**registered, **values})

@@ -28,8 +28,8 @@ def _check_counts(spec: JobSpec, limits: Limits) -> None:
     """Checks the counts first: the other checks take time in proportion to them."""
     if len(spec.parameters) > limits.parameters:
         raise LimitExceeded(f"max-parameters is {limits.parameters}, got a job of {len(spec.parameters)}")
-    if len(spec.groups) > limits.groups:
-        raise LimitExceeded(f"max-groups is {limits.groups}, got a job of {len(spec.groups)} parameter groups")
+    if len(spec.param_groups) > limits.groups:
+        raise LimitExceeded(f"max-groups is {limits.groups}, got a job of {len(spec.param_groups)} parameter groups")
 
 
 def _check_sizes(spec: JobSpec, limits: Limits) -> None:

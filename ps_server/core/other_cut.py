@@ -183,10 +183,10 @@ class OtherCut:
         Raises ValueError for a state that the optimizer does not have, and for one of a slice that no optimizer steps.
         """
         parameter = self._before.parameters[bucket.slices[position].parameter]
-        if parameter.group is None:
+        if parameter.param_group is None:
             raise ValueError(f"{parameter.name} has the state {name} of an optimizer, and none steps it")
         try:
-            is_scalar = is_scalar_state(self._spec.optimizer_of(parameter.group), name)
+            is_scalar = is_scalar_state(self._spec.optimizer_of(parameter.param_group), name)
         except InvalidRequest as error:
             raise ValueError(str(error)) from None
         if not is_scalar and values.shape != (bucket.slices[position].length,):
@@ -271,7 +271,7 @@ def _head(made: _Bucket, spec: JobSpec) -> BucketSnapshot:
     ranks = sorted({rank for each in sources for rank in each.clocks})
     clocks = {rank: min(each.clocks.get(rank, 0) for each in sources) for rank in ranks}
     pushed = {rank: max(each.pushed.get(rank, each.clocks.get(rank, 0)) for each in sources) for rank in ranks}
-    own = {spec.parameters[cut.parameter].group for cut in made.spec.slices}
+    own = {spec.parameters[cut.parameter].param_group for cut in made.spec.slices}
     return BucketSnapshot(
         made.spec.index,
         max((each.version for each in sources), default=0),

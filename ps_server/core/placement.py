@@ -140,7 +140,7 @@ def sized(spec: JobSpec, one_machine: bool, limit: int) -> JobSpec:
         return spec
     # Sizes are bytes on the wire: with half types both ways, a bucket has twice as many bytes as its message.
     wide = 1 if "float32" in (spec.gradient_wire, spec.weight_wire) else 2
-    trained = sum(parameter.nbytes for parameter in spec.parameters if parameter.group is not None)
+    trained = sum(parameter.nbytes for parameter in spec.parameters if parameter.param_group is not None)
     if one_machine:
         size = 2 ** int(math.log2(max(trained // (wide * BUCKETS_OF_ONE_MACHINE), 1)))
         size = min(max(size, DEFAULT_BUCKET_BYTES), MAX_BUCKET_BYTES // wide)

@@ -25,7 +25,7 @@ def check_job_spec(spec: JobSpec, limits: Limits) -> None:
     """
     check_extent(spec, limits)
     checked = set()
-    for index, group in enumerate(spec.groups):
+    for index, group in enumerate(spec.param_groups):
         kind = spec.optimizer_of(index), tuple(sorted(group.items()))
         if kind not in checked:
             check_hyper_parameters(spec.optimizer_of(index), group)

@@ -109,7 +109,9 @@ def export(
                 json.dumps({"optimizer": spec.optimizer, "param_groups": groups}, indent=1)
             )
             if dcp:
-                order = [each.name for group in range(len(groups)) for each in spec.parameters if each.group == group]
+                order = [
+                    each.name for group in range(len(groups)) for each in spec.parameters if each.param_group == group
+                ]
                 kinds = [spec.optimizer_of(group) for group in range(len(groups))]
                 write_folder(model, optimizer, groups, order, kinds, made / "dcp")
     except (OSError, safetensors.SafetensorError) as error:
@@ -279,9 +281,9 @@ def _in_last_stage(
         found[bucket.index] = replace(own, groups={number[group]: used for group, used in own.groups.items()})
     in_stage = replace(
         spec,
-        parameters=tuple(replace(each, group=members.get(index)) for index, each in enumerate(spec.parameters)),
+        parameters=tuple(replace(each, param_group=members.get(index)) for index, each in enumerate(spec.parameters)),
         optimizer=", ".join(dict.fromkeys(stage.optimizer for _, stage in here if stage.groups)),
-        groups=tuple(values[place] for place in sorted(values)),
+        param_groups=tuple(values[place] for place in sorted(values)),
     )
     return in_stage, found
 
@@ -308,10 +310,12 @@ def _gather(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[dict[str, Any]]]:
     """Returns the model's tensors by name, the optimizer's by number and name, and its groups."""
     model = {p.name: torch.zeros(p.numel, dtype=TORCH_DTYPES[p.dtype]) for p in spec.parameters}
-    order = [i for group in range(len(spec.groups)) for i, p in enumerate(spec.parameters) if p.group == group]
+    order = [
+        i for group in range(len(spec.param_groups)) for i, p in enumerate(spec.parameters) if p.param_group == group
+    ]
     number = {parameter: position for position, parameter in enumerate(order)}
     state: dict[str, torch.Tensor] = {}
-    groups: list[dict[str, Any]] = [dict(values) for values in spec.groups]
+    groups: list[dict[str, Any]] = [dict(values) for values in spec.param_groups]
     for bucket in buckets:
         snapshot = snapshots[bucket.index]
         for group, last in snapshot.groups.items():
@@ -332,6 +336,6 @@ def _gather(
             shaped = tensor.reshape(parameter.shape)
             state[key] = whole_of(shaped, parameter.element) if parameter.element else shaped
     for index, values in enumerate(groups):
-        values["params"] = [number[i] for i in order if spec.parameters[i].group == index]
+        values["params"] = [number[i] for i in order if spec.parameters[i].param_group == index]
     shapes = {p.name: p.shape for p in spec.parameters}
     return {name: tensor.reshape(shapes[name]) for name, tensor in model.items()}, state, groups

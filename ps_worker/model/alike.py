@@ -64,7 +64,7 @@ class HeldAlike:
             for index, (parameter, tensor) in each
             if parameter.member != group.member
             and not tensor.is_meta
-            and (parameter.group is not None or parameter.piece is not None or parameter.member)
+            and (parameter.param_group is not None or parameter.piece is not None or parameter.member)
         ]  # frozen whole tensors come from the servers, if the first member has them
         placed = [index for index in self._others if is_sharded(tensors[index])]
         gathered = [json.loads(each) for each in group.gather(json.dumps([self._others, placed]).encode())]
@@ -76,7 +76,7 @@ class HeldAlike:
         self._holders = {index: (spec.parameters[index].member, *others[index]) for index in self._shared}
         group.connect([*self._holders.values()])
         self._hooks: list[RemovableHandle] = []
-        trained = {index for index in self._shared if spec.parameters[index].group is not None}
+        trained = {index for index in self._shared if spec.parameters[index].param_group is not None}
         # Parameters whose gradients no step has compared yet. In local modes not DTensors: the script's gradient may be
         # a partial sum on each process.
         self._unchecked = trained.difference(*(each for _, each in gathered)) if spec.local is not None else {*trained}
@@ -106,7 +106,7 @@ class HeldAlike:
         bases:    in local modes, by parameter of this member, the weights that the round began with; empty: none
         is_first: include parameters that no optimizer steps
         """
-        shared = [i for i in self._shared if is_first or self._spec.parameters[i].group is not None]
+        shared = [i for i in self._shared if is_first or self._spec.parameters[i].param_group is not None]
         if not shared:
             return
         # Before the members meet: a member that has no memory for a package leaves no other one within a broadcast. And
@@ -115,7 +115,7 @@ class HeldAlike:
 
         def contents(bases_differ: bool) -> list[tuple[Members, torch.Tensor]]:
             if bases_differ:
-                trained = [index for index in shared if self._spec.parameters[index].group is not None]
+                trained = [index for index in shared if self._spec.parameters[index].param_group is not None]
                 packages.extend(self._packed(trained, bases, is_base=True))
             return [(each.members, each.content) for each in packages]
 
@@ -147,7 +147,7 @@ class HeldAlike:
             content = torch.empty(sum(self._spec.parameters[i].numel for i in indices), dtype=dtype, device="cpu")
             if members[0] == self._group.member:
                 for index, part in self._parts(indices, content):
-                    tensor, is_trained = self._tensors[index], self._spec.parameters[index].group is not None
+                    tensor, is_trained = self._tensors[index], self._spec.parameters[index].param_group is not None
                     part.copy_(parts_of(bases.get(id(tensor), values(tensor)).detach(), trained=is_trained))
             yield _Package(members, indices, content, is_base)
 
@@ -165,7 +165,7 @@ class HeldAlike:
             whole = whole_of(part, parameter.element)
             if not package.is_base:
                 values(tensor).copy_(whole)
-            if is_base and self._spec.local is not None and parameter.group is not None:
+            if is_base and self._spec.local is not None and parameter.param_group is not None:
                 self.base[id(tensor)] = whole
 
     def go_back(self) -> None:
@@ -271,7 +271,7 @@ def reduced_late(spec: JobSpec, tensors: Sequence[torch.Tensor]) -> str | None:
     there is none. torch itself reduces the gradients of DTensors within backward.
     """
     each = zip(spec.parameters, tensors, strict=True)
-    late = (one.name for one, its in each if one.group is not None and not its.is_meta and not is_sharded(its))
+    late = (one.name for one, its in each if one.param_group is not None and not its.is_meta and not is_sharded(its))
     return next(late, None)
 
 

@@ -88,7 +88,7 @@ class FlatModel:
     def frozen(self) -> dict[int, torch.Tensor]:
         """Returns the tensors that no optimizer steps, by index, without pieces that other members of a group hold."""
         each = enumerate(zip(self.spec.parameters, self._tensors, strict=True))
-        return {index: tensor for index, (spec, tensor) in each if spec.group is None and not tensor.is_meta}
+        return {index: tensor for index, (spec, tensor) in each if spec.param_group is None and not tensor.is_meta}
 
     def release(self) -> None:
         """Ends the session's hold on the model: removes its hooks. The tensors stay in the buffers."""

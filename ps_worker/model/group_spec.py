@@ -80,15 +80,16 @@ def _check_settings(first: JobSpec, spec: JobSpec, member: int) -> None:
     """Raises JobMismatch unless two members of a group describe one job, apart from what they hold: its optimizers are
     the same on both, also where one of them holds nothing of a parameter group."""
     both = f"members 0 and {member} of this worker's group"
-    if len(first.groups) != len(spec.groups):
+    if len(first.param_groups) != len(spec.param_groups):
         raise JobMismatch(
-            f"{both} have {len(first.groups)} and {len(spec.groups)} parameter groups: the optimizer has the same ones "
-            'in all members. One that holds no parameter of a group has {"params": [], ...} for it'
+            f"{both} have {len(first.param_groups)} and {len(spec.param_groups)} parameter groups: the "
+            "optimizer has the same ones in all members. One that holds no parameter of a group has "
+            '{"params": [], ...} for it'
         )
     unlike = difference(replace(first, parameters=()), replace(spec, parameters=()))
     if unlike is not None:
         raise JobMismatch(f"{both} describe unlike jobs: {unlike}")
-    for index, (ours, theirs) in enumerate(zip(first.groups, spec.groups, strict=True)):
+    for index, (ours, theirs) in enumerate(zip(first.param_groups, spec.param_groups, strict=True)):
         name = next((name for name in ours if ours[name] != theirs[name]), None)
         if name is not None:
             raise JobMismatch(

@@ -96,7 +96,7 @@ def _described(
         name="",
         parameters=parameters,
         optimizer=classes[0],
-        groups=tuple(
+        param_groups=tuple(
             hyper_parameters(cls, each)
             for cls, optimizer in zip(classes, optimizers, strict=True)
             for each in optimizer.param_groups
@@ -108,7 +108,7 @@ def _described(
         gradient_wire=options.gradient_wire,
         weight_wire=options.weight_wire,
         more_optimizers=tuple(classes[1:]),
-        group_optimizers=tuple(of_group) if len(classes) > 1 else (),
+        param_group_optimizers=tuple(of_group) if len(classes) > 1 else (),
         tables=described_tables(tables, optimizers),
         local=options.local,
     )
@@ -145,7 +145,7 @@ def _parameters(
         if ranks is not None and is_sharded(tensor):
             piece = piece_of(key, tensor, ranks)
             if piece is not None:
-                parameters.append(replace(piece, group=number, optimizer=optimizer))
+                parameters.append(replace(piece, param_group=number, optimizer=optimizer))
                 tensors.append(tensor if number is not None else local(tensor))
             continue
         if number is not None and not is_trained(key, tensor):

@@ -135,7 +135,7 @@ class _Shared:
 
     @property
     def is_trained(self) -> bool:
-        return any(each.group is not None for each in self.by.values())
+        return any(each.param_group is not None for each in self.by.values())
 
     @property
     def has_one_element(self) -> bool:

@@ -94,12 +94,12 @@ def next_stage(
     classes = _classes(before.spec, owner, names)
     spec = replace(
         before.spec,
-        parameters=tuple(replace(each, group=members.get(i)) for i, each in enumerate(before.spec.parameters)),
+        parameters=tuple(replace(each, param_group=members.get(i)) for i, each in enumerate(before.spec.parameters)),
         optimizer=classes[0],
         more_optimizers=classes[1:],
-        groups=tuple(values),
+        param_groups=tuple(values),
         # By name alone: a group has the class of its own optimizer.
-        group_optimizers=tuple(classes.index(names[i]) if names[i] in classes else 0 for i, _ in groups),
+        param_group_optimizers=tuple(classes.index(names[i]) if names[i] in classes else 0 for i, _ in groups),
     )
     specs = {bucket.index: _spec_of(spec, bucket, number, since) for bucket in layout.buckets if not bucket.frozen}
     return ScriptStage(number, spec, optimizers, groups, owner, since, specs)

@@ -34,8 +34,8 @@ def check_states(spec: JobSpec, states: States) -> None:
     """Raises Unsupported or InvalidRequest for state from which the shards' optimizers could not continue."""
     for index, state in states.items():
         parameter = spec.parameters[index]
-        assert parameter.group is not None
-        name = spec.optimizer_of(parameter.group)
+        assert parameter.param_group is not None
+        name = spec.optimizer_of(parameter.param_group)
         for key, value in state.items():
             shape = tuple(_real(value).shape)
             if not is_scalar_state(name, key) and shape != parameter.shape:
@@ -44,7 +44,7 @@ def check_states(spec: JobSpec, states: States) -> None:
                     f"the optimizer state {key!r} of {parameter.name}: expected shape {parameter.shape}, got "
                     f"{shape}{of_parts}"
                 )
-        missing = required_state(name, spec.groups[parameter.group]) - state.keys()
+        missing = required_state(name, spec.param_groups[parameter.param_group]) - state.keys()
         if state and missing:
             raise Unsupported(
                 f"the optimizer state of {parameter.name} lacks {', '.join(sorted(missing))}, which {name} needs"

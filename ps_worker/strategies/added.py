@@ -152,7 +152,7 @@ class AddedGroups:
         taken, found = self._taken(), []
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             index = self._indices.get(id(parameter))
-            if index is None or index in taken or self._spec.parameters[index].group is not None:
+            if index is None or index in taken or self._spec.parameters[index].param_group is not None:
                 continue
             if is_trained(self._spec.parameters[index].name, parameter):
                 found.append(parameter)
@@ -253,7 +253,7 @@ def checked_group(
                 "add_param_group takes parameters of the models that were handed to prepare, got a tensor of "
                 f"{tuple(parameter.shape)} that is in none of them"
             )
-        if spec.parameters[index].group is not None or index in taken:
+        if spec.parameters[index].param_group is not None or index in taken:
             raise InvalidRequest(
                 f"{spec.parameters[index].name} is in an optimizer already; what another one has had, "
                 "session.prepare(optimizer) hands over"

@@ -174,7 +174,7 @@ class Assignments:
             index = self._indices.get(id(tensor)) if is_sharded(tensor) else self._indices[id(tensor)]
             if index is None:  # nothing of it is in this process
                 continue
-            if self._spec.parameters[index].group is not None:
+            if self._spec.parameters[index].param_group is not None:
                 loaded[index] = state
         check_states(self._spec, loaded)
         self._states = {**(self._states or {}), **loaded}

@@ -89,8 +89,8 @@ def test_a_manifest_of_the_format_before_is_read(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("manifest_of_format_1.json"), folder / "manifest.json")
     manifest = CheckpointStore(tmp_path).manifest("job", "000001")
     spec = job_spec_from_data(manifest.job)
-    assert (spec.optimizers, spec.group_optimizers) == (("SGD", "Adam"), (0, 1))
-    optimizers = [(parameter.name, parameter.group, parameter.optimizer) for parameter in spec.parameters]
+    assert (spec.optimizers, spec.param_group_optimizers) == (("SGD", "Adam"), (0, 1))
+    optimizers = [(parameter.name, parameter.param_group, parameter.optimizer) for parameter in spec.parameters]
     assert optimizers == [("w", 0, 0), ("v", 1, 1), ("count", None, 0)]
     assert job_spec_from_data(job_spec_data(spec)) == spec
 

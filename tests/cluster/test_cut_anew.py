@@ -83,14 +83,14 @@ def test_what_cannot_be_cut_anew_is_refused_by_name_and_leaves_nothing_on_any_sh
     make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     values = ({"lr": 1.0, "momentum": 0.9},)
-    group, store = replace(GROUP, groups=values), CheckpointStore(tmp_path)
+    group, store = replace(GROUP, param_groups=values), CheckpointStore(tmp_path)
     layout = bucket_layout(group.parameters, group.bucket_bytes).buckets
     sizes = {bucket.index: bucket.slices[0].length for bucket in layout if bucket.member}
     states = {index: {0: {"momentum_buffer": torch.ones(size)}} for index, size in sizes.items()}
     write_checkpoint(store, group, [replace(each, state=states.get(each.index, {})) for each in filled(group)])
     cluster = make_cluster(checkpoint_dir=tmp_path, restore=True, lease=LEASE, timing=QUICK)
     with pytest.raises(JobMismatch, match="only some pieces of 'cells' have the optimizer's state 'momentum_buffer'"):
-        RawWorker(cluster.address, replace(PLAIN, groups=values), 0)
+        RawWorker(cluster.address, replace(PLAIN, param_groups=values), 0)
     assert not any(shard.jobs() for shard in cluster.shards)
     with RawWorker(cluster.address, group, 0) as worker:  # nothing is lost
         assert worker.clock == CLOCK

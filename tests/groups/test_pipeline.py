@@ -443,7 +443,7 @@ def test_a_member_may_hold_nothing_that_trains_and_nothing_of_a_group() -> None:
         for model, (first, second) in zip((one, other, more), groups, strict=True)
     ]
     spec, _ = described(*held)[0]
-    assert {each.name: (each.member, each.group) for each in spec.parameters} == {
+    assert {each.name: (each.member, each.param_group) for each in spec.parameters} == {
         "0.weight": (0, 0),
         "0.bias": (0, 0),
         "1.weight": (1, None),

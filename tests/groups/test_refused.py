@@ -296,7 +296,7 @@ class Told:
     ("more", "said"),
     [
         ({"dtype": "bfloat16"}, "dtype is 'float32' and 'bfloat16'"),
-        ({"group": 1}, "group is 0 and 1"),
+        ({"param_group": 1}, "param_group is 0 and 1"),
         ({"piece": PiecePlace((6, 3), (2, 0))}, r"whole_shape=\(4, 3\).* and .*whole_shape=\(6, 3\)"),
     ],
 )

@@ -39,7 +39,7 @@ JOB = JobSpec(
     name="my-job_1.0",
     parameters=(WEIGHT, BIAS, COUNTER),
     optimizer="AdamW",
-    groups=({"lr": 1e-3, "betas": (0.9, 0.999)}, {"lr": 1e-2, "betas": (0.9, 0.999)}),
+    param_groups=({"lr": 1e-3, "betas": (0.9, 0.999)}, {"lr": 1e-2, "betas": (0.9, 0.999)}),
     consistency=Consistency(4),
     bucket_bytes=1024,
     world_size=2,
@@ -80,7 +80,7 @@ def test_a_sound_job_passes(sound: JobSpec) -> None:
         (replace(JOB, name="job\n"), InvalidRequest, "a job's name"),
         (replace(JOB, name="x" * 129), InvalidRequest, "a job's name"),
         (replace(JOB, name="é"), InvalidRequest, "a job's name"),
-        (replace(JOB, groups=()), InvalidRequest, "at least one parameter group, got none"),
+        (replace(JOB, param_groups=()), InvalidRequest, "at least one parameter group, got none"),
         (replace(JOB, parameters=()), InvalidRequest, "at least one parameter that the optimizer steps"),
         (replace(JOB, parameters=(COUNTER,)), InvalidRequest, "at least one parameter that the optimizer steps"),
         (replace(JOB, parameters=(WEIGHT, BIAS, WEIGHT)), InvalidRequest, "unique, got 'layer.weight' twice"),
@@ -106,8 +106,8 @@ def test_a_sound_job_passes(sound: JobSpec) -> None:
         (with_parameter(dtype="int64"), InvalidRequest, "layer.weight: an optimizer steps floating-point"),
         (with_parameter(element="Complex 64"), InvalidRequest, "layer.weight: expected the name of an element type"),
         (with_parameter(element="complex64", shape=()), InvalidRequest, "a last dimension that counts its parts"),
-        (with_parameter(group=2), InvalidRequest, "layer.weight: expected a group below 2, got 2"),
-        (with_parameter(group=-1), InvalidRequest, "layer.weight: expected a group below 2, got -1"),
+        (with_parameter(param_group=2), InvalidRequest, "layer.weight: expected a group below 2, got 2"),
+        (with_parameter(param_group=-1), InvalidRequest, "layer.weight: expected a group below 2, got -1"),
         (with_parameter(shape=(-1,)), InvalidRequest, "layer.weight: expected up to 64 dimensions of 0 to "),
         (
             with_parameter(shape=(1,) * (MAX_DIMENSIONS + 1)),
@@ -138,7 +138,7 @@ def test_a_job_that_contradicts_itself_or_passes_a_limit_is_refused_by_name(
 
 def test_a_learning_rate_that_a_scheduler_moved_makes_no_other_job() -> None:
     assert difference(JOB, replace(JOB)) is None
-    later = replace(JOB, groups=({"lr": 5e-4, "betas": (0.8, 0.9)}, JOB.groups[1]))
+    later = replace(JOB, param_groups=({"lr": 5e-4, "betas": (0.8, 0.9)}, JOB.param_groups[1]))
     assert difference(JOB, later) is None
 
 
@@ -157,8 +157,8 @@ def test_an_element_type_is_compared_where_the_servers_have_kept_it() -> None:
     [
         (with_parameter(shape=(4, 3)), "parameter 'layer.weight' has shape (3, 4) in the registered job and (4, 3) in"),
         (with_parameter(dtype="bfloat16"), "has dtype float32 in the registered job and bfloat16 in this one"),
-        (with_parameter(group=1), "has optimizer group 0 in the registered job and 1 in this one"),
-        (with_parameter(group=None), "has optimizer group 0 in the registered job and None in this one"),
+        (with_parameter(param_group=1), "has optimizer group 0 in the registered job and 1 in this one"),
+        (with_parameter(param_group=None), "has optimizer group 0 in the registered job and None in this one"),
         (replace(JOB, parameters=(WEIGHT, BIAS)), "a parameter 'norm.num_batches_tracked' that this one lacks"),
         (with_parameter(name="new"), "the registered model has a parameter 'layer.weight' that this one lacks"),
         (
@@ -172,13 +172,19 @@ def test_an_element_type_is_compared_where_the_servers_have_kept_it() -> None:
             "the mode is ssp:4 in the registered job and sync, quorum all-1 in this one",
         ),
         (replace(JOB, optimizer="Adam"), "the optimizer is AdamW in the registered job and Adam in this one"),
-        (replace(JOB, groups=JOB.groups[:1]), "the number of optimizer groups is 2 in the registered job and 1"),
+        (
+            replace(JOB, param_groups=JOB.param_groups[:1]),
+            "the number of optimizer groups is 2 in the registered job and 1",
+        ),
         (replace(JOB, bucket_bytes=2048), "the bucket_bytes is 1024 in the registered job and 2048 in this one"),
         (replace(JOB, world_size=0), "the world_size is 2 in the registered job and elastic in this one"),
         (replace(JOB, non_finite=NonFinite.SKIP), "is refuse in the registered job and skip in this one"),
         (replace(JOB, gradient_wire="bfloat16"), "the wire format of gradients is float32 in the registered job"),
         (replace(JOB, weight_wire="float16"), "the wire format of weights is float32 in the registered job"),
-        (replace(JOB, groups=({"lr": 1e-3}, JOB.groups[1])), "hyper-parameter 'betas' of group 0 is known to one"),
+        (
+            replace(JOB, param_groups=({"lr": 1e-3}, JOB.param_groups[1])),
+            "hyper-parameter 'betas' of group 0 is known to one",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -223,14 +229,14 @@ def jobs(draw: st.DrawFn) -> JobSpec:
                 name=draw(NAMES),
                 shape=tuple(draw(st.lists(st.integers(0, 2**63), max_size=4))),
                 dtype=draw(st.sampled_from(list(DATA_TYPES))),
-                group=draw(st.none() | st.integers(0, 2**32 - 1)),
+                param_group=draw(st.none() | st.integers(0, 2**32 - 1)),
                 element=draw(st.sampled_from(["", "complex64", "float8_e4m3fn"])),
                 is_saved=draw(st.booleans()),
             )
             for _ in range(draw(st.integers(0, 3)))
         ),
         optimizer=draw(NAMES),
-        groups=tuple(draw(st.lists(HYPER_PARAMETERS, max_size=3))),
+        param_groups=tuple(draw(st.lists(HYPER_PARAMETERS, max_size=3))),
         consistency=Consistency(draw(staleness), aggregate, *(draw(st.sampled_from(QUORUMS)) if aggregate else ())),
         bucket_bytes=draw(st.integers(0, 2**64 - 1)),
         world_size=draw(st.integers(0, 2**32 - 1)),

@@ -62,7 +62,7 @@ def test_every_element_of_every_parameter_is_in_one_slice(specs: list[ParameterS
         for segment in bucket.slices:
             spec = specs[segment.parameter]
             assert spec.dtype == bucket.dtype
-            assert (spec.group is None) == bucket.frozen
+            assert (spec.param_group is None) == bucket.frozen
             assert layout.offsets[segment.parameter] + segment.start == bucket.start + segment.offset
             covered[segment.parameter].append((segment.start, segment.start + segment.length))
     for index, spec in enumerate(specs):
@@ -97,7 +97,7 @@ def test_buckets_tile_their_spaces_and_slices_do_not_overlap(specs: list[Paramet
 @given(parameters(), BUCKET_BYTES)
 def test_the_layout_depends_on_sizes_and_types_alone(specs: list[ParameterSpec], bucket_bytes: int) -> None:
     renamed = [
-        ParameterSpec(f"other{i}", (spec.numel,), spec.dtype, None if spec.group is None else 0)
+        ParameterSpec(f"other{i}", (spec.numel,), spec.dtype, None if spec.param_group is None else 0)
         for i, spec in enumerate(specs)
     ]
     assert bucket_layout(renamed, bucket_bytes) == bucket_layout(specs, bucket_bytes)

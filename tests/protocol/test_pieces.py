@@ -62,7 +62,7 @@ def test_each_member_has_buckets_of_its_own() -> None:
     assert {bucket.member for bucket in layout.buckets} == {0, 1}
     assert sorted(b.index for each in held.values() for b in each.held) == [b.index for b in layout.buckets]
     assert [part.parameter for bucket in held[1].trained for part in bucket.slices] == [2]
-    assert [GROUP.parameters[0], GROUP.parameters[2]] == [p for p in GROUP.parameters if p.group == 0]
+    assert [GROUP.parameters[0], GROUP.parameters[2]] == [p for p in GROUP.parameters if p.param_group == 0]
     assert held[0].trains(GROUP.parameters[0])
     assert not held[0].trains(GROUP.parameters[2])
     assert layout.trains(GROUP.parameters[2])

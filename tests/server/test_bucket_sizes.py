@@ -211,7 +211,7 @@ def test_a_session_cuts_its_model_as_the_job_has_it(shared: Cluster) -> None:
     plain = torch.optim.SGD(model.parameters(), lr=0.5)
     parameters = (ParameterSpec("weight", (32, 32), "float32", 0),)
     groups = (hyper_parameters("SGD", plain.param_groups[0]),)
-    spec = replace(vector_job("cut", "sync", 0, 1), parameters=parameters, groups=groups, bucket_bytes=1024)
+    spec = replace(vector_job("cut", "sync", 0, 1), parameters=parameters, param_groups=groups, bucket_bytes=1024)
     RawWorker.register(shared.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
     with shared.connect("sync", job="cut") as session:
         before = model.weight.detach().clone()

@@ -23,7 +23,7 @@ FEW = vector_job("job", "async", 64, 0)  # SGD with lr alone, which no script of
 
 def as_a_script_has_it(spec: JobSpec) -> JobSpec:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    return replace(spec, groups=(hyper_parameters("SGD", optimizer.param_groups[0]),))
+    return replace(spec, param_groups=(hyper_parameters("SGD", optimizer.param_groups[0]),))
 
 
 ALL = as_a_script_has_it(FEW)
@@ -32,8 +32,8 @@ ALL = as_a_script_has_it(FEW)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_optimizer_gets_what_torch_gives_it(name: str) -> None:
     optimizer = ELEMENTWISE[name]([torch.zeros(1)], lr=0.25)  # type: ignore[call-arg]
-    completed = with_defaults(replace(FEW, optimizer=name, groups=({"lr": 0.25},)))
-    assert completed.groups == (hyper_parameters(name, optimizer.param_groups[0]),)
+    completed = with_defaults(replace(FEW, optimizer=name, param_groups=({"lr": 0.25},)))
+    assert completed.param_groups == (hyper_parameters(name, optimizer.param_groups[0]),)
     assert with_defaults(completed) == completed
 
 
@@ -42,15 +42,15 @@ def test_jobs_that_name_few_and_all_hyper_parameters_are_equal(
     cluster: OneProcess, first: JobSpec, second: JobSpec
 ) -> None:
     job, created = cluster.coordinator.register_job(first)
-    assert (created, job.spec.groups) == (True, ALL.groups)
+    assert (created, job.spec.param_groups) == (True, ALL.param_groups)
     assert cluster.coordinator.register_job(second) == (job, False)
 
 
 def test_a_value_that_is_given_counts(cluster: OneProcess) -> None:
-    job, _ = cluster.coordinator.register_job(replace(FEW, groups=({"lr": 1.0, "momentum": 0.5},)))
-    assert (job.spec.groups[0]["momentum"], job.spec.groups[0]["dampening"]) == (0.5, 0.0)
+    job, _ = cluster.coordinator.register_job(replace(FEW, param_groups=({"lr": 1.0, "momentum": 0.5},)))
+    assert (job.spec.param_groups[0]["momentum"], job.spec.param_groups[0]["dampening"]) == (0.5, 0.0)
     with pytest.raises(InvalidRequest, match=r"SGD takes .*, got 'rate'"):
-        cluster.coordinator.register_job(replace(FEW, name="other", groups=({"rate": 1.0},)))
+        cluster.coordinator.register_job(replace(FEW, name="other", param_groups=({"rate": 1.0},)))
     with pytest.raises(JobMismatch, match="the optimizer is SGD in the registered job and Adagrad in this one"):
         cluster.coordinator.register_job(replace(FEW, optimizer="Adagrad"))
 
@@ -79,7 +79,7 @@ def test_the_file_of_an_older_coordinator_has_the_same_job(cluster: OneProcess, 
     take_away_what_was_left_out(tmp_path / FILE)
     cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
     job, created = cluster.coordinator.register_job(spec)
-    assert (created, job.spec.groups) == (False, ALL.groups)
+    assert (created, job.spec.param_groups) == (False, ALL.param_groups)
 
 
 @pytest.mark.parametrize("spec", [FEW, ALL])

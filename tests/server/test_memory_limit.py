@@ -188,7 +188,7 @@ def test_rows_that_a_job_has_announced_are_kept_from_later_jobs(monkeypatch: pyt
 
 def test_groups_are_limited_before_they_are_looked_at() -> None:
     groups = tuple({"lr": 0.1 + index} for index in range(DEFAULTS.groups + 1))
-    spec = replace(job_of("SGD", {"lr": 0.1}), groups=groups)
+    spec = replace(job_of("SGD", {"lr": 0.1}), param_groups=groups)
     with pytest.raises(LimitExceeded, match=r"max-groups is 4096, got a job of 4097 parameter groups"):
         check_job_spec(spec, DEFAULTS)
 

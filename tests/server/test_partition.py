@@ -75,7 +75,7 @@ def test_a_push_from_before_the_worker_joined_is_not_taken_for_a_repeat() -> Non
 
 
 def test_what_a_push_leaves_out_stays_as_the_job_has_it() -> None:
-    spec = replace(job_spec(), groups=({"lr": 1.0, "momentum": 0.9, "nesterov": False},))
+    spec = replace(job_spec(), param_groups=({"lr": 1.0, "momentum": 0.9, "nesterov": False},))
     job = JobPartition(spec, [0])
     check(job, push(0, groups={0: {"nesterov": True}}))
     with pytest.raises(InvalidRequest, match="Nesterov"):
@@ -95,11 +95,11 @@ def test_what_needs_state_from_the_first_step_on_cannot_be_switched_on_later(
     optimizer: str, switched: HyperParameters
 ) -> None:
     """torch would fail in the step, on the thread that applies updates for everyone."""
-    job = JobPartition(replace(job_spec(), optimizer=optimizer, groups=({"lr": 0.1},)), [0])
+    job = JobPartition(replace(job_spec(), optimizer=optimizer, param_groups=({"lr": 0.1},)), [0])
     ((name, value),) = switched.items()
     with pytest.raises(InvalidRequest, match=f"{name!r} of {optimizer} cannot be switched on in a running job"):
         check(job, push(0, groups={0: switched}))
-    job = JobPartition(replace(job_spec(), optimizer=optimizer, groups=({"lr": 0.1, **switched},)), [0])
+    job = JobPartition(replace(job_spec(), optimizer=optimizer, param_groups=({"lr": 0.1, **switched},)), [0])
     check(job, push(0, groups={0: {name: type(value)(0)}}))
 
 
@@ -122,7 +122,7 @@ def test_whatever_hyper_parameters_are_let_in_can_be_stepped_with(found: tuple[s
         check_hyper_parameters(optimizer, first)
     except InvalidRequest:
         return
-    job = running(spec=replace(job_spec("async"), optimizer=optimizer, groups=(first,)))
+    job = running(spec=replace(job_spec("async"), optimizer=optimizer, param_groups=(first,)))
     for clock, values in enumerate([{}, *later], 1):
         try:
             command = check(job, push(0, clock, groups={0: values}))

@@ -28,7 +28,7 @@ from tests.tools.raw_worker import vector_job
 
 SECONDS = 30.0
 PEAK = 2.0  # times weights and optimizer state
-SPEC = with_defaults(replace(vector_job("job", "sync", 2**16, 2), optimizer="Adam", groups=({"lr": 0.1},)))
+SPEC = with_defaults(replace(vector_job("job", "sync", 2**16, 2), optimizer="Adam", param_groups=({"lr": 0.1},)))
 LAYOUT = bucket_layout(SPEC.parameters, SPEC.bucket_bytes).buckets
 NAME, RUN = "000001", "1"
 REQUEST = RestoreRequest(SPEC, tuple(range(len(LAYOUT))), NAME, 1, RUN)

@@ -40,7 +40,7 @@ def job_spec(mode: str = "sync", *, bucket_bytes: int = 128, non_finite: NonFini
             ParameterSpec("buffer", (2,), "int64", None),
         ),
         optimizer="SGD",
-        groups=({"lr": 1.0},),
+        param_groups=({"lr": 1.0},),
         consistency=consistency(mode),
         bucket_bytes=bucket_bytes,
         world_size=0,

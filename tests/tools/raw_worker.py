@@ -135,7 +135,7 @@ class RawWorker:
             "worker": self.identity(),
             "clock": clock,
             "buckets": [data_pb2.BucketPush(**pushed)],
-            "groups": [job_pb2.GroupUpdate(group=0, hyper_parameters=hyper_messages(self.spec.groups[0]))],
+            "groups": [job_pb2.GroupUpdate(group=0, hyper_parameters=hyper_messages(self.spec.param_groups[0]))],
         }
         size = self.layout.buckets[bucket].nbytes if bucket < len(self.layout.buckets) else 64
         return data_pb2.PushRequest(
