@@ -18,7 +18,7 @@ from ps_protocol.job import MAX_MESSAGE_BYTES
 from ps_protocol.messages.editions import (
     EditionBucket,
     EditionCall,
-    EditionPart,
+    EditionMessage,
     WeightsAsked,
     WeightsHere,
     read_edition_part,
@@ -42,7 +42,7 @@ _SERVICE = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
 
 
 def receive(
-    parts: Iterable[EditionPart],
+    parts: Iterable[EditionMessage],
     take: Callable[[EditionBucket, int], None],
     alive: Callable[[int, float | None], None],
     place: Callable[[EditionBucket], memoryview | None],
@@ -85,7 +85,7 @@ class JoinedParts:
         """Whether more of a bucket is to come."""
         return self._bucket is not None
 
-    def add(self, part: EditionPart) -> EditionBucket | None:
+    def add(self, part: EditionMessage) -> EditionBucket | None:
         """Returns the bucket of which this is the last part; None: there is none. Raises Damaged."""
         begun = self._bucket
         if part.bucket is None:
@@ -116,7 +116,7 @@ class JoinedParts:
         return bucket._replace(payload=self._memory[:size], payload_bytes=None)
 
 
-def _part(data: bytes) -> EditionPart:
+def _part(data: bytes) -> EditionMessage:
     """Reads a message. Raises Unreadable: a feed goes on after that, and would end with InvalidRequest."""
     try:
         return read_edition_part(*split_message(data))

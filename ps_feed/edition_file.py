@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ps_feed.edition import EditionArrays
 from ps_protocol.layout import DATA_TYPES
-from ps_runtime.downloads import LaterPart, Part
+from ps_runtime.downloads import MadeLater, Part
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -41,12 +41,12 @@ class TensorFile:
         if elements:
             about["element_types"] = json.dumps(elements)
         head: dict[str, object] = {"__metadata__": about}
-        parts: list[Bytes | LaterPart] = []
+        parts: list[Bytes | MadeLater] = []
         at = self.joined_bytes = 0
         for name in names:
             form = saved[name]
             if edition.is_in_pieces(name):
-                parts.append(LaterPart(form.nbytes, partial(_elements, edition, name)))
+                parts.append(MadeLater(form.nbytes, partial(_elements, edition, name)))
                 self.joined_bytes = max(self.joined_bytes, form.nbytes)
             else:
                 parts.append(edition.tensor(name).values.reshape(-1).view(np.uint8))
@@ -60,7 +60,7 @@ class TensorFile:
         text += b" " * (-len(text) % _ALIGNMENT)
         self.parts: Sequence[Part] = [
             memoryview(len(text).to_bytes(8, "little") + text),
-            *(part if isinstance(part, LaterPart) else part.data for part in _joined(parts)),
+            *(part if isinstance(part, MadeLater) else part.data for part in _joined(parts)),
         ]
         self.nbytes = sum(part.nbytes for part in self.parts)
 
@@ -69,14 +69,14 @@ def _elements(edition: EditionArrays, name: str) -> memoryview:
     return edition.tensor(name).values.reshape(-1).view(np.uint8).data
 
 
-def _joined(parts: Sequence[Bytes | LaterPart]) -> list[Bytes | LaterPart]:
+def _joined(parts: Sequence[Bytes | MadeLater]) -> list[Bytes | MadeLater]:
     """Returns the same bytes in fewer pieces: arrays that follow each other in the memory of one are one."""
-    joined: list[Bytes | LaterPart] = []
+    joined: list[Bytes | MadeLater] = []
     for part in parts:
         last = joined[-1] if joined else None
         if not part.nbytes:
             continue
-        if isinstance(part, LaterPart) or last is None or isinstance(last, LaterPart):
+        if isinstance(part, MadeLater) or last is None or isinstance(last, MadeLater):
             joined.append(part)
             continue
         base = part.base

@@ -57,7 +57,7 @@ def nothing_to_do() -> None:
 
 
 @dataclass(frozen=True)
-class LaterPart:
+class MadeLater:
     """Bytes that are made when they are sent, and not kept.
 
     make:  makes all of them
@@ -68,17 +68,17 @@ class LaterPart:
     make: Callable[[], memoryview]
     start: int = 0
 
-    def __getitem__(self, which: slice) -> LaterPart:
+    def __getitem__(self, which: slice) -> MadeLater:
         """Returns some of these bytes, as a memoryview does."""
         start, end, _ = which.indices(self.nbytes)
-        return LaterPart(max(0, end - start), self.make, self.start + start)
+        return MadeLater(max(0, end - start), self.make, self.start + start)
 
     def bytes(self) -> memoryview:
         """Makes all of the bytes."""
         return self.make()[self.start : self.start + self.nbytes]
 
 
-Part = memoryview | LaterPart
+Part = memoryview | MadeLater
 
 
 @dataclass
@@ -282,7 +282,7 @@ def _etags(text: str) -> set[str]:
 
 
 def _bytes_of(part: Part) -> memoryview:
-    return part.bytes() if isinstance(part, LaterPart) else part
+    return part.bytes() if isinstance(part, MadeLater) else part
 
 
 def _piece(parts: Sequence[Part], start: int, end: int) -> list[Part]:

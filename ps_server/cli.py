@@ -105,7 +105,7 @@ def parser() -> CommandLine:
     _add_asking(add)
     _add_export(add)
     _add_plan(add)
-    _add_parts(add)
+    _add_single_servers(add)
     _add_relay(add)
     config = add("config", "print the settings of a command, and where each is from", words="[COMMAND [options]]")
     config.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="and its options [default up]")
@@ -124,7 +124,7 @@ def _add_up(add: Callable[..., CommandLine]) -> None:
     _add_serving(up)
 
 
-def _add_parts(add: Callable[..., CommandLine]) -> None:
+def _add_single_servers(add: Callable[..., CommandLine]) -> None:
     """Adds the commands that start one server of a cluster each."""
     coordinator = add("coordinator", "start the coordinator alone", SHARDS, ADVERTISE, HEALTH_PORT)
     shard = add("shard", "start one shard", INDEX, COORDINATOR, words="--index I [options]")

@@ -33,7 +33,7 @@ from ps_runtime.troubles import Troubles
 from ps_worker.cluster.feeds import RowWatch, shard_addresses
 from ps_worker.config import check, reading_from
 from ps_worker.tables.ahead import flat_ids
-from ps_worker.tables.row_copy import ReadPart, RowCopy, saved_copy
+from ps_worker.tables.row_copy import ReadRowsMessage, RowCopy, saved_copy
 
 log = logging.getLogger("ps_worker")
 
@@ -159,7 +159,7 @@ class _Follower:
             if (watch := self._watch) is not None:
                 watch.cancel()
 
-    def _take(self, part: ReadPart) -> None:
+    def _take(self, part: ReadRowsMessage) -> None:
         self._spoke = time.monotonic()
         copy = self.copy
         if part.begin is not None and (copy is None or copy.begin.dim != part.begin.dim):

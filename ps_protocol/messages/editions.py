@@ -168,7 +168,7 @@ class EditionBucket(NamedTuple):
     sparse: bool = False
 
 
-class EditionPart(NamedTuple):
+class EditionMessage(NamedTuple):
     """One message of an edition: its beginning, a bucket, or more of a payload. With none of these, the message only
     shows that the sender is alive.
 
@@ -310,7 +310,7 @@ def _cast(number: int) -> str:
     return wire_format(number, "wire format of an edition") or "float32"
 
 
-def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
+def write_edition_part(origin: Origin, part: EditionMessage) -> Parts:
     """Writes a PullEditionResponse."""
     age = None if part.age is None else duration(part.age)
     response, payload = feed_pb2.PullEditionResponse(header=origin.header(part.now), age_duration=age), part.more
@@ -332,15 +332,15 @@ def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
     return message_parts(response, payload)
 
 
-def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionPart:
+def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionMessage:
     """Reads a PullEditionResponse."""
     message = parse(feed_pb2.PullEditionResponse, fields)
     now, age = message.header.version, seconds(message.age_duration) if message.HasField("age_duration") else None
     if message.HasField("begin"):
         begin = message.begin
-        return EditionPart(now, EditionBegin(begin.version, begin.timeline, begin.bucket_count), age=age)
+        return EditionMessage(now, EditionBegin(begin.version, begin.timeline, begin.bucket_count), age=age)
     if not message.HasField("bucket"):
-        return EditionPart(now, age=age, more=payload)
+        return EditionMessage(now, age=age, more=payload)
     sent = message.bucket
     bucket = EditionBucket(
         sent.bucket,
@@ -353,4 +353,4 @@ def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionPart:
         BucketPlace(sent.file, sent.offset) if sent.HasField("file") else None,
         sent.sparse,
     )
-    return EditionPart(now, bucket=bucket, age=age)
+    return EditionMessage(now, bucket=bucket, age=age)

@@ -504,7 +504,7 @@ class RoundBegin(NamedTuple):
     initializer: Initializer
 
 
-class FeedPart(NamedTuple):
+class RowsMessage(NamedTuple):
     """A part of a round of a feed.
 
     version: that of the round
@@ -536,7 +536,7 @@ def read_watch(data: bytes) -> RowsWatch:
     return RowsWatch(message.job, message.table, message.cursor, period)
 
 
-def write_feed_part(origin: Origin, part: FeedPart) -> Parts:
+def write_feed_part(origin: Origin, part: RowsMessage) -> Parts:
     """Writes a WatchRowsResponse."""
     response = feed_pb2.WatchRowsResponse(
         header=origin.header(part.version),
@@ -557,7 +557,7 @@ def write_feed_part(origin: Origin, part: FeedPart) -> Parts:
     return message_parts(response, part.payload)
 
 
-def read_feed_part(fields: bytes, payload: Buffer | None) -> FeedPart:
+def read_feed_part(fields: bytes, payload: Buffer | None) -> RowsMessage:
     """Reads a WatchRowsResponse."""
     response = feed_pb2.WatchRowsResponse.FromString(fields)
     begin = None
@@ -565,7 +565,7 @@ def read_feed_part(fields: bytes, payload: Buffer | None) -> FeedPart:
         sent = response.begin
         initializer = row_initializer(sent.initializer, "of the feed")
         begin = RoundBegin(sent.full, sent.version, sent.shard_count, sent.dim, initializer)
-    return FeedPart(
+    return RowsMessage(
         response.header.version,
         begin,
         response.removed_count,

@@ -44,10 +44,10 @@ from ps_server.coordinator.job_workers import JobWorkers
 from ps_server.coordinator.shards import answers_of
 from ps_server.coordinator.worker_states import States, StatesOnDisk, WorkerStates
 from ps_server.core.placement import PlacedJob
-from ps_server.core.snapshot import ShardSnapshot, SnapshotRequest, StoredPart, VersionRange, union
+from ps_server.core.snapshot import ShardSnapshot, SnapshotRequest, StoredFile, VersionRange, union
 from ps_server.core.statistics import CheckpointStatistics
 from ps_server.failpoints import failpoint
-from ps_server.storage.manifest import Manifest, WorkerPart
+from ps_server.storage.manifest import Manifest, WorkerFile
 
 log = logging.getLogger("ps_server")
 
@@ -514,7 +514,7 @@ class CheckpointAttempt:
         job, store, name = self._spec.name, self._store, self._name
         try:
             workers = {
-                rank: WorkerPart(store.write_worker(job, name, rank, state), clock)
+                rank: WorkerFile(store.write_worker(job, name, rank, state), clock)
                 for rank, (clock, state) in states.items()
             }
             manifest = self._manifest(workers, self._without(states))
@@ -560,7 +560,7 @@ class CheckpointAttempt:
         else:
             troubles.over("behind")
 
-    def _manifest(self, workers: Mapping[int, WorkerPart], without: tuple[int, ...]) -> Manifest:
+    def _manifest(self, workers: Mapping[int, WorkerFile], without: tuple[int, ...]) -> Manifest:
         reached = self._reached()
         return Manifest(
             name=self._name,
@@ -581,14 +581,14 @@ class CheckpointAttempt:
         )
 
 
-def _bases(base: Manifest | None, parts: Mapping[int, ShardSnapshot]) -> dict[int, tuple[StoredPart, ...]]:
+def _bases(base: Manifest | None, parts: Mapping[int, ShardSnapshot]) -> dict[int, tuple[StoredFile, ...]]:
     """Returns, by shard, the files that its part builds on, oldest first. base: the checkpoint that the parts may build
     on
     """
     if base is None:
         return {}
     return {
-        index: (*base.bases.get(index, ()), StoredPart(base.name, base.shards[index]))
+        index: (*base.bases.get(index, ()), StoredFile(base.name, base.shards[index]))
         for index, snapshot in sorted(parts.items())
         if snapshot.changes_only
     }

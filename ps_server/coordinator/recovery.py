@@ -22,7 +22,7 @@ from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.shards import RegisteredShard, Shards
 from ps_server.core.placement import PlacedJob
-from ps_server.core.snapshot import RestoreProgress, RestoreRequest, StoredPart, VersionRange
+from ps_server.core.snapshot import RestoreProgress, RestoreRequest, StoredFile, VersionRange
 from ps_server.core.statistics import RecoveryStatistics
 from ps_server.failpoints import failpoint
 from ps_server.storage.checkpoints import PASSED_OVER, last_whole
@@ -196,7 +196,7 @@ class Recovery:
             self._last.pop(job, None)
 
     def _restore_shards(
-        self, job: PlacedJob, shards: list[RegisteredShard], rollback: Rollback, own: Mapping[int, Sequence[StoredPart]]
+        self, job: PlacedJob, shards: list[RegisteredShard], rollback: Rollback, own: Mapping[int, Sequence[StoredFile]]
     ) -> list[VersionRange]:
         def restore(shard: RegisteredShard) -> VersionRange:
             buckets, files, unchanged = tuple(job.buckets_of(shard.index)), tuple(own[shard.index]), 0
@@ -267,7 +267,7 @@ def _check_other_cut(before: JobSpec, spec: JobSpec, manifest: Manifest) -> None
         log.warning(what, spec.name, manifest.name, others)
 
 
-def _own_files(job: PlacedJob, manifest: Manifest, shard: int) -> tuple[StoredPart, ...]:
+def _own_files(job: PlacedJob, manifest: Manifest, shard: int) -> tuple[StoredFile, ...]:
     """Returns a shard's files of a checkpoint on its own disk: the files that the last one builds on, then the last
     one.
 
@@ -276,7 +276,7 @@ def _own_files(job: PlacedJob, manifest: Manifest, shard: int) -> tuple[StoredPa
     """
     part = manifest.shards.get(shard)
     is_own = part is not None and part.disk
-    own = (*manifest.bases.get(shard, ()), StoredPart(manifest.name, part)) if part is not None and is_own else ()
+    own = (*manifest.bases.get(shard, ()), StoredFile(manifest.name, part)) if part is not None and is_own else ()
     holders = {manifest.placement[bucket] for bucket in job.buckets_of(shard) if bucket < len(manifest.placement)}
     if not any(manifest.shards[holder].disk for holder in holders if holder in manifest.shards):
         return own

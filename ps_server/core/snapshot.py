@@ -113,7 +113,7 @@ class VersionRange:
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointFile:
     """One file of a checkpoint.
 
     disk: the name of the shard's own disk that has the file; empty: the file lies beside the manifest
@@ -126,11 +126,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class StoredPart:
+class StoredFile:
     """A file of a checkpoint, with the checkpoint's name."""
 
     checkpoint: str
-    part: Part
+    part: CheckpointFile
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class ShardSnapshot:
     changes_only: of tables the file has only the rows that changed since the file on which it builds
     """
 
-    part: Part
+    part: CheckpointFile
     extent: VersionRange
     held_up: float
     changes_only: bool = False
@@ -257,5 +257,5 @@ class RestoreRequest:
     checkpoint: str
     last_incarnation: int
     run: str = ""
-    own: tuple[StoredPart, ...] = ()
+    own: tuple[StoredFile, ...] = ()
     shards: int = 1

@@ -14,7 +14,7 @@ from typing import Protocol
 from ps_protocol.changes import Change
 from ps_protocol.errors import PSError, anew
 from ps_protocol.handover import MappingOffer
-from ps_protocol.messages.editions import BucketPlace, EditionBegin, EditionPart
+from ps_protocol.messages.editions import BucketPlace, EditionBegin, EditionMessage
 from ps_server.failpoints import failpoint
 from ps_server.relay.kept import KeptEdition
 from ps_server.shard.bucket_messages import BucketMessages
@@ -96,7 +96,7 @@ class RelaySender:
         """Sends a keep-alive message if one is due. For one thread. age: the age of the newest edition"""
         if not self._is_over and now >= self._sign_due:
             self._sign_due = now + SIGN_SECONDS
-            self._outbox.tell(EditionPart(self._source.latest, age=age))
+            self._outbox.tell(EditionMessage(self._source.latest, age=age))
 
     def forget(self) -> None:
         """Forgets the reader: its stream is over."""
@@ -118,8 +118,8 @@ class RelaySender:
         yield Lent(self._about(kept)._replace(begin=begin), None)
         self._lend_next(kept)
 
-    def _about(self, kept: KeptEdition) -> EditionPart:
-        return EditionPart(self._source.latest, age=kept.age())
+    def _about(self, kept: KeptEdition) -> EditionMessage:
+        return EditionMessage(self._source.latest, age=kept.age())
 
     def _lend_next(self, kept: KeptEdition) -> None:
         if self._left:

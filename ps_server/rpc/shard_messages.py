@@ -19,12 +19,12 @@ from ps_server.core.data_commits import Committed
 from ps_server.core.membership import Arrival, Counted
 from ps_server.core.server_figures import RowCounts, ShardFigures, ShardJobFigures, TableFigures, check_worker_figures
 from ps_server.core.snapshot import (
-    Part,
+    CheckpointFile,
     RestoreProgress,
     RestoreRequest,
     ShardSnapshot,
     SnapshotRequest,
-    StoredPart,
+    StoredFile,
     VersionRange,
 )
 from ps_server.core.statistics import ShardJobStatistics, ShardStatistics, Wait
@@ -105,9 +105,9 @@ def shard_snapshot(response: shard_pb2.AwaitSnapshotResponse) -> ShardSnapshot:
     return ShardSnapshot(part(response), versions(response.versions), held_up, response.changes_only)
 
 
-def part(message: shard_pb2.AwaitSnapshotResponse | shard_pb2.ShardFile) -> Part:
+def part(message: shard_pb2.AwaitSnapshotResponse | shard_pb2.ShardFile) -> CheckpointFile:
     """Returns the file of a shard that a message describes."""
-    return Part(message.file, message.size_bytes, message.sha256.hex(), message.disk)
+    return CheckpointFile(message.file, message.size_bytes, message.sha256.hex(), message.disk)
 
 
 def snapshot_message(request: SnapshotRequest) -> shard_pb2.BeginSnapshotRequest:
@@ -156,12 +156,12 @@ def restore_message(request: RestoreRequest) -> shard_pb2.RestoreJobRequest:
 def restore_request(message: shard_pb2.RestoreJobRequest) -> RestoreRequest:
     """Returns the restore that a message requests. Raises InvalidRequest as job_spec."""
     files = [*message.base_files, message.own_file] if message.HasField("own_file") else []
-    own = tuple(StoredPart(file.checkpoint or message.checkpoint, part(file)) for file in files)
+    own = tuple(StoredFile(file.checkpoint or message.checkpoint, part(file)) for file in files)
     at = message.checkpoint, message.last_incarnation, message.run
     return RestoreRequest(job_spec(message.spec), tuple(message.buckets), *at, own, message.shard_count or 1)
 
 
-def _file_message(stored: StoredPart) -> shard_pb2.ShardFile:
+def _file_message(stored: StoredFile) -> shard_pb2.ShardFile:
     """Returns the message of a file on a shard's own disk."""
     return shard_pb2.ShardFile(
         file=stored.part.file,

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from ps_protocol.framing import Buffer
-from ps_protocol.messages.editions import EditionBucket, EditionPart, in_messages
+from ps_protocol.messages.editions import EditionBucket, EditionMessage, in_messages
 from ps_server.shard.outbox import Lent, Outbox
 
 
@@ -26,7 +26,7 @@ class BucketMessages:
         outbox: Outbox,
         bucket: EditionBucket,
         most: int,
-        about: Callable[[], EditionPart],
+        about: Callable[[], EditionMessage],
         then: Callable[[], None],
         copies: bool = False,
     ) -> None:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, Union
 
 from ps_frames.loans import Loan
 from ps_protocol.errors import PSError
-from ps_protocol.messages.editions import EditionPart
+from ps_protocol.messages.editions import EditionMessage
 
 if TYPE_CHECKING:
     from ps_protocol.messages.data import Notice, PulledBucket, PulledState
-    from ps_protocol.messages.rows import FeedPart, PulledRows, PulledTable
+    from ps_protocol.messages.rows import PulledRows, PulledTable, RowsMessage
 
 Answer: TypeAlias = Union[
-    "PulledBucket", "PulledRows", "PulledTable", "PulledState", "FeedPart", EditionPart, "Notice"
+    "PulledBucket", "PulledRows", "PulledTable", "PulledState", "RowsMessage", EditionMessage, "Notice"
 ]  # types in quotes are not imported: they need torch
 
 

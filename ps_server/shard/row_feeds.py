@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
 from ps_protocol.framing import Buffer
-from ps_protocol.messages.rows import FeedPart, RoundBegin, RowsWatch
+from ps_protocol.messages.rows import RoundBegin, RowsMessage, RowsWatch
 from ps_protocol.row_ids import ID_BYTES
 from ps_protocol.tensors import bytes_of, row_codec
 from ps_server.shard.feed_context import FeedContext
@@ -133,13 +133,13 @@ class ShardFeed:
     def _next(self) -> Iterator[Lent]:
         """Makes the next message, and queues the one after it when this one has left."""
         hosted = self._hosted
-        yield Lent(FeedPart() if hosted is None else self._part(*hosted), None)
+        yield Lent(RowsMessage() if hosted is None else self._part(*hosted), None)
 
-    def _part(self, job: HostedJob, table: HostedTable) -> FeedPart:
+    def _part(self, job: HostedJob, table: HostedTable) -> RowsMessage:
         begin = self._begin(job, table) if self._walk is None else None
         walk = self._walk
         if walk is None:  # the feed was ended meanwhile
-            return FeedPart()
+            return RowsMessage()
         codec = row_codec(job.state.spec.weight_wire)
         removed = walk.take_removed(MESSAGE_BYTES // ID_BYTES)  # updates do not wait for it
         pieces: list[list[Buffer]] = [[], []]
@@ -160,7 +160,7 @@ class ShardFeed:
         else:
             self.outbox.lend(self._next)
         content = len(removed), rows, wire_format_of(codec), cursor, payload or None
-        return FeedPart(self._sent_version, begin, *content)
+        return RowsMessage(self._sent_version, begin, *content)
 
     def _begin(self, job: HostedJob, table: HostedTable) -> RoundBegin:
         now = self._clock()

@@ -34,7 +34,14 @@ from ps_server.core.data_commits import Committed
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.membership import Arrival, Counted
 from ps_server.core.server_figures import ShardFigures
-from ps_server.core.snapshot import Part, RestoreProgress, RestoreRequest, ShardSnapshot, Snapshot, SnapshotRequest
+from ps_server.core.snapshot import (
+    CheckpointFile,
+    RestoreProgress,
+    RestoreRequest,
+    ShardSnapshot,
+    Snapshot,
+    SnapshotRequest,
+)
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.feed_bytes import FeedBytes
 from ps_server.shard.feed_context import FeedContext
@@ -316,7 +323,7 @@ class Shard:
 
         saved: dict[int, Saved] = {}  # by table, its version in the file
 
-        def write(checkpoint: str, snapshots: list[Snapshot]) -> Part:
+        def write(checkpoint: str, snapshots: list[Snapshot]) -> CheckpointFile:
             try:
                 part = store.write_shard(job, checkpoint, self._index, snapshots, request.kept)
             except PSError as error:

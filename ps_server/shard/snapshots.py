@@ -22,7 +22,7 @@ from typing import Any
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater, anew
 from ps_runtime.background import note_error
 from ps_server.core.consistency import UpdateRule
-from ps_server.core.snapshot import Part, ShardSnapshot, Snapshot, TableSnapshot, VersionRange, union
+from ps_server.core.snapshot import CheckpointFile, ShardSnapshot, Snapshot, TableSnapshot, VersionRange, union
 from ps_server.core.table_rows import TableRows
 from ps_server.failpoints import failpoint
 from ps_server.shard.threads import Threads
@@ -144,7 +144,7 @@ def begin_copy(
 log = logging.getLogger("ps_server")
 
 # Writes the snapshots of a checkpoint's part and describes the file.
-Write = Callable[[str, list[Snapshot]], Part]
+Write = Callable[[str, list[Snapshot]], CheckpointFile]
 
 
 @dataclass(frozen=True)

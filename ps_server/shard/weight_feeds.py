@@ -25,7 +25,7 @@ from ps_protocol.messages.editions import (
     EditionBegin,
     EditionBucket,
     EditionCall,
-    EditionPart,
+    EditionMessage,
     WeightsAsked,
     WeightsHere,
 )
@@ -231,10 +231,10 @@ class EditionSender:
             self._hand_over(edition)
         except PSError as error:
             self._fail(error)
-            yield Lent(EditionPart(now), None)
+            yield Lent(EditionMessage(now), None)
             return
         begin = EditionBegin(min(trained, default=0), self._source.timeline, len(self._left))
-        yield Lent(EditionPart(now, begin), None)
+        yield Lent(EditionMessage(now, begin), None)
         self._lend_next(edition)
 
     def _hand_over(self, edition: TakenEdition) -> None:
@@ -264,7 +264,7 @@ class EditionSender:
     @contextlib.contextmanager
     def _bucket(self, edition: TakenEdition, piece: Piece) -> Iterator[Lent]:
         failpoint("edition-half-sent")
-        about = partial(EditionPart, lowest(self._source))
+        about = partial(EditionMessage, lowest(self._source))
         try:
             copied = edition.copy(piece)
         except PSError as error:  # it was given up meanwhile
@@ -299,7 +299,7 @@ class EditionSender:
         """Sends a sign of life if one is due, while the edition is not complete. For one thread."""
         if not self._begun and now >= self._sign_due:
             self._sign_due = now + SIGN_SECONDS
-            self.outbox.tell(EditionPart(lowest(self._source)))
+            self.outbox.tell(EditionMessage(lowest(self._source)))
 
     def end(self, error: PSError) -> None:
         """Ends the feed with an error."""

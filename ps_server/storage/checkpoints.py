@@ -39,7 +39,7 @@ from ps_protocol.errors import (
 from ps_protocol.framing import Buffer
 from ps_protocol.layout import BucketSpec
 from ps_server.core.other_cut import OtherCut
-from ps_server.core.snapshot import BucketSnapshot, Part, Snapshot, StoredPart, TableSnapshot, chained
+from ps_server.core.snapshot import BucketSnapshot, CheckpointFile, Snapshot, StoredFile, TableSnapshot, chained
 from ps_server.failpoints import failpoint
 from ps_server.storage.bucket_file import read_into, read_snapshots, snapshot_tensors
 from ps_server.storage.disk import MAX_READ_BYTES, check_readable, pieces
@@ -74,7 +74,7 @@ class Wanted:
     is_base: whether the next file of the list, of the same shard, builds on it
     """
 
-    stored: StoredPart
+    stored: StoredFile
     buckets: Sequence[BucketSpec] = ()
     is_base: bool = False
 
@@ -101,7 +101,7 @@ def last_whole(
     return None
 
 
-def wanted(chain: Sequence[StoredPart], buckets: Sequence[BucketSpec]) -> list[Wanted]:
+def wanted(chain: Sequence[StoredFile], buckets: Sequence[BucketSpec]) -> list[Wanted]:
     """Returns the files to read of one shard: buckets from its last file, rows from all."""
     return [*(Wanted(base, is_base=True) for base in chain[:-1]), Wanted(chain[-1], buckets)]
 
@@ -160,7 +160,7 @@ class CheckpointStore:
 
     def write_shard(
         self, job: str, name: str, index: int, snapshots: Sequence[Snapshot], kept: Collection[str] = ()
-    ) -> Part:
+    ) -> CheckpointFile:
         """Writes a shard's part and flushes it to disk. Raises CheckpointFailed, and then removes the part.
 
         kept: the checkpoints that stay: a shard with a disk of its own first removes its other parts; none: all stay
@@ -176,7 +176,7 @@ class CheckpointStore:
             part = self._write_part(path, _with_failpoint(pieces(chunks), half, "shard-file-half-written"))
             return replace(part, disk=self._own_disk)
 
-    def write_worker(self, job: str, name: str, rank: int, state: bytes) -> Part:
+    def write_worker(self, job: str, name: str, rank: int, state: bytes) -> CheckpointFile:
         """Writes a worker's part and flushes it to disk."""
         path = self.path(job, name) / f"worker-{rank}.state"
         with self._writing(path):
@@ -245,7 +245,7 @@ class CheckpointStore:
                 self._disk.remove(path)
             raise CheckpointFailed(f"{path} cannot be written: {_reason(error)}") from None
 
-    def _write_part(self, path: Path, chunks: Iterable[Buffer]) -> Part:
+    def _write_part(self, path: Path, chunks: Iterable[Buffer]) -> CheckpointFile:
         """Writes a file, flushes it to disk and describes it."""
         digest, size = hashlib.sha256(), 0
 
@@ -257,7 +257,7 @@ class CheckpointStore:
                 yield piece
 
         self._disk.write(path, counted())
-        return Part(path.name, size, digest.hexdigest())
+        return CheckpointFile(path.name, size, digest.hexdigest())
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -306,9 +306,9 @@ class CheckpointStore:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _unreadable(path, error) from None
 
-    def read_worker(self, job: str, name: str, part: Part) -> bytes:
+    def read_worker(self, job: str, name: str, part: CheckpointFile) -> bytes:
         """Returns a worker's state, checked against its checksum."""
-        path = self._path_of_part(job, StoredPart(name, part))
+        path = self._path_of_part(job, StoredFile(name, part))
         try:
             state = self._disk.read(path, MAX_WORKER_BYTES)
         except OSError as error:
@@ -389,10 +389,10 @@ class CheckpointStore:
             if shard not in manifest.shards:
                 raise CheckpointDamaged(f"{self.path(job, manifest.name)} has no part of shard {shard}")
             bases = manifest.bases.get(shard, ()) if shard in tables else ()
-            found += wanted((*bases, StoredPart(manifest.name, manifest.shards[shard])), wanted_here)
+            found += wanted((*bases, StoredFile(manifest.name, manifest.shards[shard])), wanted_here)
         return found
 
-    def _path_of_part(self, job: str, stored: StoredPart) -> Path:
+    def _path_of_part(self, job: str, stored: StoredFile) -> Path:
         """Returns the path of a part, after a check of its kind and length.
 
         Raises CheckpointDamaged if they are wrong, and TryLater if the part is on a disk of another shard.
@@ -428,7 +428,7 @@ def _with_failpoint(chunks: Iterable[memoryview], half: int, name: str) -> Itera
         written += len(piece)
 
 
-def _check_sum(path: Path, present: str, part: Part) -> None:
+def _check_sum(path: Path, present: str, part: CheckpointFile) -> None:
     if present != part.sha256:
         raise CheckpointDamaged(f"{path}: its SHA-256 is not the one in the manifest")
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ps_protocol.convert import job_spec_from_data
-from ps_server.core.snapshot import Part, StoredPart
+from ps_server.core.snapshot import CheckpointFile, StoredFile
 
 FORMAT = 4
 WITHOUT_BASES = 3  # the format of a manifest that names no files of other checkpoints, and of the state file
@@ -22,10 +22,10 @@ READABLE = (1, 2, WITHOUT_BASES, FORMAT)
 
 
 @dataclass(frozen=True)
-class WorkerPart:
+class WorkerFile:
     """A worker's own state: `clock` is how many steps it had finished."""
 
-    part: Part
+    part: CheckpointFile
     clock: int
 
 
@@ -53,8 +53,8 @@ class Manifest:
     mode: str
     clock: int
     placement: tuple[int, ...]
-    shards: Mapping[int, Part]
-    workers: Mapping[int, WorkerPart]
+    shards: Mapping[int, CheckpointFile]
+    workers: Mapping[int, WorkerFile]
     versions: tuple[int, int]
     clocks: Mapping[int, int]
     last_incarnation: int
@@ -62,7 +62,7 @@ class Manifest:
     format: int = WITHOUT_BASES
     written_by: Mapping[str, str] = field(default_factory=dict)
     without: tuple[int, ...] = ()
-    bases: Mapping[int, tuple[StoredPart, ...]] = field(default_factory=dict)
+    bases: Mapping[int, tuple[StoredFile, ...]] = field(default_factory=dict)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -100,13 +100,14 @@ def unsealed(data: dict[str, Any]) -> Manifest:
     data["placement"] = tuple(data["placement"])
     data["versions"] = tuple(data["versions"])
     data["without"] = tuple(data.get("without", ()))  # files of earlier releases lack it
-    data["shards"] = {int(index): Part(**part) for index, part in data["shards"].items()}
+    data["shards"] = {int(index): CheckpointFile(**part) for index, part in data["shards"].items()}
     data["workers"] = {
-        int(rank): WorkerPart(Part(**worker["part"]), worker["clock"]) for rank, worker in data["workers"].items()
+        int(rank): WorkerFile(CheckpointFile(**worker["part"]), worker["clock"])
+        for rank, worker in data["workers"].items()
     }
     data["clocks"] = {int(rank): clock for rank, clock in data["clocks"].items()}
     data["bases"] = {
-        int(index): tuple(StoredPart(stored["checkpoint"], Part(**stored["part"])) for stored in chain)
+        int(index): tuple(StoredFile(stored["checkpoint"], CheckpointFile(**stored["part"])) for stored in chain)
         for index, chain in data.get("bases", {}).items()
     }
     return Manifest(**data)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ps_protocol.errors import InvalidRequest, TryLater
-from ps_server.core.snapshot import Part
+from ps_server.core.snapshot import CheckpointFile
 from ps_server.storage.directory_lock import lock_directory
 from ps_server.storage.disk import MAX_HOLDER_BYTES
 from ps_server.storage.files import Files, RemotePath, files_of
@@ -57,7 +57,7 @@ def disk_name(path: Path, files: Files) -> str | None:
     return name
 
 
-def check_disk(directory: Path, shard: int, part: Part, checkpoint: str, files: Files) -> None:
+def check_disk(directory: Path, shard: int, part: CheckpointFile, checkpoint: str, files: Files) -> None:
     """Raises TryLater, which names the missing disk, if a shard's directory is not on the disk of the file."""
     path = own_directory(directory, shard)
     try:

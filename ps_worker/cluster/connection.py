@@ -40,7 +40,7 @@ from ps_worker.cluster.shared_memory import SharedTransport, share_memory, share
 from ps_worker.cluster.transport import Draft, NetworkTransport, Transport, network_pushers, pullers
 from ps_worker.model.flat import FlatModel
 from ps_worker.tables.ahead import RowsAhead
-from ps_worker.tables.server_rows import FirstRows, TablePart, TableStep
+from ps_worker.tables.server_rows import FirstRows, RowsOfShard, TableStep
 from ps_worker.timeline.clocks import ClockReading
 from ps_worker.timeline.recording import Timeline
 from ps_worker.values import BucketAssignment, PullResult, PushResult
@@ -266,7 +266,7 @@ class Connection:
         self._begin_wait()
         return self._note(self._rows.pull(self.clock, table, ids, out, ends))
 
-    def pull_table(self, table: int, count_only: bool) -> list[Future[TablePart]]:
+    def pull_table(self, table: int, count_only: bool) -> list[Future[RowsOfShard]]:
         """Pulls a table at this clock, from each shard its part. count_only: only the number of rows"""
         return self._note(self._rows.pull_table(self.clock, table, count_only))
 

@@ -19,7 +19,7 @@ from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer
-from ps_worker.tables.row_copy import ReadPart
+from ps_worker.tables.row_copy import ReadRowsMessage
 
 STATUS_SECONDS = 10.0
 _WATCH_ROWS = f"/{feed_pb2.DESCRIPTOR.services_by_name['FeedService'].full_name}/WatchRows"
@@ -58,7 +58,7 @@ class RowWatch:
         self._call: Any = self._channel.unary_stream(_WATCH_ROWS)(request)
         self.is_cancelled = False
 
-    def __iter__(self) -> Iterator[ReadPart]:
+    def __iter__(self) -> Iterator[ReadRowsMessage]:
         try:
             for message in self._call:
                 yield self._part(message)
@@ -74,7 +74,7 @@ class RowWatch:
         self._call.cancel()
         self._channel.close()
 
-    def _part(self, message: bytes) -> ReadPart:
+    def _part(self, message: bytes) -> ReadRowsMessage:
         part = rows.read_feed_part(*split_message(message))
         if part.begin is not None:
             self._dim = part.begin.dim
@@ -86,4 +86,4 @@ class RowWatch:
         ids = np.frombuffer(got, "<i8", part.removed + part.rows).astype(np.int64)
         elements = codec.decode(memoryview(got)[ids.nbytes :], part.rows * self._dim) if part.rows else torch.empty(0)
         values = elements.to(torch.float32).view(part.rows, self._dim)
-        return ReadPart(part.begin, ids[: part.removed], ids[part.removed :], values, part.cursor)
+        return ReadRowsMessage(part.begin, ids[: part.removed], ids[part.removed :], values, part.cursor)

@@ -74,7 +74,7 @@ class RowsBefore:
 
 
 @dataclass(frozen=True)
-class ShardPart:
+class InitialRows:
     """The initial content of a table on one shard.
 
     tensors: the content for all shards, in the form of Table.snapshot
@@ -89,7 +89,7 @@ class ShardPart:
     waiting: torch.Tensor
 
 
-def parts_of(table: FirstRows, job: JobTable, shards: int) -> list[ShardPart]:
+def parts_of(table: FirstRows, job: JobTable, shards: int) -> list[InitialRows]:
     """Returns each shard's part of a table's initial content. If the rows' optimizer is not the job's, they have no
     state.
     """
@@ -97,7 +97,7 @@ def parts_of(table: FirstRows, job: JobTable, shards: int) -> list[ShardPart]:
     if table.given is not None:  # as many as there are: they are sent by `begin_given`
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         beginnings = _given_beginnings(table.given, table.seed, shards)
-        return [ShardPart(beginning, {}, {}, nothing, nothing) for beginning in beginnings]
+        return [InitialRows(beginning, {}, {}, nothing, nothing) for beginning in beginnings]
     columns = row_columns(job.optimizer, job.values, spec.dim, True)
     with_state = columns.keys() <= tensors.keys()
     columns = columns if with_state else row_columns(job.optimizer, job.values, spec.dim, False)
@@ -105,7 +105,7 @@ def parts_of(table: FirstRows, job: JobTable, shards: int) -> list[ShardPart]:
     rows = _places(tensors, "", shards)
     waiting = _places(tensors if spec.admit_after > 1 else {}, "waiting.", shards)  # otherwise no id waits
     return [
-        ShardPart(
+        InitialRows(
             Beginning(version, table.seed, len(rows[at]), len(waiting[at]), with_state),
             tensors,
             columns,
@@ -127,7 +127,7 @@ def _places(tensors: Mapping[str, torch.Tensor], prefix: str, shards: int) -> li
     return [torch.from_numpy(np.ascontiguousarray(order[which])) for which in by_shard(ids[order], shards)]
 
 
-def begin_table(calls: ShardCalls, worker: Identity, table: int, part: ShardPart, ask: bool) -> int | None:
+def begin_table(calls: ShardCalls, worker: Identity, table: int, part: InitialRows, ask: bool) -> int | None:
     """Sends a table's part to its shard. Returns None; or the table's seed, if it had begun there before. Raises
     PSError.
 
@@ -147,7 +147,7 @@ def _send(calls: ShardCalls, message: TablePush) -> tuple[bool, int]:
     return answer.begun, answer.seed
 
 
-def _messages(worker: Identity, table: int, part: ShardPart, ask: bool) -> Iterator[TablePush]:
+def _messages(worker: Identity, table: int, part: InitialRows, ask: bool) -> Iterator[TablePush]:
     begins, first = part.beginning, 0
     if ask or not begins.total:
         yield TablePush(worker, table, begins, 0, 0, 0, not ask, b"")

@@ -36,7 +36,7 @@ from ps_worker.cluster.first_rows import MESSAGE_BYTES, begin_given, begin_table
 from ps_worker.cluster.landing import ExchangeLanding, RowLanding, note_wait
 from ps_worker.cluster.shared_memory import SegmentRange, SharedRows
 from ps_worker.tables.ahead import RowsAhead
-from ps_worker.tables.server_rows import FirstRows, TablePart, TableStep
+from ps_worker.tables.server_rows import FirstRows, RowsOfShard, TableStep
 from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
@@ -374,12 +374,12 @@ class RowTransport:
 
     # -- whole tables ------------------------------------------------------------------------------------------------
 
-    def pull_table(self, clock: int, table: int, count_only: bool) -> list[Future[TablePart]]:
+    def pull_table(self, clock: int, table: int, count_only: bool) -> list[Future[RowsOfShard]]:
         """Pulls a table, from each shard its part. count_only: only the number of rows"""
         request = messages.write_table_pull(TablePull(self._worker, table, clock, count_only))
         return [self._pullers.submit(partial(self._fetch_table, calls, request)) for calls in self._calls.values()]
 
-    def _fetch_table(self, calls: ShardCalls, request: bytes) -> TablePart:
+    def _fetch_table(self, calls: ShardCalls, request: bytes) -> RowsOfShard:
         pieces: list[bytes] = []
         last = PulledTable()
 
@@ -398,7 +398,7 @@ class RowTransport:
 
         calls.stream("PullTable", request, land, begin)
         self._waits.over("rows")
-        return TablePart(b"".join(pieces), last.rows, last.seed)
+        return RowsOfShard(b"".join(pieces), last.rows, last.seed)
 
     @property
     def threads(self) -> list[threading.Thread]:

@@ -17,7 +17,7 @@ from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.participation import Participation, end_last_step
 from ps_worker.metrics import WorkerMetrics, added
 from ps_worker.tables.ahead import RowsAhead
-from ps_worker.tables.server_rows import TablePart
+from ps_worker.tables.server_rows import RowsOfShard
 from ps_worker.values import PullResult
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class RowReads:
         pulls = self._fetched(lambda connection: connection.pull_rows(table, ids, out, ends))
         self._metrics.fetched(added(pull.sizes for pull in pulls))
 
-    def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
+    def pull_table(self, table: int, count_only: bool) -> list[RowsOfShard]:
         """Returns a table's rows at this worker's clock, one part for each shard. count_only: only the
         number of rows
         """

@@ -32,7 +32,7 @@ _BLOCK = 2**16  # rows that are written to a file at a time
 _FORMAT = "ps-torch rows 1"
 
 
-class ReadPart(NamedTuple):
+class ReadRowsMessage(NamedTuple):
     """A message of a round of a feed, decoded: ids [n] of removed rows, ids [m] and values [m, dim] of rows.
 
     begin:  in the round's first message; cursor: in its last one
@@ -76,7 +76,7 @@ class RowCopy:
             out[torch.from_numpy(untrained)] = initial_rows(self.begin.initializer, ids[untrained], self.begin.dim)
         return out
 
-    def take(self, part: ReadPart) -> None:
+    def take(self, part: ReadRowsMessage) -> None:
         """Adds the next message of a round. Raises LimitExceeded if rows do not fit into memory."""
         if part.begin is not None:
             self.begin = part.begin
@@ -170,6 +170,6 @@ def saved_copy(path: Path, about: dict[str, str], memory: int) -> RowCopy:
     copy = RowCopy(RoundBegin(True, version, shards, weights.shape[1], initializer), memory)
     for first in range(0, len(ids), _BLOCK):
         part = slice(first, first + _BLOCK)
-        copy.take(ReadPart(None, np.empty(0, np.int64), ids[part].numpy(), weights[part], b""))
+        copy.take(ReadRowsMessage(None, np.empty(0, np.int64), ids[part].numpy(), weights[part], b""))
     copy.version, copy.cursor = version, bytes.fromhex(known["cursor"])
     return copy

@@ -47,7 +47,7 @@ class TableStep:
 
 
 @dataclass(frozen=True)
-class TablePart:
+class RowsOfShard:
     """The rows of a table on one shard.
 
     content: a safetensors file, with the tensors of Table.snapshot; empty if only the number of rows was requested
@@ -88,7 +88,7 @@ class Servers(Protocol):
         ends: the end of each shard's ids
         """
 
-    def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
+    def pull_table(self, table: int, count_only: bool) -> list[RowsOfShard]:
         """Returns all rows of a table at the worker's clock, of each shard; or only how many there are."""
 
     @property

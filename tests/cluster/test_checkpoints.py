@@ -30,7 +30,7 @@ from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.consistency import Live
 from ps_server.core.dense import Gradient
 from ps_server.core.partition import JobPartition
-from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, union
+from ps_server.core.snapshot import BucketSnapshot, CheckpointFile, VersionRange, union
 from ps_server.core.unit import Bucket
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, optimizer_state_dict
@@ -228,7 +228,7 @@ def test_a_part_of_another_name_is_refused_even_if_the_manifest_says_so(tmp_path
     secret = tmp_path / "secret"
     secret.write_bytes(b"x")
     with pytest.raises(CheckpointDamaged, match="no name of a part"):
-        store.read_worker("job", "000001", Part("../../secret", 1, ""))
+        store.read_worker("job", "000001", CheckpointFile("../../secret", 1, ""))
 
 
 def test_no_name_leads_out_of_the_directory(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ps_protocol.errors import OutOfOrder
-from ps_server.core.snapshot import Part, SnapshotRequest
+from ps_server.core.snapshot import CheckpointFile, SnapshotRequest
 from ps_server.ops import requests
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, until
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_is_all_written_when_its_job_is_set_back_is_none(
     """It would be of a clock that the job comes to only now, perhaps with other workers."""
     write, given_up = CheckpointStore.write_worker, []
 
-    def write_late(store: CheckpointStore, job: str, name: str, rank: int, state: bytes) -> Part:
+    def write_late(store: CheckpointStore, job: str, name: str, rank: int, state: bytes) -> CheckpointFile:
         if not given_up:
             checkpoints = cluster.coordinator.jobs()["job"].checkpoints
             assert checkpoints is not None

@@ -15,7 +15,7 @@ import pytest
 import ps_torch as ps
 from ps_feed.edition import EditionArrays
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, RunEnded, TryLater
-from ps_protocol.messages.editions import EditionCall, EditionPart
+from ps_protocol.messages.editions import EditionCall, EditionMessage
 from ps_server.relay.followed import FollowedJob
 from ps_server.relay.room import EditionRoom
 from tests.tools.cluster import Cluster
@@ -51,12 +51,12 @@ class Reading:
     """An outbox whose reader takes all at once."""
 
     def __init__(self) -> None:
-        self.parts: list[EditionPart] = []
+        self.parts: list[EditionMessage] = []
         self.error: PSError | None = None
         self.is_finished = False
         self._callback: Callable[[], None] = lambda: None
 
-    def tell(self, answer: EditionPart) -> None:
+    def tell(self, answer: EditionMessage) -> None:
         self.parts.append(answer)
 
     def lend(self, lent: Callable[[], Any], is_small: bool = False) -> None:

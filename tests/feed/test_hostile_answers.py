@@ -13,7 +13,7 @@ from ps_protocol.errors import PSError
 from ps_protocol.messages.editions import (
     EditionBegin,
     EditionBucket,
-    EditionPart,
+    EditionMessage,
     WeightsHere,
     read_weights_here,
     write_edition_part,
@@ -53,7 +53,7 @@ def edition(version: int) -> EditionArrays:
 def test_damaged_parts_of_editions_are_refused_or_have_their_checksum() -> None:
     before, chance, came = edition(1), random.Random(1), Counter[str]()
     buckets = [make(index, 2) for index in CONTENTS.buckets for make in (whole, changed, sparse)]
-    parts = [EditionPart(2, bucket=each) for each in buckets] + [EditionPart(2, EditionBegin(2, 0, 4), age=0.5)]
+    parts = [EditionMessage(2, bucket=each) for each in buckets] + [EditionMessage(2, EditionBegin(2, 0, 4), age=0.5)]
     seeds = [bytes(write_edition_part(ORIGIN, part).whole()) for part in parts]
     for _ in range(DAMAGED):
         raw = _damage(chance.choice(seeds), chance.randbytes(3 * chance.randint(1, 3)))

@@ -25,7 +25,7 @@ from ps_protocol.handover import MOST_FILES
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
-from ps_protocol.messages.editions import EditionBucket, EditionPart
+from ps_protocol.messages.editions import EditionBucket, EditionMessage
 from ps_protocol.tensors import bytes_of, tensor_from
 from ps_runtime.memory_files import SharedFile, WrittenFile
 from ps_server.core.limits import Limits
@@ -401,7 +401,7 @@ def test_an_edition_that_is_given_up_leaves_no_file_to_a_reader_that_is_stuck_in
     [edition] = feeding.shard.jobs()["job"].editions._kept
     [memory] = {weakref.ref(each.lies.file.memory) for each in edition._copied.values() if each.lies is not None}
     with stuck.queued.popleft()() as (message, _):  # it does not leave
-        assert isinstance(message, EditionPart)
+        assert isinstance(message, EditionMessage)
         assert message.bucket is not None
         assert bytes(message.bucket.payload) == bytes_of(torch.ones(16)).tobytes()[: part_bytes or None]
         edition.fail(TryLater("given up"))

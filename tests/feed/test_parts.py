@@ -24,7 +24,7 @@ from ps_protocol.messages.editions import (
     EditionBegin,
     EditionBucket,
     EditionCall,
-    EditionPart,
+    EditionMessage,
     in_messages,
     read_edition_call,
     read_edition_part,
@@ -45,10 +45,10 @@ def test_buckets_come_in_messages_as_small_as_a_reader_wants(
     shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, relays: int, changes: bool
 ) -> None:
     monkeypatch.setattr(subscription, "PART_BYTES", LEAST_PART_BYTES)
-    came: list[EditionPart] = []
+    came: list[EditionMessage] = []
 
     class Watched(JoinedParts):
-        def add(self, part: EditionPart) -> EditionBucket | None:
+        def add(self, part: EditionMessage) -> EditionBucket | None:
             came.append(part)
             return super().add(part)
 
@@ -82,19 +82,19 @@ def test_a_call_says_how_large_a_message_may_be_and_not_how_small() -> None:
         assert read_edition_call(write_edition_call(call)) == call._replace(part_bytes=got)
 
 
-def messages(one: EditionBucket, most: int) -> Iterator[EditionPart]:
+def messages(one: EditionBucket, most: int) -> Iterator[EditionMessage]:
     """A bucket in messages, as they travel."""
     first, later = in_messages(one, most)
-    for part in (EditionPart(1, bucket=first), *(EditionPart(1, more=each) for each in reversed(later))):
+    for part in (EditionMessage(1, bucket=first), *(EditionMessage(1, more=each) for each in reversed(later))):
         assert len(part.more or first.payload) <= most
         yield read_edition_part(*split_message(write_edition_part(ORIGIN, part).whole()))
 
 
-def received(arriving: Arriving, *parts: EditionPart, begins: int = len(SIZES)) -> EditionArrays:
+def received(arriving: Arriving, *parts: EditionMessage, begins: int = len(SIZES)) -> EditionArrays:
     def take(one: EditionBucket, timeline: int) -> None:
         arriving.take(one, timeline, "an edition")
 
-    begin = EditionPart(1, EditionBegin(1, 0, begins))
+    begin = EditionMessage(1, EditionBegin(1, 0, begins))
     if not receive((begin, *parts), take, lambda *_: None, arriving.place):
         raise Damaged("cut off")
     return arriving.complete("1", 0)
@@ -137,15 +137,15 @@ def test_parts_that_no_server_sends_are_refused() -> None:
     assert len(first) == 2
     opened = first[0].bucket
     assert opened is not None
-    too_large = EditionPart(1, bucket=opened._replace(payload_bytes=2**40))
-    longer, other = EditionPart(1, more=bytes(25)), opened._replace(payload_bytes=41)
+    too_large = EditionMessage(1, bucket=opened._replace(payload_bytes=2**40))
+    longer, other = EditionMessage(1, more=bytes(25)), opened._replace(payload_bytes=41)
     for parts in (
         [first[1]],
         [first[0], second[0]],
         [first[0], longer],
         [too_large],
-        [EditionPart(1, bucket=other), EditionPart(1, more=b"0")],
-        [first[0], EditionPart(1, more=bytes(24))],  # its checksum is another one
+        [EditionMessage(1, bucket=other), EditionMessage(1, more=b"0")],
+        [first[0], EditionMessage(1, more=bytes(24))],  # its checksum is another one
     ):
         with pytest.raises(Damaged):
             received(Arriving(CONTENTS, None), *parts)

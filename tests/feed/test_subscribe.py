@@ -27,7 +27,7 @@ import ps_torch as ps
 from ps_feed.edition_client import EachShard, KnownShards, ShardReader
 from ps_protocol.changes import Change, encode_change
 from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable, Unsupported
-from ps_protocol.messages.editions import EditionCall, EditionPart, WeightsAsked, read_edition_part
+from ps_protocol.messages.editions import EditionCall, EditionMessage, WeightsAsked, read_edition_part
 from ps_runtime.credentials import PLAINTEXT
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.shard import Shard
@@ -329,7 +329,7 @@ def test_messages_that_can_never_be_read_end_the_wait_with_what_is_wrong(
 ) -> None:
     came: list[Any] = []
 
-    def newer(*message: Any) -> EditionPart:
+    def newer(*message: Any) -> EditionMessage:
         came.append(message)
         if len(came) < 3:
             raise InvalidRequest("unknown wire format 'float4'")
@@ -339,7 +339,7 @@ def test_messages_that_can_never_be_read_end_the_wait_with_what_is_wrong(
     with ps.subscribe(shared.address, job) as feed:
         assert feed.wait_for().version == 0, "it was asked for again"
 
-    def unknown(*message: Any) -> EditionPart:
+    def unknown(*message: Any) -> EditionMessage:
         raise InvalidRequest("unknown wire format 'float4'")
 
     monkeypatch.setattr("ps_feed.edition_client.read_edition_part", unknown)

@@ -15,7 +15,7 @@ from ps_protocol.errors import NotFound, PSError, TryLater
 from ps_protocol.identity import Identity
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_runtime import background
-from ps_server.core.snapshot import BucketSnapshot, Part, RestoreRequest, SnapshotRequest, VersionRange
+from ps_server.core.snapshot import BucketSnapshot, CheckpointFile, RestoreRequest, SnapshotRequest, VersionRange
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_is_given_up_during_a_copy_writes_nothing() -> None:
         task.abandon()
         return BucketSnapshot(index, 0, {}, torch.zeros(1), {}, {})
 
-    def write(name: str, copied: object) -> Part:
+    def write(name: str, copied: object) -> CheckpointFile:
         written.append(copied)
         raise AssertionError
 

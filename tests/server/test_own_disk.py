@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ps_protocol.errors import InvalidRequest, TryLater
-from ps_server.core.snapshot import Part
+from ps_server.core.snapshot import CheckpointFile
 from ps_server.storage.disk import MAX_READ_BYTES, Disk
 from ps_server.storage.own_disk import FILE, check_disk, own_directory, take_own_disk
 
@@ -34,7 +34,7 @@ def test_a_disk_whose_name_cannot_be_read_keeps_it(tmp_path: Path) -> None:
         taken(tmp_path, SickDisk())
     assert taken(tmp_path, Disk()) == name
     with pytest.raises(TryLater, match=rf"is on disk {name}, and .*\.disk cannot be read: Input/output error"):
-        check_disk(tmp_path, 0, Part("shard-0.safetensors", 1, "", name), "000001", SickDisk())
+        check_disk(tmp_path, 0, CheckpointFile("shard-0.safetensors", 1, "", name), "000001", SickDisk())
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"disk": 1}', b'{"disk": "../other"}'])

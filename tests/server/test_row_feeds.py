@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater, UnknownWorker
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
-from ps_protocol.messages.rows import FeedPart, RowPushKind, RowsPush, RowsWatch
+from ps_protocol.messages.rows import RowPushKind, RowsMessage, RowsPush, RowsWatch
 from ps_protocol.modes import Consistency
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_server.shard.metrics import ShardMetrics
@@ -50,7 +50,7 @@ class Reader:
         self.queued: deque[Callable[[], AbstractContextManager[Lent]]] = deque()
         self.error: PSError | None = None
         self.rows: dict[int, list[float]] = {}
-        self.parts: list[FeedPart] = []
+        self.parts: list[RowsMessage] = []
         self.close: Callable[[], None] = lambda: None
 
     def lend(self, lent: Callable[[], AbstractContextManager[Lent]], is_small: bool = False) -> None:
@@ -62,10 +62,10 @@ class Reader:
     def on_close(self, callback: Callable[[], None]) -> None:
         self.close = callback
 
-    def take(self) -> FeedPart:
+    def take(self) -> RowsMessage:
         """Takes one message, as the gRPC stream makes it."""
         with self.queued.popleft()() as (part, _):
-            assert isinstance(part, FeedPart)
+            assert isinstance(part, RowsMessage)
         self.parts.append(part)
         payload = part.payload or b""
         assert len(payload) <= MESSAGE_BYTES
@@ -78,7 +78,7 @@ class Reader:
         self.rows |= dict(zip(ids[part.removed :].tolist(), values.tolist(), strict=True))
         return part
 
-    def round(self) -> list[FeedPart]:
+    def round(self) -> list[RowsMessage]:
         """Takes all messages of a round."""
         first = len(self.parts)
         while not self.take().cursor:
@@ -261,7 +261,7 @@ def test_feeds_end_with_their_job(feeding: Feeding) -> None:
     reader = feeding.watch()
     feeding.shard.jobs()["job"].end_feeds(UnknownWorker("rolled back: join again"))
     assert isinstance(reader.error, TryLater), "a reader joins nothing"
-    assert reader.take() == FeedPart(0), "what was queued brings nothing of a table that is gone"
+    assert reader.take() == RowsMessage(0), "what was queued brings nothing of a table that is gone"
 
 
 def takes_at_once(lock: Any) -> bool:
@@ -297,7 +297,7 @@ def test_half_types_travel_as_the_jobs_weights_do() -> None:
     feeding.train(np.arange(10))
     queued = feeding.watch().queued
     with queued.popleft()() as (part, _):
-        assert isinstance(part, FeedPart)
+        assert isinstance(part, RowsMessage)
         assert part.wire_format == "bfloat16"
         assert part.payload is not None
         assert len(part.payload) == 10 * (8 + 2 * DIM)

@@ -19,7 +19,7 @@ from ps_server.shard.row_feeds import ShardFeed
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.cluster.feeds import RowWatch, shard_addresses
 from ps_worker.row_feed import RowFeed
-from ps_worker.tables.row_copy import ReadPart, RowCopy, saved_copy
+from ps_worker.tables.row_copy import ReadRowsMessage, RowCopy, saved_copy
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.rollbacks import QUICK
@@ -267,10 +267,12 @@ def begin(full: bool = True, version: int = 1) -> RoundBegin:
 def test_a_full_copy_leaves_what_was_there_readable_until_its_end() -> None:
     def part(
         *ids: int, begins: RoundBegin | None = None, removed: tuple[int, ...] = (), cursor: bytes = b""
-    ) -> ReadPart:
+    ) -> ReadRowsMessage:
         numbers = torch.tensor(ids, dtype=torch.int64)
         gone = torch.tensor(removed, dtype=torch.int64).numpy()
-        return ReadPart(begins, gone, numbers.numpy(), numbers[:, None].float().expand(-1, 2).contiguous(), cursor)
+        return ReadRowsMessage(
+            begins, gone, numbers.numpy(), numbers[:, None].float().expand(-1, 2).contiguous(), cursor
+        )
 
     copy = RowCopy(begin(), 2**20)
     copy.take(part(1, 2, 3, begins=begin(), cursor=b"a"))

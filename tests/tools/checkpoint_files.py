@@ -9,9 +9,9 @@ import torch
 from ps_protocol.convert import job_spec_data
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, bucket_layout
-from ps_server.core.snapshot import BucketSnapshot, Part
+from ps_server.core.snapshot import BucketSnapshot, CheckpointFile
 from ps_server.storage.checkpoints import CheckpointStore
-from ps_server.storage.manifest import Manifest, WorkerPart
+from ps_server.storage.manifest import Manifest, WorkerFile
 
 CLOCK = 3
 RUN = "1"
@@ -26,7 +26,7 @@ def filled(spec: JobSpec, value: float = 1.0) -> list[BucketSnapshot]:
 
 
 def manifest_of(
-    spec: JobSpec, name: str, part: Part, clock: int = CLOCK, workers: Mapping[int, WorkerPart] | None = None
+    spec: JobSpec, name: str, part: CheckpointFile, clock: int = CLOCK, workers: Mapping[int, WorkerFile] | None = None
 ) -> Manifest:
     """Returns the manifest of a sync job whose buckets are all on shard 0, which wrote this part."""
     return Manifest(
@@ -64,7 +64,7 @@ def write_checkpoint(
     assert store.begin(spec.name, name)
     part = store.write_shard(spec.name, name, 0, snapshots)
     saved = {rank: store.write_worker(spec.name, name, rank, state) for rank, state in (states or {}).items()}
-    workers = {rank: WorkerPart(part, CLOCK) for rank, part in saved.items()}
+    workers = {rank: WorkerFile(part, CLOCK) for rank, part in saved.items()}
     manifest = manifest_of(spec, name, part, workers=workers)
     store.commit(spec.name, manifest)
     return manifest

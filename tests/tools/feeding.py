@@ -20,7 +20,7 @@ from ps_protocol.handover import MappingOffer
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
-from ps_protocol.messages.editions import EditionBucket, EditionCall, EditionPart, WeightsAsked, WeightsHere
+from ps_protocol.messages.editions import EditionBucket, EditionCall, EditionMessage, WeightsAsked, WeightsHere
 from ps_protocol.tensors import bytes_of, tensor_from
 from ps_server.core.feed_figures import FeedFigures
 from ps_server.shard.metrics import ShardMetrics
@@ -43,7 +43,7 @@ class Reader:
         self.close: Callable[[], None] = lambda: None
 
     def tell(self, answer: Answer) -> None:
-        assert isinstance(answer, EditionPart)
+        assert isinstance(answer, EditionMessage)
         assert answer.begin is None
         assert answer.bucket is None
         self.signs += 1
@@ -68,9 +68,9 @@ class Reader:
         self.close()
         return buckets
 
-    def take(self) -> EditionPart:
+    def take(self) -> EditionMessage:
         with self.queued.popleft()() as (part, _):
-            assert isinstance(part, EditionPart)
+            assert isinstance(part, EditionMessage)
         return part
 
     def edition(self, dtype: str = "float32") -> tuple[int, list[float]]:
