@@ -23,7 +23,7 @@ import torch
 from ps_protocol.errors import LimitExceeded
 from ps_tables.entries import BLOCK, Entries
 from ps_tables.numbers import Numbers
-from ps_tables.places import Fill, Places, Versions
+from ps_tables.places import Fill, RowPositions, Versions
 from ps_tables.row_arrays import RowArray, RowNumbers, reserved
 
 Records = npt.NDArray[np.float32]  # [n, elements of a record]
@@ -66,7 +66,7 @@ class _Column:
         self._places.read(rows, {self._name: out})
 
 
-class WithFile(Places):
+class WithFile(RowPositions):
     """Maps the number of each row to its position, in memory or in a file. Most rows may be in the file.
 
     arrays:    by name, memory for the rows

@@ -31,7 +31,7 @@ class Column(Protocol):
         """Copies rows, by their numbers: see RowArray.read."""
 
 
-class Places(ABC):
+class RowPositions(ABC):
     """Maps the numbers of rows, which Entries assigns, to positions in memory. Optimizers work on rows by their
     positions.
 
@@ -98,7 +98,7 @@ class Places(ABC):
         return 0
 
 
-class InMemory(Places):
+class InMemory(RowPositions):
     """All rows are in memory, and the position of a row is its number."""
 
     def __init__(self, arrays: Mapping[str, RowArray], capacity: int) -> None:

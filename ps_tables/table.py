@@ -30,7 +30,7 @@ from ps_tables.copies import CopiedColumn, EntriesCopy, TableCopy
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
 from ps_tables.optimizing_rows import row_optimizer
-from ps_tables.places import InMemory, Places
+from ps_tables.places import InMemory, RowPositions
 from ps_tables.removed import RemovedIds
 from ps_tables.row_arrays import RowArray, RowNumbers
 
@@ -105,7 +105,7 @@ class Table:
         self._weights = RowArray(capacity, spec.dim)
         self._optimizer = row_optimizer(optimizer, values, capacity, spec.dim)
         arrays = self._in_memory()
-        self._places: Places = InMemory(arrays, capacity)
+        self._places: RowPositions = InMemory(arrays, capacity)
         if beyond is not None:
             self._places = WithFile(arrays, capacity, beyond.in_memory, beyond.file)
         self._candidates = Candidates(spec.admit_after, capacity, salt) if spec.admit_after > 1 else None

@@ -127,7 +127,7 @@ class EditionCall(NamedTuple):
     sparse: bool = False
 
 
-class BucketPlace(NamedTuple):
+class BucketOffset(NamedTuple):
     """The position of a bucket's elements in memory that a relay has handed over: the file, and the offset in it in
     bytes.
     """
@@ -164,7 +164,7 @@ class EditionBucket(NamedTuple):
     payload: Buffer
     base: int | None = None
     payload_bytes: int | None = None
-    lies: BucketPlace | None = None
+    lies: BucketOffset | None = None
     sparse: bool = False
 
 
@@ -350,7 +350,7 @@ def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionMessage:
         b"" if payload is None else payload,
         sent.base_version if sent.HasField("base_version") else None,
         sent.payload_bytes or None,
-        BucketPlace(sent.file, sent.offset) if sent.HasField("file") else None,
+        BucketOffset(sent.file, sent.offset) if sent.HasField("file") else None,
         sent.sparse,
     )
     return EditionMessage(now, bucket=bucket, age=age)

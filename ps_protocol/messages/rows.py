@@ -233,7 +233,7 @@ def read_table_pushed(data: bytes) -> TablePushed:
 # -- pulls -------------------------------------------------------------------------------------------------------------
 
 
-class PullPlaces(NamedTuple):
+class PullOffsets(NamedTuple):
     """The offsets of a pull's ids and rows in the worker's segment for rows.
 
     ids:      the offset of the ids; id_count: their number
@@ -257,7 +257,7 @@ class RowsPull:
     table: int
     clock: int
     payload: Buffer
-    places: PullPlaces | None = None
+    places: PullOffsets | None = None
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def write_pull(pull: RowsPull) -> Parts:
     return message_parts(request, pull.payload if pull.places is None else None)
 
 
-def _name_places(request: rows_pb2.PullRowsRequest | rows_pb2.ExchangeRowsRequest, places: PullPlaces | None) -> None:
+def _name_places(request: rows_pb2.PullRowsRequest | rows_pb2.ExchangeRowsRequest, places: PullOffsets | None) -> None:
     if places is not None:
         request.ids_in_segment.offset, request.row_count = places.ids, places.id_count
         request.rows_in_segment.offset = places.rows
@@ -291,20 +291,20 @@ def read_pull(data: Request) -> RowsPull:
 
 def _places(
     request: rows_pb2.PullRowsRequest | rows_pb2.ExchangeRowsRequest, payload: Buffer | None
-) -> PullPlaces | None:
+) -> PullOffsets | None:
     if request.HasField("ids_in_segment"):
         if payload is not None or not request.HasField("rows_in_segment"):
             got = "no place for its rows" if payload is None else f"a payload of {len(payload)} bytes"
             raise InvalidRequest(
                 f"a pull names places in the segment for both its ids and its rows, and has no payload, got {got}"
             )
-        return PullPlaces(request.ids_in_segment.offset, request.row_count, request.rows_in_segment.offset)
+        return PullOffsets(request.ids_in_segment.offset, request.row_count, request.rows_in_segment.offset)
     if request.HasField("rows_in_segment") or request.row_count:
         raise InvalidRequest("expected rows_in_segment and row_count only with ids_in_segment, got one without")
     return None
 
 
-def write_exchange(push: RowsPush, places: PullPlaces | None) -> Parts:
+def write_exchange(push: RowsPush, places: PullOffsets | None) -> Parts:
     """Writes an ExchangeRowsRequest: a push whose rows are in the segment, and a pull of rows of the same table.
 
     places: as in RowsPull; None: a pull of no rows

@@ -126,7 +126,7 @@ def waiting_threads(pool: int) -> int:
     return max(1, min(_FEW, pool // 8))
 
 
-class RequestPlaces(Generic[C]):
+class RequestSlots(Generic[C]):
     """The places of one kind of request. A call is any hashable value.
 
     Principals take turns, then the hosts of each principal, then the connections of each host: the next place goes to

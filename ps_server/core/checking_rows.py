@@ -23,7 +23,7 @@ from ps_protocol.tensors import PLAIN, Cast, row_codec
 from ps_server.core.checking import GradientChecks
 from ps_server.core.commands import AssignRows, BeginRows, StageRows
 from ps_server.core.data_commits import check_ranges
-from ps_server.core.placement import Place
+from ps_server.core.placement import TableShare
 from ps_server.core.sums import GoodValues
 from ps_tables.beginning import decoded, row_columns
 from ps_tables.contributions import RowGradients, RowValues
@@ -48,7 +48,7 @@ class RowChecker:
     norm_limit: the largest L2 norm of the gradient in one push
     """
 
-    def __init__(self, spec: JobSpec, place: Place, first: int, norm_limit: float = math.inf) -> None:
+    def __init__(self, spec: JobSpec, place: TableShare, first: int, norm_limit: float = math.inf) -> None:
         self.place, self.first = place, first
         self._spec, self._gradients = spec, GradientChecks(spec, norm_limit)
         self._codec = row_codec(spec.gradient_wire)

@@ -42,7 +42,7 @@ from ps_server.core.consistency import Add, Live, Step, UpdateRule, update_rule
 from ps_server.core.data_commits import DataCommits
 from ps_server.core.dense import DenseBucket, Gradient
 from ps_server.core.membership import Counted, check_incarnation, wrong_key
-from ps_server.core.placement import Place
+from ps_server.core.placement import TableShare
 from ps_server.core.server_figures import TableFigures, reported
 from ps_server.core.shard_table import ShardTable
 from ps_server.core.snapshot import VersionRange, union
@@ -76,7 +76,7 @@ class JobPartition:
         staged_limit: int | None = None,
         norm_limit: float = math.inf,
         principals: PrincipalBudget | None = None,
-        place: Place | None = None,
+        place: TableShare | None = None,
     ) -> None:
         """staged_limit: bytes that may be staged on this shard. Past it, pushes raise Backlogged, unless an update
         waits for them. None: the bytes of this shard's weights, or two buckets for each worker if that is more.
@@ -84,7 +84,7 @@ class JobPartition:
         principals: the budget of each principal, over all jobs; None: unlimited.
         place: this shard's number among the shards of the job's tables, and its room for them; None: it is the only
         shard."""
-        layout, place = bucket_layout(spec.parameters, spec.bucket_bytes), place or Place()
+        layout, place = bucket_layout(spec.parameters, spec.bucket_bytes), place or TableShare()
         indices = list(indices)
         check_buckets(layout, indices)
         self.spec, self.layout = spec, layout

@@ -64,7 +64,7 @@ def imbalance(sizes: Sequence[int], placement: Sequence[int], shard_count: int) 
 
 
 @dataclass(frozen=True)
-class Place:
+class TableShare:
     """A shard's number among the shards that share each table, and its memory and disk for each table.
 
     shard, shards: the shard's number, and the count of shards

@@ -15,7 +15,7 @@ from ps_server.core.budget import StagingRoom
 from ps_server.core.commands import AssignRows, BeginRows, PushCommand, Staged, StageRows, UnitCommand
 from ps_server.core.consistency import NOT_BEGUN, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits
-from ps_server.core.placement import Place
+from ps_server.core.placement import TableShare
 from ps_server.core.server_figures import TableFigures
 from ps_server.core.snapshot import TableSnapshot
 from ps_server.core.table_rows import RowsContribution, TableRows, beyond_memory, table_size
@@ -140,7 +140,7 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
         index: int,
         spec: JobTable,
         rule: UpdateRule[RowsContribution],
-        place: Place,
+        place: TableShare,
         room: StagingRoom,
         data: DataCommits,
     ) -> None:

@@ -18,7 +18,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import shards_of
 from ps_protocol.stage_spec import StageSpec
 from ps_server.core.data_commits import Committed, in_all
-from ps_server.core.placement import Place
+from ps_server.core.placement import TableShare
 from ps_tables.increments import merged
 
 # By the slice's position in its bucket, the optimizer's state of that slice: name -> tensor.
@@ -184,7 +184,7 @@ def chained(parts: list[TableSnapshot]) -> TableSnapshot:
     return replace(last, tensors=merged(chain))
 
 
-def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
+def joined(parts: Sequence[TableSnapshot], place: TableShare) -> TableSnapshot:
     """Returns the rows that belong to this shard, from the snapshots of all former shards. Their number may differ.
 
     If the parts are of different versions (ssp, async), each row keeps the time since it was last trained. Leased data

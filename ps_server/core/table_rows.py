@@ -10,7 +10,7 @@ import torch
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.row_ids import Ids
 from ps_protocol.tables import MAX_ROWS, JobTable, TableSpec
-from ps_server.core.placement import Place
+from ps_server.core.placement import TableShare
 from ps_server.core.server_figures import RowCounts
 from ps_server.core.sums import NamedValues, ValuesInUse
 from ps_tables.changed_rows import Changes
@@ -217,7 +217,7 @@ class TableSize:
     in_file: int = 0
 
 
-def table_size(table: JobTable, place: Place) -> TableSize:
+def table_size(table: JobTable, place: TableShare) -> TableSize:
     """Returns how large a table may become: its share of max_rows, as far as memory and a file can hold it.
 
     If ids wait for admission, memory must hold as many of these as rows.
@@ -238,7 +238,7 @@ def table_size(table: JobTable, place: Place) -> TableSize:
     return TableSize(rows, left // record, memory, min(rows, place.file_bytes // record))
 
 
-def beyond_memory(table: JobTable, size: TableSize, place: Place) -> Beyond | None:
+def beyond_memory(table: JobTable, size: TableSize, place: TableShare) -> Beyond | None:
     """Returns the file for the rows that do not fit into memory; None: all fit."""
     if not size.in_file or place.open_file is None:
         return None

@@ -14,7 +14,7 @@ from typing import Protocol
 from ps_protocol.changes import Change
 from ps_protocol.errors import PSError, anew
 from ps_protocol.handover import MappingOffer
-from ps_protocol.messages.editions import BucketPlace, EditionBegin, EditionMessage
+from ps_protocol.messages.editions import BucketOffset, EditionBegin, EditionMessage
 from ps_server.failpoints import failpoint
 from ps_server.relay.kept import KeptEdition
 from ps_server.shard.bucket_messages import BucketMessages
@@ -138,7 +138,7 @@ class RelaySender:
         sent, base = kept.bucket(index), self._bases.get(index)
         size, about = len(sent.payload), partial(self._about, kept)
         if self._files is not None:
-            lies = BucketPlace(self._files[kept.arrays.contents.buckets[index].space], kept.offset(index))
+            lies = BucketOffset(self._files[kept.arrays.contents.buckets[index].space], kept.offset(index))
             yield Lent(about()._replace(bucket=sent._replace(payload=b"", lies=lies)), None)
             self._source.sent(0, size)
             self._lend_next(kept)

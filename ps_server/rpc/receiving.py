@@ -13,7 +13,7 @@ from functools import partial
 from ps_frames.frames import nothing
 from ps_frames.server import CallBroken, ServerCall
 from ps_protocol.errors import TryLater
-from ps_server.core.admission import AdmissionChanges, Origin, RequestKind, RequestLimits, RequestPlaces
+from ps_server.core.admission import AdmissionChanges, Origin, RequestKind, RequestLimits, RequestSlots
 
 # Of methods by name; all others are quick.
 KINDS = {
@@ -69,7 +69,7 @@ class Receiving:
     def __init__(self, kinds: Mapping[RequestKind, RequestLimits], waits: Callable[[], None] = nothing) -> None:
         self._on_wait = waits
         self._lock = threading.Lock()
-        self._kinds = {kind: RequestPlaces[_Call](limits) for kind, limits in kinds.items()}
+        self._kinds = {kind: RequestSlots[_Call](limits) for kind, limits in kinds.items()}
         self._was_broken_off = False
 
     def waits(self) -> int:
@@ -141,7 +141,7 @@ class Receiving:
         was, self._was_broken_off = self._was_broken_off, False
         return was
 
-    def _ask(self, kind: RequestPlaces[_Call], call: _Call, origin: Origin) -> bool:
+    def _ask(self, kind: RequestSlots[_Call], call: _Call, origin: Origin) -> bool:
         """Asks for a place. Returns whether the decision is made; if not, `on_decision` is called later."""
         with self._lock:
             decided = _decide(kind.ask(call, origin, time.monotonic()))
@@ -152,7 +152,7 @@ class Receiving:
         return is_decided
 
     @contextlib.contextmanager
-    def _placed(self, kind: RequestPlaces[_Call], call: _Call) -> Iterator[None]:
+    def _placed(self, kind: RequestSlots[_Call], call: _Call) -> Iterator[None]:
         try:
             yield
         except CallBroken:
@@ -161,12 +161,12 @@ class Receiving:
         finally:
             self._leave(kind, call)
 
-    def _leave(self, kind: RequestPlaces[_Call], call: _Call) -> None:
+    def _leave(self, kind: RequestSlots[_Call], call: _Call) -> None:
         with self._lock:
             decided = _decide(kind.leave(call, time.monotonic()))
         _tell(decided)
 
-    def _give_up(self, kind: RequestPlaces[_Call], call: _Call) -> None:
+    def _give_up(self, kind: RequestSlots[_Call], call: _Call) -> None:
         """Ends the wait of a call whose caller has gone. A call that got its place meanwhile gives it back itself."""
         with self._lock:
             if call.is_admitted:
@@ -174,7 +174,7 @@ class Receiving:
             decided = _decide(kind.leave(call, time.monotonic()))
         _tell(decided)
 
-    def _refusal(self, kind: RequestPlaces[_Call], origin: Origin) -> Refused:
+    def _refusal(self, kind: RequestSlots[_Call], origin: Origin) -> Refused:
         with self._lock:
             return Refused(kind.held_seconds(origin, time.monotonic()))
 

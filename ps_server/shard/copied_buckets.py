@@ -44,7 +44,7 @@ class EditionFile(NamedTuple):
     failed: Callable[[NotShared], None]
 
 
-class FilePlace(NamedTuple):
+class FileOffset(NamedTuple):
     """Where a piece lies in a file, in bytes."""
 
     file: EditionFile
@@ -79,7 +79,7 @@ class CopiedBucket:
     lies:        where it does
     """
 
-    def __init__(self, bucket: Bucket, dtype: str, place: FilePlace | None = None) -> None:
+    def __init__(self, bucket: Bucket, dtype: str, place: FileOffset | None = None) -> None:
         """The caller keeps the bucket from being stepped."""
         (version, weights), codec = bucket.shown(), PLAIN[dtype]
         self.index, self.version, self.is_trained = bucket.index, version, bucket.is_trained
@@ -105,7 +105,7 @@ class CopiedBucket:
         return zlib.crc32(self.payload)
 
 
-def _is_written(weights: torch.Tensor, codec: Cast, place: FilePlace) -> bool:
+def _is_written(weights: torch.Tensor, codec: Cast, place: FileOffset) -> bool:
     """Writes elements to their place. Returns False where the file gets no memory: they have to lie elsewhere."""
     step = weights.numel() if weights.dtype == codec.torch_dtype else _CONVERTED_BYTES // codec.torch_dtype.itemsize
     offset = place.offset
@@ -129,7 +129,7 @@ class EditionFiles:
 
     def __init__(self, specs: Callable[[int], BucketSpec], new: NewFiles[WrittenFile]) -> None:
         self._specs, self._new = specs, new
-        self._places: dict[Piece, FilePlace] = {}
+        self._places: dict[Piece, FileOffset] = {}
         self._files = 0
 
     def add(self, pieces: Set[Piece]) -> None:
@@ -151,10 +151,10 @@ class EditionFiles:
             self._files += 1
             file, offset = EditionFile(memory, frozenset(sizes), self._new.failed), 0
             for piece, size in sizes.items():
-                self._places[piece] = FilePlace(file, offset, size)
+                self._places[piece] = FileOffset(file, offset, size)
                 offset += size
 
-    def place(self, piece: Piece) -> FilePlace | None:
+    def place(self, piece: Piece) -> FileOffset | None:
         """Returns where a piece is to be copied to; None: into memory of its own."""
         return self._places.get(piece)
 

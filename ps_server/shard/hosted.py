@@ -41,7 +41,7 @@ from ps_runtime.troubles import Troubles
 from ps_server.core.budget import JobRoom, PrincipalBudget, room_for
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.partition import JobPartition, check_buckets
-from ps_server.core.placement import Place
+from ps_server.core.placement import TableShare
 from ps_server.core.snapshot import RestoreProgress, RestoreRequest, VersionRange
 from ps_server.failpoints import failpoint
 from ps_server.shard.hosted_job import HostedJob
@@ -168,7 +168,7 @@ class Restores:
 _SALT = secrets.randbits(62)  # of the indices of tables: ids that share slots cannot be chosen
 
 
-class TablePlaces:
+class TableBudgets:
     """Divides a shard's memory and files among the tables of a job.
 
     index: the index of the shard
@@ -179,7 +179,7 @@ class TablePlaces:
     def __init__(self, index: int, limit: int | None = None, files: RowFiles | None = None) -> None:
         self._index, self._limit, self._files = index, limit, files
 
-    def place(self, tables: int, shards: int, free: int) -> Place:
+    def place(self, tables: int, shards: int, free: int) -> TableShare:
         """Returns the memory and disk that each of a job's tables may use on this shard.
 
         tables: the number of the job's tables
@@ -188,8 +188,8 @@ class TablePlaces:
         """
         memory = max(0, free // 2 if self._limit is None else min(free, self._limit)) // max(1, tables)
         if self._files is None or not tables:
-            return Place(self._index, shards, memory, _SALT)
-        return Place(self._index, shards, memory, _SALT, self._files.free_bytes() // tables, self._files.open)
+            return TableShare(self._index, shards, memory, _SALT)
+        return TableShare(self._index, shards, memory, _SALT, self._files.free_bytes() // tables, self._files.open)
 
 
 log = logging.getLogger("ps_server")
@@ -215,9 +215,9 @@ class HostedJobs:
         threads: Threads,
         pulls: Pulls,
         metrics: ShardMetrics,
-        tables: TablePlaces | None = None,
+        tables: TableBudgets | None = None,
     ) -> None:
-        self._tables = tables or TablePlaces(index)
+        self._tables = tables or TableBudgets(index)
         self._index, self._limits, self._principals = index, limits, principals
         self._threads, self._pulls, self._metrics = threads, pulls, metrics
         self.jobs: dict[str, HostedJob] = {}  # by name; changed under the lock, and read without it

@@ -31,7 +31,7 @@ from ps_protocol.errors import (
 from ps_protocol.framing import Buffer
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
-from ps_protocol.messages.rows import PullPlaces, RowsPull, RowsPush
+from ps_protocol.messages.rows import PullOffsets, RowsPull, RowsPush
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES
 from ps_protocol.segment_layout import MAX_ROW_BYTES, PAGE_BYTES, RowMemory, SegmentMap, pushed_bytes, segment_plan
 from ps_protocol.tensors import Cast
@@ -305,7 +305,7 @@ class HostedJob:
         here[:head] = there[:head]
         return PushedRows(here.data, copy_numbers(there[head:].view(np.float32), here[head:].view(np.float32)))
 
-    def pulled(self, pull: RowsPull, places: PullPlaces, memory: RowMemory) -> tuple[Buffer, torch.Tensor]:
+    def pulled(self, pull: RowsPull, places: PullOffsets, memory: RowMemory) -> tuple[Buffer, torch.Tensor]:
         """Reads a pull from the worker's segment. Returns a copy of its ids, and the memory in the segment for their
         rows: [n, dim].
         """

@@ -45,7 +45,7 @@ from ps_server.core.snapshot import (
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.feed_bytes import FeedBytes
 from ps_server.shard.feed_context import FeedContext
-from ps_server.shard.hosted import HostedJobs, TablePlaces
+from ps_server.shard.hosted import HostedJobs, TableBudgets
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import Outbox
@@ -109,7 +109,7 @@ class Shard:
         self._updates = Updates(self._threads, self._pulls, metrics, clock)
         self._pushes = Pushes(metrics, self._pulls, self._updates, shared_directory)
         limits = staged_limit, norm_limit
-        tables = TablePlaces(index, table_limit, row_files)
+        tables = TableBudgets(index, table_limit, row_files)
         self._hosted = HostedJobs(index, limits, self.principals, self._threads, self._pulls, metrics, tables)
         feeds = FeedContext(self._hosted, clock, wake, feed_limit, FeedBytes(feed_bytes))
         self.feeds, self.weight_feeds = RowFeeds(feeds), WeightFeeds(feeds, shared_directory)

@@ -21,7 +21,7 @@ from ps_protocol.handover import MappingOffer
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.editions import (
-    BucketPlace,
+    BucketOffset,
     EditionBegin,
     EditionBucket,
     EditionCall,
@@ -248,7 +248,7 @@ class EditionSender:
         if numbers is None:
             return
         for piece, (name, offset) in shared.lies.items():
-            copied, place = copies[piece], BucketPlace(numbers[name], offset)
+            copied, place = copies[piece], BucketOffset(numbers[name], offset)
             # Nobody needs a checksum of memory that is shared, and to compute it takes long.
             sent = EditionBucket(copied.index, copied.version, copied.wire_format, 0, b"", lies=place)
             self._lies[piece] = sent, len(copied.payload)

@@ -33,7 +33,7 @@ from ps_protocol.stage_spec import first_stage
 from ps_protocol.tables import TableSpec
 from ps_protocol.tensors import TORCH_DTYPES, whole_of
 from ps_server.core.other_cut import OtherCut
-from ps_server.core.placement import Place
+from ps_server.core.placement import TableShare
 from ps_server.core.snapshot import BucketSnapshot, TableSnapshot, joined
 from ps_server.storage.any_type import load_any, save_any
 from ps_server.storage.changed_tensors import changed_tensors
@@ -250,7 +250,7 @@ def _read(store: CheckpointStore, job: str, name: str) -> Found:
     if cut is not None:
         for index, tensor in changed.items():
             cut.take_changed(index, tensor)
-    tables = [joined(each, Place()) for each in parts.values()]
+    tables = [joined(each, TableShare()) for each in parts.values()]
     spec = _with_seeds(spec, tables)
     rows: dict[str, Rows] = {
         table.rows.name: in_order(dict(each.tensors)) for table, each in zip(spec.tables, tables, strict=True)

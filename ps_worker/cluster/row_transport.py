@@ -23,7 +23,7 @@ from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.messages import rows as messages
-from ps_protocol.messages.rows import PulledTable, PullPlaces, RowPushKind, RowsPull, RowsPush, TablePull
+from ps_protocol.messages.rows import PulledTable, PullOffsets, RowPushKind, RowsPull, RowsPush, TablePull
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, Which, by_shard
 from ps_protocol.segment_layout import aligned, pulled_bytes, pushed_bytes
 from ps_protocol.tables import assigned_bytes
@@ -353,7 +353,7 @@ class RowTransport:
         return peer, message.whole(), rows, asked.dim, self._weights, asked.land, shared, self._waits
 
     @staticmethod
-    def _put_ids(asked: _Asked, room: SegmentRange | None) -> tuple[PullPlaces | None, torch.Tensor | None]:
+    def _put_ids(asked: _Asked, room: SegmentRange | None) -> tuple[PullOffsets | None, torch.Tensor | None]:
         """Writes ids to shared memory. Returns the offsets of ids and rows, and the memory for the rows; None: use
         messages.
         """
@@ -363,7 +363,7 @@ class RowTransport:
         place = room.take(asked.size)
         rows = place + ID_BYTES * count
         room.memory.array(place, count, np.int64)[:] = asked.ids
-        return PullPlaces(place, count, rows), room.memory.rows(rows, count, asked.dim)
+        return PullOffsets(place, count, rows), room.memory.rows(rows, count, asked.dim)
 
     def _place_on(self, shard: int, room: SegmentRange | None) -> SegmentRange | None:
         """Returns `room` if the shard has mapped the segment, otherwise None."""

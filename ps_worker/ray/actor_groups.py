@@ -24,7 +24,7 @@ import ray
 from ps_launch.restarts import Restarts
 from ps_protocol.errors import FinishedWithout, InvalidRequest, JobFinished, PSError
 from ps_runtime.quantities import counted, ranges
-from ps_worker.ray.deployment import MemberPlace, WorkerProcess, WorkerSettings
+from ps_worker.ray.deployment import GroupRank, WorkerProcess, WorkerSettings
 from ps_worker.ray.server_actors import ParameterServer, asked_status, error_text, free_address
 
 log = logging.getLogger("ps_worker")
@@ -183,7 +183,7 @@ class ActorGroups:
                     self._await(group, self._train(actor), partial(self._found.__setitem__, (group, each)))
 
         for member, actor in enumerate(self._actors[group]):
-            place = MemberPlace(member, self._members, address)
+            place = GroupRank(member, self._members, address)
             answer = actor.__ray_call__.remote(_apply, self._settings, (group, self._groups), place)
             self._await(group, answer, partial(has, member))
 
@@ -316,7 +316,7 @@ def _meeting(actor: object) -> str:
     return free_address()
 
 
-def _apply(actor: object, settings: WorkerSettings, place: tuple[int, int], member: MemberPlace) -> WorkerProcess:
+def _apply(actor: object, settings: WorkerSettings, place: tuple[int, int], member: GroupRank) -> WorkerProcess:
     """Runs in each member."""
     return settings.apply(*place, member=member)
 

@@ -109,7 +109,7 @@ class WorkerProcess:
 
 
 @dataclass(frozen=True)
-class MemberPlace:
+class GroupRank:
     """The place of a process in a group: several processes that are one worker.
 
     member:  which of them it is, from 0
@@ -150,7 +150,7 @@ class WorkerSettings:
             raise InvalidRequest(f"mode {self.mode} has no servers: use sync, ssp:K or async")
 
     def apply(
-        self, rank: int | None = None, world_size: int | None = None, *, member: MemberPlace | None = None
+        self, rank: int | None = None, world_size: int | None = None, *, member: GroupRank | None = None
     ) -> WorkerProcess:
         """Sets the PS_* variables of this process, so that `ps_torch.connect()` and the frameworks find them.
 

@@ -27,7 +27,7 @@ from ps_feed.mapping import HandedOver, Handover
 from ps_protocol.errors import Forbidden, NotShared, TryLater
 from ps_protocol.handover import MOST_FILES, SOCKET_PREFIX, MappingOffer
 from ps_protocol.layout import ParameterSpec, PiecePlace
-from ps_protocol.messages.editions import BucketPlace, EditionBucket
+from ps_protocol.messages.editions import BucketOffset, EditionBucket
 from ps_runtime import memory_files
 from ps_runtime.local_sockets import listen, reach
 from ps_runtime.memory_files import MemoryFile
@@ -442,7 +442,7 @@ def test_a_bucket_that_lies_elsewhere_is_refused() -> None:
     memory = np.ones(size, np.uint8)
 
     def at(index: int, offset: int) -> EditionBucket:
-        return EditionBucket(index, 1, "", 0, b"", lies=BucketPlace(0, offset))
+        return EditionBucket(index, 1, "", 0, b"", lies=BucketOffset(0, offset))
 
     second = contents.buckets[1].start * 4
     wrong: tuple[Callable[[Arriving], None], ...] = (

@@ -21,7 +21,7 @@ from ps_server.core.admission import (
     WINDOW_BYTES,
     RequestKind,
     RequestLimits,
-    RequestPlaces,
+    RequestSlots,
     request_limits,
 )
 from ps_server.core.limits import Limits
@@ -34,18 +34,18 @@ PLACES, WAITING = 3, 8
 GIVEN = RequestLimits(PLACES, WAITING, seconds=30.0, patience=10.0)
 
 
-def ask(admission: RequestPlaces[str], call: str, now: float = 0.0) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def ask(admission: RequestSlots[str], call: str, now: float = 0.0) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Asks for a call such as "a.host.1.x", whose principal, host and connection stand in its name."""
     changes = admission.ask(call, tuple(call.split(".")[:3]), now)
     return changes.admitted, changes.refused
 
 
-def leave(admission: RequestPlaces[str], call: str, now: float = 0.0) -> tuple[str, ...]:
+def leave(admission: RequestSlots[str], call: str, now: float = 0.0) -> tuple[str, ...]:
     return admission.leave(call, now).admitted
 
 
 def test_places_are_given_out_until_there_are_none() -> None:
-    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
+    admission: RequestSlots[str] = RequestSlots(GIVEN)
     assert [ask(admission, f"a.h.1.{n}") for n in range(4)] == [((f"a.h.1.{n}",), ()) for n in range(3)] + [((), ())]
     assert (admission.received, admission.waiting) == (3, 1)
     assert leave(admission, "a.h.1.1") == ("a.h.1.3",)
@@ -54,7 +54,7 @@ def test_places_are_given_out_until_there_are_none() -> None:
 
 @pytest.mark.parametrize("other", ["b.h.1.x", "a.other.1.x", "a.h.2.x"])
 def test_another_principal_host_or_connection_comes_next_however_many_wait(other: str) -> None:
-    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
+    admission: RequestSlots[str] = RequestSlots(GIVEN)
     for n in range(PLACES + 5):
         ask(admission, f"a.h.1.{n}")
     ask(admission, other)
@@ -63,7 +63,7 @@ def test_another_principal_host_or_connection_comes_next_however_many_wait(other
 
 
 def test_many_hosts_of_one_principal_have_one_turn() -> None:
-    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
+    admission: RequestSlots[str] = RequestSlots(GIVEN)
     for n in range(PLACES + 4):
         ask(admission, f"a.h{n}.1.x")
     for n in range(2):
@@ -73,7 +73,7 @@ def test_many_hosts_of_one_principal_have_one_turn() -> None:
 
 
 def test_the_last_place_is_for_another_while_there_is_another() -> None:
-    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
+    admission: RequestSlots[str] = RequestSlots(GIVEN)
     ask(admission, "b.h.1.x")
     leave(admission, "b.h.1.x")
     assert [bool(ask(admission, f"a.h.1.{n}", 1.0)[0]) for n in range(3)] == [True, True, False]
@@ -84,7 +84,7 @@ def test_the_last_place_is_for_another_while_there_is_another() -> None:
 
 
 def test_where_too_many_wait_the_last_of_the_most_is_refused() -> None:
-    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
+    admission: RequestSlots[str] = RequestSlots(GIVEN)
     for n in range(PLACES + WAITING):
         assert not ask(admission, f"a.h.1.{n}")[1]
     assert ask(admission, "b.h.1.x")[1] == (f"a.h.1.{PLACES + WAITING - 1}",)
@@ -93,7 +93,7 @@ def test_where_too_many_wait_the_last_of_the_most_is_refused() -> None:
 
 
 def test_a_place_is_given_back_when_its_time_is_over_or_another_has_waited() -> None:
-    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
+    admission: RequestSlots[str] = RequestSlots(GIVEN)
     for n in range(PLACES):
         ask(admission, f"a.h.1.{n}", float(n))
     assert admission.overdue(29.0) == []
@@ -104,7 +104,7 @@ def test_a_place_is_given_back_when_its_time_is_over_or_another_has_waited() -> 
 
 
 def test_a_time_shorter_than_the_patience_with_others_holds_too() -> None:
-    admission: RequestPlaces[str] = RequestPlaces(RequestLimits(PLACES, WAITING, seconds=1.0, patience=10.0))
+    admission: RequestSlots[str] = RequestSlots(RequestLimits(PLACES, WAITING, seconds=1.0, patience=10.0))
     ask(admission, "a.h.1.x")
     assert admission.overdue(0.9) == []
     assert admission.overdue(1.0) == ["a.h.1.x"]
@@ -112,7 +112,7 @@ def test_a_time_shorter_than_the_patience_with_others_holds_too() -> None:
 
 @pytest.mark.parametrize("flood", ["a.h.1.", "a.other.1."])
 def test_no_flood_of_one_principal_has_the_request_of_another_broken_off(flood: str) -> None:
-    admission: RequestPlaces[str] = RequestPlaces(RequestLimits(2, WAITING, seconds=30.0, patience=1.0))
+    admission: RequestSlots[str] = RequestSlots(RequestLimits(2, WAITING, seconds=30.0, patience=1.0))
     ask(admission, "b.h.1.x")
     ask(admission, "a.h.1.first")
     for n in range(WAITING):
@@ -126,7 +126,7 @@ CALLS = st.lists(st.tuples(st.booleans(), st.sampled_from("abc"), st.sampled_fro
 
 @given(CALLS)
 def test_every_call_is_received_waits_or_was_refused(events: list[tuple[bool, str, str, str]]) -> None:
-    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
+    admission: RequestSlots[str] = RequestSlots(GIVEN)
     received: list[str] = []
     waiting: list[str] = []
     for number, (leaves, *origin) in enumerate(events):
@@ -174,7 +174,7 @@ def test_a_smaller_budget_has_second_places_of_exchanges_and_large_requests_befo
 
 def test_one_that_had_no_turn_for_longest_comes_next() -> None:
     """Those that ask all the time would otherwise stand before each that asks now and then."""
-    admission: RequestPlaces[str] = RequestPlaces(RequestLimits(1, 50, seconds=30.0, patience=10.0))
+    admission: RequestSlots[str] = RequestSlots(RequestLimits(1, 50, seconds=30.0, patience=10.0))
     for n in range(3):
         for name in "abc":
             ask(admission, f"{name}.h.1.{n}")
@@ -185,7 +185,7 @@ def test_one_that_had_no_turn_for_longest_comes_next() -> None:
 
 
 def test_a_refusal_is_kept_back_from_whom_a_request_was_broken_off_lately() -> None:
-    admission: RequestPlaces[str] = RequestPlaces(RequestLimits(1, 50, seconds=30.0, patience=1.0))
+    admission: RequestSlots[str] = RequestSlots(RequestLimits(1, 50, seconds=30.0, patience=1.0))
     ask(admission, "a.h.1.0")
     ask(admission, "b.h.1.0")
     assert admission.held_seconds(("a", "h", "1"), 1.0) == 0.0
@@ -276,7 +276,7 @@ def enters(limits: CallLimits, method: str, call: Any) -> None:
 )
 def test_requests_that_are_never_whole_keep_no_other_principal_waiting(kind: RequestKind, attackers: int) -> None:
     """In turns of a twentieth of a second, as the server looks: each attacker has ten requests that never end."""
-    admission: RequestPlaces[str] = RequestPlaces(request_limits(Limits(), is_shard=True)[kind])
+    admission: RequestSlots[str] = RequestSlots(request_limits(Limits(), is_shard=True)[kind])
     received: set[str] = set()
     waits: list[float] = []
     asked, names = 0.0, iter(range(1_000_000))
@@ -309,7 +309,7 @@ def test_requests_that_are_never_whole_keep_no_other_principal_waiting(kind: Req
 
 
 def test_one_whose_request_was_broken_off_breaks_off_none_of_another_principal() -> None:
-    admission: RequestPlaces[str] = RequestPlaces(RequestLimits(2, WAITING, seconds=30.0, patience=1.0))
+    admission: RequestSlots[str] = RequestSlots(RequestLimits(2, WAITING, seconds=30.0, patience=1.0))
     ask(admission, "a.h.1.x")
     assert admission.overdue(30.0) == ["a.h.1.x"]
     leave(admission, "a.h.1.x", 30.0)

@@ -18,7 +18,7 @@ from ps_protocol.tables import Beginning, Initializer, JobTable, TableSpec
 from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot, Staged
 from ps_server.core.consistency import Add
 from ps_server.core.partition import JobPartition
-from ps_server.core.placement import Place
+from ps_server.core.placement import TableShare
 from ps_tables.beginning import encoded, row_columns
 from ps_tables.initial import initial_rows
 from ps_tables.sizes import index_bytes, record_bytes
@@ -46,7 +46,7 @@ def running(mode: str = "async", table: JobTable = TABLE, bytes_: int = 2**20) -
     rule = parse_mode(mode)
     assert rule is not None
     spec = JobSpec("job", (), "SGD", ({"lr": 1.0},), rule, 64, 2, tables=(table,))
-    job = JobPartition(spec, [], place=Place(0, 1, bytes_))
+    job = JobPartition(spec, [], place=TableShare(0, 1, bytes_))
     for rank in range(2):
         job.execute(AddWorker(rank, rank + 1, 0))
     return job

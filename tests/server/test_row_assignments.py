@@ -23,7 +23,7 @@ from ps_protocol.v1 import rows_pb2
 from ps_server.core.commands import AddWorker, RemoveWorker, Staged
 from ps_server.core.consistency import Add
 from ps_server.core.partition import JobPartition
-from ps_server.core.placement import Place
+from ps_server.core.placement import TableShare
 
 DIM, RATE = 2, 1.0
 ALL = np.arange(200)
@@ -36,7 +36,7 @@ def running(mode: str = "sync", workers: int = 1, limit: int | None = None, **ro
     rule = parse_mode(mode)
     assert rule is not None
     spec = JobSpec("job", (), "SGD", ({"lr": 1.0},), rule, 64, 2, tables=(table,))
-    job = JobPartition(spec, [], limit, math.inf, place=Place(0, 2, 2**20))
+    job = JobPartition(spec, [], limit, math.inf, place=TableShare(0, 2, 2**20))
     for rank in range(workers):
         job.execute(AddWorker(rank, rank + 1, 0))
     return job

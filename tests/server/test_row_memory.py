@@ -15,7 +15,7 @@ from ps_protocol.framing import message_parts
 from ps_protocol.identity import Identity
 from ps_protocol.messages import rows as row_messages
 from ps_protocol.messages.data import Notice
-from ps_protocol.messages.rows import PulledRows, PullPlaces, RowPushKind, RowsPull, RowsPush
+from ps_protocol.messages.rows import PulledRows, PullOffsets, RowPushKind, RowsPull, RowsPush
 from ps_protocol.segment_layout import MAX_ROW_BYTES, PAGE_BYTES, RowMemory, pulled_bytes, pushed_bytes
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_protocol.v1 import rows_pb2
@@ -63,7 +63,7 @@ class Sharing:
         """Returns rows of all ids as they come into the segment."""
         count, outbox = len(IDS), Answers()
         self.memory.array(place, count, np.int64)[:] = IDS
-        places = PullPlaces(place, count, place + 8 * count)
+        places = PullOffsets(place, count, place + 8 * count)
         self.shard.pull(RowsPull(Identity("sums", 0, 1), 0, clock, b"", places=places), outbox)
         [answer] = outbox.told
         assert isinstance(answer, PulledRows)
@@ -127,7 +127,7 @@ def test_rows_of_any_number_come_as_they_are_and_are_refused_if_one_is_not_finit
     worker.shard.push_rows(named(1, PAGE_BYTES, count))
     place, outbox = PAGE_BYTES + pushed_bytes(count, DIM), Answers()
     worker.memory.array(place, count, np.int64)[:] = ids
-    places = PullPlaces(place, count, place + 8 * count)
+    places = PullOffsets(place, count, place + 8 * count)
     worker.shard.pull(RowsPull(Identity("sums", 0, 1), 0, 1, b"", places=places), outbox)
     assert outbox.finished
     assert torch.equal(worker.memory.rows(place + 8 * count, count, DIM), 1.0 - gradients)
@@ -149,7 +149,7 @@ class Exchanging(Sharing):
         count, outbox = len(IDS), Answers()
         self.put(PAGE_BYTES, value)
         self.memory.array(PAGE_BYTES + 512, count, np.int64)[:] = IDS[::-1]
-        places = PullPlaces(wanted, count, wanted + 8 * count)
+        places = PullOffsets(wanted, count, wanted + 8 * count)
         self.shard.exchange(
             named(clock, PAGE_BYTES), RowsPull(Identity("sums", 0, 1), 0, clock, b"", places=places), outbox
         )
@@ -254,7 +254,7 @@ def test_a_place_that_is_none_is_refused_and_changes_nothing(place: int) -> None
     worker.push(1)
     with pytest.raises(InvalidRequest, match=f"segment for rows of {ROW_BYTES} bytes, got bytes {place} to"):
         worker.shard.push_rows(named(2, place))
-    for places in (PullPlaces(place, 9, PAGE_BYTES), PullPlaces(PAGE_BYTES, 9, place)):
+    for places in (PullOffsets(place, 9, PAGE_BYTES), PullOffsets(PAGE_BYTES, 9, place)):
         with pytest.raises(InvalidRequest, match="segment for rows"):
             worker.shard.pull(RowsPull(Identity("sums", 0, 1), 0, 1, b"", places=places), Answers())
     assert worker.pull(1) == [[0.0, 0.0]] * 3

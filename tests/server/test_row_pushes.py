@@ -32,7 +32,7 @@ from ps_server.core.commands import AddWorker, RemoveWorker, Staged
 from ps_server.core.consistency import Add
 from ps_server.core.limits import DEFAULTS
 from ps_server.core.partition import JobPartition
-from ps_server.core.placement import Place
+from ps_server.core.placement import TableShare
 from ps_server.core.table_rows import table_size
 from ps_server.core.validation import check_job_spec
 from ps_tables.sizes import index_bytes
@@ -55,7 +55,7 @@ def job_spec(mode: str = "sync", **more: Any) -> JobSpec:
 def running(mode: str = "sync", workers: int = 1, limit: int | None = None, **more: Any) -> JobPartition:
     """A job of two tables, shard 0 of 2."""
     norm = more.pop("norm_limit", math.inf)
-    job = JobPartition(job_spec(mode, **more), [], limit, norm, place=Place(0, 2, 2**20))
+    job = JobPartition(job_spec(mode, **more), [], limit, norm, place=TableShare(0, 2, 2**20))
     for rank in range(workers):
         job.execute(AddWorker(rank, rank + 1, 0))
     return job
@@ -333,29 +333,29 @@ def test_tables_that_cannot_be_are_refused(change: dict[str, Any], said: str) ->
 def test_a_table_has_its_share_of_max_rows_and_no_more_than_memory_holds() -> None:
     rows = TableSpec("items", DIM, max_rows=101)
     table = JobTable(rows, "SGD", {"lr": 1.0})
-    assert [table_size(table, Place(shard, 2, 2**20)).rows for shard in range(2)] == [51, 51]
+    assert [table_size(table, TableShare(shard, 2, 2**20)).rows for shard in range(2)] == [51, 51]
     without = replace(table, rows=replace(rows, max_rows=0))
     for memory in (400, 4_000, 50_000):
-        most = table_size(without, Place(0, 2, memory))
+        most = table_size(without, TableShare(0, 2, memory))
         assert most.rows * 4 * DIM + index_bytes(most.rows) == most.nbytes <= memory
         assert (most.rows + 1) * 4 * DIM + index_bytes(most.rows + 1) > memory
-        assert table_size(table, Place(0, 2, memory)).rows == min(51, most.rows)
+        assert table_size(table, TableShare(0, 2, memory)).rows == min(51, most.rows)
 
 
 def test_a_table_with_a_file_has_no_more_rows_than_both_hold() -> None:
     rows = TableSpec("items", 100)
     table = JobTable(rows, "SGD", {"lr": 1.0})
     memory, disk = 43_200, 40_000  # 400 bytes a row, here or there; its place and the index are in memory
-    assert 95 <= table_size(table, Place(0, 2, memory)).rows <= 100
-    both = table_size(table, Place(0, 2, memory, file_bytes=disk))
+    assert 95 <= table_size(table, TableShare(0, 2, memory)).rows <= 100
+    both = table_size(table, TableShare(0, 2, memory, file_bytes=disk))
     least, most = (404 * rows + index_bytes(rows) for rows in (both.rows, both.rows + 1))
     assert least <= memory + disk < most
     assert both.in_file == 100
     assert both.nbytes <= memory
     assert both.in_memory * 400 + both.rows * 4 + index_bytes(both.rows) <= memory
     assert both.rows <= both.in_memory + both.in_file
-    large = table_size(table, Place(0, 2, memory, file_bytes=2**40))
+    large = table_size(table, TableShare(0, 2, memory, file_bytes=2**40))
     assert large.rows * 4 + index_bytes(large.rows) <= 3 * memory // 4
     assert large.in_memory * 400 > memory // 5
     fits = replace(table, rows=replace(rows, max_rows=180))
-    assert table_size(fits, Place(0, 2, memory, file_bytes=disk)).in_file == 0
+    assert table_size(fits, TableShare(0, 2, memory, file_bytes=disk)).in_file == 0

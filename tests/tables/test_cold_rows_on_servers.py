@@ -16,7 +16,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.row_ids import shards_of
 from ps_protocol.tables import JobTable
 from ps_server.core.limits import Limits
-from ps_server.core.placement import Place
+from ps_server.core.placement import TableShare
 from ps_server.ops import requests, status_text
 from ps_server.storage.row_files import RowFiles
 from tests.tools.cluster import Cluster, scrape, until
@@ -127,8 +127,8 @@ def pushed(shards: list[TableShard], clock: int) -> None:
 def test_rows_are_the_same_on_any_number_of_shards(tmp_path: Path, before: int, after: int) -> None:
     table, files = JobTable(SPEC, "Adagrad", {"lr": 0.1}), RowFiles(tmp_path)
 
-    def place(shard: int, shards: int) -> Place:
-        return Place(shard, shards, 36_000 // shards, 0, files.free_bytes(), files.open)
+    def place(shard: int, shards: int) -> TableShare:
+        return TableShare(shard, shards, 36_000 // shards, 0, files.free_bytes(), files.open)
 
     [alone] = [TableShard(table, SYNC)]
     several = [TableShard(table, SYNC, shard, before, place(shard, before)) for shard in range(before)]

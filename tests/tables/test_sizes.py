@@ -12,7 +12,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.tables import JobTable, TableSpec
 from ps_server.core.partition import JobPartition
-from ps_server.core.placement import Place
+from ps_server.core.placement import TableShare
 from ps_server.core.table_rows import table_size
 from ps_tables.contributions import RowGradients
 from ps_tables.sizes import index_bytes, record_bytes, rows_within
@@ -54,7 +54,7 @@ def test_a_job_promises_memory_for_as_many_ids_that_wait_as_rows(max_rows: int) 
     """So that what is registered later does not count on it."""
     spec = replace(ITEMS, max_rows=max_rows)
     plain, waits = (JobTable(replace(spec, admit_after=n), "SGD", {"lr": 1.0}) for n in (0, 2))
-    place = Place(0, 2, 10_000_000 if max_rows else 1_000_000)
+    place = TableShare(0, 2, 10_000_000 if max_rows else 1_000_000)
     without, with_them = table_size(plain, place), table_size(waits, place)
     assert with_them.nbytes == 4 * with_them.rows + index_bytes(with_them.rows, waits=True) <= place.table_bytes
     if max_rows:
@@ -69,6 +69,6 @@ def test_a_job_promises_memory_for_as_many_ids_that_wait_as_rows(max_rows: int) 
 @pytest.mark.parametrize("memory", [100_000, 1_000_000])
 def test_with_a_file_memory_has_room_for_ids_that_wait(memory: int) -> None:
     waits = JobTable(replace(ITEMS, dim=64, admit_after=2), "SGD", {"lr": 1.0})
-    size = table_size(waits, Place(0, 1, memory, file_bytes=2**30))
+    size = table_size(waits, TableShare(0, 1, memory, file_bytes=2**30))
     assert size.in_file
     assert size.in_memory * 256 + 4 * size.rows + index_bytes(size.rows, waits=True) <= memory

@@ -14,7 +14,7 @@ from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_server.core.commands import AddWorker, RestoreSnapshot
 from ps_server.core.consistency import Add
 from ps_server.core.partition import JobPartition
-from ps_server.core.placement import Place
+from ps_server.core.placement import TableShare
 from ps_server.core.snapshot import TableSnapshot, joined
 from ps_tables.contributions import RowGradients
 from ps_tables.sizes import index_bytes, record_bytes
@@ -28,11 +28,16 @@ class TableShard:
     """A job with one table, on one of several shards. place: what it has there; None: memory for 4,000 rows"""
 
     def __init__(
-        self, table: JobTable, consistency: Consistency, shard: int = 0, shards: int = 1, place: Place | None = None
+        self,
+        table: JobTable,
+        consistency: Consistency,
+        shard: int = 0,
+        shards: int = 1,
+        place: TableShare | None = None,
     ) -> None:
         spec = JobSpec("t", (), "SGD", ({"lr": 0.1},), consistency, 64, WORKERS, tables=(table,))
         record = record_bytes(table.rows, table.optimizer, table.values)
-        place = place or Place(shard, shards, 4_000 * record + index_bytes(4_000, table.rows.admit_after > 1))
+        place = place or TableShare(shard, shards, 4_000 * record + index_bytes(4_000, table.rows.admit_after > 1))
         self.partition = JobPartition(spec, [], place=place)
         self.first = 1  # incarnation
         for rank in range(WORKERS):
