@@ -44,7 +44,7 @@ LAUNCHERS = (
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankOfProcess:
     """The rank of a process, the number of workers, and its local rank, as far as the user or a launcher says.
 
     rank, world_size: None if neither the user nor a launcher says
@@ -58,7 +58,7 @@ class Placement:
     missing: str | None = None
 
 
-def placement(rank: int | None, world_size: int | None, local_rank: int | None) -> Placement:
+def find_rank(rank: int | None, world_size: int | None, local_rank: int | None) -> RankOfProcess:
     """Completes what the user gave from the variables of one launcher: the one that has most of them.
 
     Raises InvalidRequest if a launcher's variable is not a whole number.
@@ -72,7 +72,7 @@ def placement(rank: int | None, world_size: int | None, local_rank: int | None) 
             missing = _advice(launcher, rank)
     if local_rank is None:
         local_rank = _whole(launcher.local_rank)
-    return Placement(rank, world_size, local_rank or 0, missing)
+    return RankOfProcess(rank, world_size, local_rank or 0, missing)
 
 
 def hide_launcher_variables(names: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from ps_protocol.modes import Consistency, check_quorum, parse_mode, parse_quoru
 from ps_runtime.credentials import Access, access
 from ps_runtime.launch_id import launch_id
 from ps_runtime.logs import log_settings
-from ps_runtime.rank import Placement, placement
+from ps_runtime.rank import RankOfProcess, find_rank
 from ps_runtime.settings import (
     DEFAULT_SHARED_DIRECTORY,
     NATIVE,
@@ -171,7 +171,7 @@ def resolve(**arguments: object) -> WorkerConfig:
     if unknown := sorted(arguments.keys() - settings.keys()):
         raise TypeError(f"there is no setting {unknown[0]!r}")
     values = {name: setting.find(arguments.get(name)) for name, setting in settings.items()}
-    place = placement(values["rank"], values["world_size"], values["local_rank"])
+    place = find_rank(values["rank"], values["world_size"], values["local_rank"])
     mode, consistency = _mode(values, place)
     rank, world_size = _checked_place(mode, consistency, values["elastic"], place)
     if consistency is not None:
@@ -226,7 +226,7 @@ def rule_of(mode: str, quorum: str | None, grace: float | None) -> Consistency |
     return with_quorum(mode, parse_mode(mode), None if quorum is None else parse_quorum(quorum), grace or 0.0)
 
 
-def _mode(values: dict[str, Any], place: Placement) -> tuple[str, Consistency | None]:
+def _mode(values: dict[str, Any], place: RankOfProcess) -> tuple[str, Consistency | None]:
     """Returns the given mode, or the one that follows from other settings, and its rule."""
     several = not values["elastic"] and (place.world_size or 1) > 1
     mode: str = values["mode"] or ("sync" if values["server"] else "ddp" if several else "single")
@@ -237,7 +237,7 @@ def _mode(values: dict[str, Any], place: Placement) -> tuple[str, Consistency | 
 
 
 def _checked_place(
-    mode: str, consistency: Consistency | None, elastic: bool, place: Placement
+    mode: str, consistency: Consistency | None, elastic: bool, place: RankOfProcess
 ) -> tuple[int | None, int]:
     """Returns the rank and the number of workers: None and 0 in an elastic job."""
     if mode == "single":
