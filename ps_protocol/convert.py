@@ -422,7 +422,7 @@ def parse(kind: type[M], data: bytes) -> M:
         raise InvalidRequest(f"the bytes are no {kind.DESCRIPTOR.name}") from error
 
 
-class Origin(NamedTuple):
+class AnsweringShard(NamedTuple):
     """The shard that an answer comes from.
 
     process: the number of its process, which the process chose when it started
@@ -433,7 +433,7 @@ class Origin(NamedTuple):
     process: int
     run: str = ""
 
-    def of(self, run: str) -> Origin:
+    def of(self, run: str) -> AnsweringShard:
         """Returns the origin of answers that belong to a run of a job."""
         return self._replace(run=run)
 

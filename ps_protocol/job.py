@@ -30,7 +30,7 @@ MAX_TABLES = 1_024
 MAX_BUCKETS = 2**18  # 1 TiB in buckets of 4 MiB; every server and worker keeps a list of all buckets
 
 # The name of a setting, its value in the registered job, and its value in the other job.
-Setting = tuple[str, object, object]
+Compared = tuple[str, object, object]
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _ELEMENT = re.compile(r"[a-z][a-z0-9_]{0,39}")
@@ -238,14 +238,14 @@ def _validate_parameter(parameter: ParameterSpec, group_count: int) -> None:
         raise LimitExceeded(f"{parameter.name}: a parameter may have {MAX_ELEMENTS} elements, got {parameter.numel}")
 
 
-def _first_unlike(settings: Sequence[Setting]) -> str | None:
+def _first_unlike(settings: Sequence[Compared]) -> str | None:
     for what, ours, theirs in settings:
         if ours != theirs:
             return f"the {what} is {ours} in the registered job and {theirs} in this one"
     return None
 
 
-def _local_settings(registered: JobSpec, offered: JobSpec) -> list[Setting]:
+def _local_settings(registered: JobSpec, offered: JobSpec) -> list[Compared]:
     left, right = registered.local, offered.local
     if left is None or right is None:
         return []  # their modes differ
@@ -304,7 +304,7 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
     differs = _parameter_difference(registered, offered)
     if differs is not None:
         return differs
-    settings: list[Setting] = [
+    settings: list[Compared] = [
         ("optimizer", ", ".join(registered.optimizers), ", ".join(offered.optimizers)),
         ("number of optimizer groups", len(registered.param_groups), len(offered.param_groups)),
         ("optimizer of each group", registered.param_group_optimizers, offered.param_group_optimizers),

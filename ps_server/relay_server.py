@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import grpc
 
-from ps_protocol.convert import Origin
+from ps_protocol.convert import AnsweringShard
 from ps_protocol.handover import MOST_FILES
 from ps_runtime import downloads, web
 from ps_runtime.arrivals import HostLimits
@@ -76,7 +76,7 @@ class RelayServer:
             shared_directory=server.shared_directory,
             name=_known_as(self.address),
         )
-        feeds = RelayFeedService(self.relayed, Origin(0, secrets.randbits(63)), shares.pool)
+        feeds = RelayFeedService(self.relayed, AnsweringShard(0, secrets.randbits(63)), shares.pool)
         registry.register(relay_gauges(self.relayed))
         registry.register(security_gauges(self.limits, exposed, server.tls is not None, authenticator.is_required))
         hosts = HostLimits(server.limits.connections_of_a_host, server.limits.new_connections)

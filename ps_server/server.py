@@ -20,7 +20,7 @@ import torch
 from grpc_health.v1.health import HealthServicer
 
 from ps_frames.listener import Where
-from ps_protocol.convert import Origin
+from ps_protocol.convert import AnsweringShard
 from ps_protocol.errors import TryLater
 from ps_protocol.handover import MOST_FILES
 from ps_protocol.optimizers import ELEMENTWISE
@@ -327,7 +327,7 @@ class Server:
             row_files=self._row_files(),
         )
         self.shard = shard
-        origin = Origin(self._config.index or 0, self.process)
+        origin = AnsweringShard(self._config.index or 0, self.process)
         pool, connections = self._threads.pool, self._threads.connections
         data, feeds = DataService(shard, origin, pool), FeedService(shard, origin, pool)
         data.register(self._grpc)

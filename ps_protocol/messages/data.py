@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from ps_protocol.batches import DataRange
 from ps_protocol.convert import (
+    AnsweringShard,
     Awaited,
-    Origin,
     Request,
     data_range_messages,
     data_ranges,
@@ -257,7 +257,7 @@ def _allow(call: PushCall, kinds: frozenset[PushKind], what: str) -> None:
             raise InvalidRequest(f"bucket {bucket.bucket}: {what} carries {expected}, got {bucket.kind.value}")
 
 
-def write_pushed(origin: Origin, version: int, duplicates: int) -> bytes:
+def write_pushed(origin: AnsweringShard, version: int, duplicates: int) -> bytes:
     """Writes a PushResponse.
 
     version:    the lowest version of the pushed buckets
@@ -429,17 +429,17 @@ class PulledState(NamedTuple):
 _Response = data_pb2.PullResponse | data_pb2.ExchangeResponse
 
 
-def write_pulled(origin: Origin, answer: PulledBucket | Notice) -> Parts:
+def write_pulled(origin: AnsweringShard, answer: PulledBucket | Notice) -> Parts:
     """Writes a PullResponse: buckets, or a notice."""
     return _write_pulled(origin, answer, data_pb2.PullResponse)
 
 
-def write_exchanged(origin: Origin, answer: PulledBucket | Notice) -> Parts:
+def write_exchanged(origin: AnsweringShard, answer: PulledBucket | Notice) -> Parts:
     """Writes an ExchangeResponse, as `write_pulled`."""
     return _write_pulled(origin, answer, data_pb2.ExchangeResponse)
 
 
-def _write_pulled(origin: Origin, answer: PulledBucket | Notice, kind: Callable[..., _Response]) -> Parts:
+def _write_pulled(origin: AnsweringShard, answer: PulledBucket | Notice, kind: Callable[..., _Response]) -> Parts:
     if isinstance(answer, PulledBucket):
         if answer.waiting is None:
             response = kind(header=origin.header(answer.version), buckets=[_pulled_bucket(answer)])
@@ -525,7 +525,7 @@ def _times(times: data_pb2.BucketTimes) -> BucketTimes:
     )
 
 
-def write_state(origin: Origin, answer: PulledState) -> Parts:
+def write_state(origin: AnsweringShard, answer: PulledState) -> Parts:
     """Writes a PullStateResponse."""
     state = data_pb2.PulledState(
         bucket=answer.bucket,
@@ -571,7 +571,7 @@ def read_attach(data: bytes) -> tuple[Identity, SegmentOffer]:
     return identity(request.worker), offer
 
 
-def write_attached(origin: Origin) -> bytes:
+def write_attached(origin: AnsweringShard) -> bytes:
     """Writes an AttachSegmentResponse."""
     return data_pb2.AttachSegmentResponse(header=origin.header(0)).SerializeToString()
 
@@ -586,7 +586,7 @@ def read_open(data: bytes) -> Identity:
     return identity(parse(data_pb2.OpenDataConnectionRequest, data).worker)
 
 
-def write_opened(origin: Origin, ticket: bytes, port: int, location: str, inode: int) -> bytes:
+def write_opened(origin: AnsweringShard, ticket: bytes, port: int, location: str, inode: int) -> bytes:
     """Writes an OpenDataConnectionResponse."""
     return data_pb2.OpenDataConnectionResponse(
         header=origin.header(0), ticket=ticket, port=port, location=location, socket_inode=inode

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ps_protocol.convert import (
-    Origin,
+    AnsweringShard,
     duration,
     job_spec,
     job_spec_message,
@@ -225,7 +225,7 @@ def read_weights_asked(data: bytes) -> WeightsAsked:
     return WeightsAsked(message.job, message.run, message.with_spec, wire, message.follows, buckets, relay)
 
 
-def write_weights_here(origin: Origin, here: WeightsHere) -> bytes:
+def write_weights_here(origin: AnsweringShard, here: WeightsHere) -> bytes:
     """Writes a DescribeWeightsResponse."""
     return feed_pb2.DescribeWeightsResponse(
         header=origin.of(here.run).header(here.lowest),
@@ -310,7 +310,7 @@ def _cast(number: int) -> str:
     return wire_format(number, "wire format of an edition") or "float32"
 
 
-def write_edition_part(origin: Origin, part: EditionMessage) -> Parts:
+def write_edition_part(origin: AnsweringShard, part: EditionMessage) -> Parts:
     """Writes a PullEditionResponse."""
     age = None if part.age is None else duration(part.age)
     response, payload = feed_pb2.PullEditionResponse(header=origin.header(part.now), age_duration=age), part.more

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from ps_protocol.batches import DataRange
 from ps_protocol.convert import (
+    AnsweringShard,
     Awaited,
-    Origin,
     Request,
     data_range_messages,
     data_ranges,
@@ -135,7 +135,7 @@ def _push(request: rows_pb2.PushRowsRequest, payload: Buffer | None) -> RowsPush
     )
 
 
-def write_pushed(origin: Origin, version: int, duplicate: bool) -> bytes:
+def write_pushed(origin: AnsweringShard, version: int, duplicate: bool) -> bytes:
     """Writes a PushRowsResponse."""
     return rows_pb2.PushRowsResponse(header=origin.header(version), duplicate=duplicate).SerializeToString()
 
@@ -215,7 +215,7 @@ def read_table_push(data: Request) -> TablePush:
     )
 
 
-def write_table_pushed(origin: Origin, answer: TablePushed) -> bytes:
+def write_table_pushed(origin: AnsweringShard, answer: TablePushed) -> bytes:
     """Writes a PushTableResponse."""
     header = origin.header(answer.version)
     response = rows_pb2.PushTableResponse(
@@ -382,7 +382,7 @@ class PulledTable(NamedTuple):
     payload: memoryview | None = None
 
 
-def write_pulled(origin: Origin, answer: PulledRows) -> Parts:
+def write_pulled(origin: AnsweringShard, answer: PulledRows) -> Parts:
     """Writes a PullRowsResponse: rows, or the reason why they do not come yet."""
     response = _pulled_message(answer)
     response.header.CopyFrom(origin.header(answer.version))
@@ -425,7 +425,7 @@ def _pulled(response: rows_pb2.PullRowsResponse, payload: memoryview | None) -> 
     )
 
 
-def write_exchanged(origin: Origin, answer: PulledRows | Notice) -> Parts:
+def write_exchanged(origin: AnsweringShard, answer: PulledRows | Notice) -> Parts:
     """Writes an ExchangeRowsResponse: rows, as `write_pulled`, or a notice that the push is staged."""
     if isinstance(answer, PulledRows):
         header = origin.header(answer.version)
@@ -444,7 +444,7 @@ def read_exchanged(fields: bytes) -> tuple[float, PulledRows | None]:
     return seconds(response.staged_duration), pulled
 
 
-def write_pulled_table(origin: Origin, answer: PulledTable) -> Parts:
+def write_pulled_table(origin: AnsweringShard, answer: PulledTable) -> Parts:
     """Writes a PullTableResponse: a piece of a table, or the reason why it does not come yet."""
     response = rows_pb2.PullTableResponse(header=origin.header(answer.version))
     if answer.waiting is not None:
@@ -536,7 +536,7 @@ def read_watch(data: bytes) -> RowsWatch:
     return RowsWatch(message.job, message.table, message.cursor, period)
 
 
-def write_feed_part(origin: Origin, part: RowsMessage) -> Parts:
+def write_feed_part(origin: AnsweringShard, part: RowsMessage) -> Parts:
     """Writes a WatchRowsResponse."""
     response = feed_pb2.WatchRowsResponse(
         header=origin.header(part.version),

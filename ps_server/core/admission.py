@@ -62,7 +62,7 @@ class RequestLimits:
     patience: float
 
 
-Origin = tuple[str, ...]  # where a request comes from, the widest first: principal, host, connection
+CallerPath = tuple[str, ...]  # where a request comes from, the widest first: principal, host, connection
 
 
 @dataclass(frozen=True)
@@ -139,18 +139,20 @@ class RequestSlots(Generic[C]):
         self._limits = given
         # Calls with their origin and the time at which they got a place, or began to wait: the earliest first. The
         # counters have the number of these calls for each prefix of an origin: a principal, its host, its connection.
-        self._received: dict[C, tuple[Origin, float]] = {}
-        self._held: Counter[Origin] = Counter()
-        self._waiting: dict[C, tuple[Origin, float]] = {}
-        self._queued: Counter[Origin] = Counter()
+        self._received: dict[C, tuple[CallerPath, float]] = {}
+        self._held: Counter[CallerPath] = Counter()
+        self._waiting: dict[C, tuple[CallerPath, float]] = {}
+        self._queued: Counter[CallerPath] = Counter()
         # The waiting calls, as nested dictionaries: principal, host, connection, call. Calls are in order of arrival.
         self._turns: dict[Any, Any] = {}
-        self._turn: dict[Origin, int] = {}  # by prefix of an active origin, the number of its last turn
+        self._turn: dict[CallerPath, int] = {}  # by prefix of an active origin, the number of its last turn
         self._turns_taken = 0
-        self._penalties: dict[Origin, tuple[float, float]] = {}  # by principal: the end of its penalty, and its length
+        self._penalties: dict[
+            CallerPath, tuple[float, float]
+        ] = {}  # by principal: the end of its penalty, and its length
         self._broken_off: set[C] = set()  # received calls that `overdue` has returned: each is penalised once
         # By length of the prefix: the active prefixes, with the time of their last request, the earliest first.
-        self._active: dict[int, dict[Origin, float]] = {}
+        self._active: dict[int, dict[CallerPath, float]] = {}
 
     @property
     def received(self) -> int:
@@ -162,7 +164,7 @@ class RequestSlots(Generic[C]):
         """How many requests wait for a place."""
         return len(self._waiting)
 
-    def ask(self, call: C, origin: Origin, now: float) -> AdmissionChanges[C]:
+    def ask(self, call: C, origin: CallerPath, now: float) -> AdmissionChanges[C]:
         """Asks for a place for a call. If too many wait, the last call of the connection with the most waiting is
         refused.
 
@@ -215,13 +217,13 @@ class RequestSlots(Generic[C]):
                     self._penalise(origin[:1], now)
         return overdue
 
-    def held_seconds(self, origin: Origin, now: float) -> float:
+    def held_seconds(self, origin: CallerPath, now: float) -> float:
         """Returns for how many seconds a refusal is delayed: 0, unless a request of the same principal was broken off
         lately.
         """
         return HELD_SECONDS if self._is_penalised(origin[:1], now) else 0.0
 
-    def _penalise(self, principal: Origin, now: float) -> None:
+    def _penalise(self, principal: CallerPath, now: float) -> None:
         """Records that a request of a principal was broken off."""
         _, before = self._penalties.pop(principal, (0.0, PENALTY_SECONDS / 2))
         seconds = min(2 * before, LONGEST_PENALTY_SECONDS)
@@ -230,11 +232,11 @@ class RequestSlots(Generic[C]):
             if until + last < now:  # forgotten once it is over for as long as it lasted: the next one is short again
                 del self._penalties[other]
 
-    def _is_penalised(self, principal: Origin, now: float) -> bool:
+    def _is_penalised(self, principal: CallerPath, now: float) -> bool:
         until, _ = self._penalties.get(principal, (0.0, 0.0))
         return now < until
 
-    def _has_claim(self, waiting: Origin, received: Origin, now: float) -> bool:
+    def _has_claim(self, waiting: CallerPath, received: CallerPath, now: float) -> bool:
         """Returns whether a waiting request may take the place of one that is being received.
 
         It may if both come from the same connection. Otherwise they are compared at the first level at which their
@@ -262,7 +264,7 @@ class RequestSlots(Generic[C]):
             admitted.append(call)
         return tuple(admitted)
 
-    def _next(self, turns: dict[Any, Any], origin: Origin, now: float) -> C | None:
+    def _next(self, turns: dict[Any, Any], origin: CallerPath, now: float) -> C | None:
         """Returns the call whose turn it is, and records the turn of its principal, host and connection."""
         # The longest ago first. Single calls have no turns, and sorting is stable: they stay in order of arrival.
         for name in sorted(turns, key=lambda name: self._turn.get((*origin, name), 0)):
@@ -277,7 +279,7 @@ class RequestSlots(Generic[C]):
                     return call
         return None
 
-    def _may_take_a_place(self, origin: Origin, now: float) -> bool:
+    def _may_take_a_place(self, origin: CallerPath, now: float) -> bool:
         """Whether a principal, a host or a connection may get one more place. origin: the prefix that names it"""
         most, active = max(1, self._limits.places - 1), self._active[len(origin)]
         if self._held[origin] >= most and not active.keys() <= {origin}:
@@ -289,7 +291,7 @@ class RequestSlots(Generic[C]):
             return held < most or active.keys() <= likes
         return True
 
-    def _is_active(self, origin: Origin, now: float) -> None:
+    def _is_active(self, origin: CallerPath, now: float) -> None:
         """Records that an origin has just asked. Forgets prefixes of origins that are no longer active."""
         for beginning in _beginnings(origin):
             active = self._active.setdefault(len(beginning), {})
@@ -303,7 +305,7 @@ class RequestSlots(Generic[C]):
     def _last_of_most(self) -> Any:
         """Returns the latest call of the principal, host and connection that have most calls waiting."""
         turns: dict[Any, Any] = self._turns
-        origin: Origin = ()
+        origin: CallerPath = ()
         while next(iter(turns.values())) is not None:
             origin = max(((*origin, name) for name in reversed(turns)), key=self._queued.__getitem__)
             turns = turns[origin[-1]]
@@ -323,12 +325,12 @@ class RequestSlots(Generic[C]):
                 del turns[name]
 
 
-def _beginnings(origin: Origin) -> list[Origin]:
+def _beginnings(origin: CallerPath) -> list[CallerPath]:
     """Returns the prefixes of an origin: its principal, with its host, and with its connection."""
     return [origin[: length + 1] for length in range(len(origin))]
 
 
-def _take_one(counts: Counter[Origin], origin: Origin) -> None:
+def _take_one(counts: Counter[CallerPath], origin: CallerPath) -> None:
     for beginning in _beginnings(origin):
         counts[beginning] -= 1
         if not counts[beginning]:

@@ -14,7 +14,7 @@ import grpc
 from ps_frames.frames import KINDS
 from ps_frames.listener import DataListener, Tickets, Where
 from ps_frames.server import FrameCall, LastAnswer, LentMessage, Opener, ReceiveBuffers, ServerCall, Serving
-from ps_protocol.convert import Origin, Request
+from ps_protocol.convert import AnsweringShard, Request
 from ps_protocol.errors import Forbidden, InvalidRequest, PSError
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
@@ -44,7 +44,7 @@ class DataService:
 
     NAME = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 
-    def __init__(self, shard: Shard, origin: Origin, threads: int = MOST_OF_A_POOL) -> None:
+    def __init__(self, shard: Shard, origin: AnsweringShard, threads: int = MOST_OF_A_POOL) -> None:
         """threads: the most threads of each of its three pools, which push, pull and send"""
         self._shard = shard
         self._origin = origin
@@ -108,7 +108,7 @@ class DataService:
         for pool in (self._push_pool, self._pull_pool, self.senders):
             pool.shutdown(wait=True)
 
-    def _origin_of(self, worker: Identity) -> Origin:
+    def _origin_of(self, worker: Identity) -> AnsweringShard:
         return self._origin.of(worker.run or self._shard.run_of(worker.job))
 
     def _of_this_run(self, call: P) -> P:

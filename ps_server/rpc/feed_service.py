@@ -6,7 +6,7 @@ from functools import partial
 
 import grpc
 
-from ps_protocol.convert import Origin
+from ps_protocol.convert import AnsweringShard
 from ps_protocol.messages import editions, rows
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc.call_limits import caller_name, check_job
@@ -20,7 +20,7 @@ from ps_server.shard.weight_feeds import WeightFeeds
 class FeedService(FeedMethods):
     """Feeds of rows and of weights."""
 
-    def __init__(self, shard: Shard, origin: Origin, threads: int = MOST_OF_A_POOL) -> None:
+    def __init__(self, shard: Shard, origin: AnsweringShard, threads: int = MOST_OF_A_POOL) -> None:
         """threads: the most threads of each of its pools"""
         super().__init__(threads, "watch-rows")
         self._shard, self._origin = shard, origin

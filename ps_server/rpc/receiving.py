@@ -13,7 +13,7 @@ from functools import partial
 from ps_frames.frames import nothing
 from ps_frames.server import CallBroken, ServerCall
 from ps_protocol.errors import TryLater
-from ps_server.core.admission import AdmissionChanges, Origin, RequestKind, RequestLimits, RequestSlots
+from ps_server.core.admission import AdmissionChanges, CallerPath, RequestKind, RequestLimits, RequestSlots
 
 # Of methods by name; all others are quick.
 KINDS = {
@@ -78,7 +78,7 @@ class Receiving:
             return sum(kind.received + kind.waiting for kind in self._kinds.values())
 
     @contextlib.contextmanager
-    def place(self, of: RequestKind, origin: Origin, call: ServerCall) -> Iterator[None]:
+    def place(self, of: RequestKind, origin: CallerPath, call: ServerCall) -> Iterator[None]:
         """Holds a place for the request of a call, for which this thread waits. Raises Refused if too many wait."""
         decided = threading.Event()
         kind, waiting = self._kinds[of], _Call(call, lambda _: decided.set())
@@ -98,7 +98,7 @@ class Receiving:
     def later(
         self,
         of: RequestKind,
-        origin: Origin,
+        origin: CallerPath,
         call: ServerCall,
         submit: Callable[[Callable[[], object]], object],
         receive: Callable[[contextlib.AbstractContextManager[None]], None],
@@ -141,7 +141,7 @@ class Receiving:
         was, self._was_broken_off = self._was_broken_off, False
         return was
 
-    def _ask(self, kind: RequestSlots[_Call], call: _Call, origin: Origin) -> bool:
+    def _ask(self, kind: RequestSlots[_Call], call: _Call, origin: CallerPath) -> bool:
         """Asks for a place. Returns whether the decision is made; if not, `on_decision` is called later."""
         with self._lock:
             decided = _decide(kind.ask(call, origin, time.monotonic()))
@@ -174,7 +174,7 @@ class Receiving:
             decided = _decide(kind.leave(call, time.monotonic()))
         _tell(decided)
 
-    def _refusal(self, kind: RequestSlots[_Call], origin: Origin) -> Refused:
+    def _refusal(self, kind: RequestSlots[_Call], origin: CallerPath) -> Refused:
         with self._lock:
             return Refused(kind.held_seconds(origin, time.monotonic()))
 

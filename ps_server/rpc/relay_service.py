@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from ps_protocol.convert import Origin, consistency_message
+from ps_protocol.convert import AnsweringShard, consistency_message
 from ps_protocol.errors import Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.messages import editions
@@ -26,7 +26,7 @@ from ps_server.rpc.streams import GrpcCall, PullStream, Send
 class RelayFeedService(FeedMethods):
     """Serves editions. A relay has no rows."""
 
-    def __init__(self, relayed: Relayed, origin: Origin, threads: int) -> None:
+    def __init__(self, relayed: Relayed, origin: AnsweringShard, threads: int) -> None:
         """threads: the most threads of each of its two pools. One begins calls, the other sends editions"""
         super().__init__(threads, "relay")
         self._relayed, self._origin = relayed, origin

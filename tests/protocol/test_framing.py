@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.batches import DataRange
-from ps_protocol.convert import Awaited, Origin, hyper_messages
+from ps_protocol.convert import AnsweringShard, Awaited, hyper_messages
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import PAYLOAD_FIELD, Parts, message_parts, split_message
 from ps_protocol.identity import Identity
@@ -40,7 +40,7 @@ HEAD = data_pb2.PushRequest(
 )
 PUSH = data_pb2.PushRequest(header=HEAD.header, payload=bytes(range(200)))
 WHO = Identity("job", 3, 7)
-ORIGIN = Origin(2, 2**63 - 1)
+ORIGIN = AnsweringShard(2, 2**63 - 1)
 HEADER = types_pb2.ResponseHeader(shard_index=2, process=2**63 - 1)
 # Of each message with a payload, all but that.
 HEADS = [

@@ -7,12 +7,12 @@ import zlib
 import numpy as np
 
 from ps_feed.edition import Contents
-from ps_protocol.convert import Origin
+from ps_protocol.convert import AnsweringShard
 from ps_protocol.messages.editions import EditionBucket
 from tests.tools.raw_worker import vector_job
 
 CONTENTS = Contents(vector_job("job", "sync", 64, 1), None, "float32")
-ORIGIN = Origin(0, 1).of("1")
+ORIGIN = AnsweringShard(0, 1).of("1")
 
 
 def elements(index: int, value: float) -> bytes:

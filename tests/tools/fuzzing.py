@@ -20,7 +20,7 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.convert import Origin
+from ps_protocol.convert import AnsweringShard
 from ps_protocol.errors import PSError
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
@@ -98,8 +98,8 @@ class Target:
         self.coordinator = Coordinator(1, lambda index, address: DirectShard(self.shard, 1), make_executor=AtOnce)
         self._fill()
         inline: Any = NoThreads()  # does at once what a pool would do later, and lets errors out
-        data = DataService(self.shard, Origin(0, 1))
-        feeds = FeedService(self.shard, Origin(0, 1))
+        data = DataService(self.shard, AnsweringShard(0, 1))
+        feeds = FeedService(self.shard, AnsweringShard(0, 1))
         data.senders = feeds.senders = inline
         self.handlers: dict[str, Callable[[bytes], Any]] = {
             "Push": lambda raw: data._push(raw, _Context()),  # type: ignore[arg-type]
