@@ -26,7 +26,7 @@ from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal, try_soon
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.membership import Arrival, Counted, LiveWorker, Membership, NamedProcess, check_key
+from ps_server.core.membership import Arrival, LiveWorker, Membership, NamedProcess, ShardProgress, check_key
 from ps_server.failpoints import failpoint
 
 log = logging.getLogger("ps_server")
@@ -61,7 +61,7 @@ class Joined:
 
     clock: int
     pushed: int | None
-    on_shards: Mapping[int, Counted]
+    on_shards: Mapping[int, ShardProgress]
 
 
 class JobWorkers:
@@ -285,22 +285,22 @@ class JobWorkers:
 
     def _count_from(
         self, shards: Sequence[RegisteredShard], clocks: Mapping[Reservation, int | None]
-    ) -> dict[Reservation, tuple[Counted, ...] | Fenced]:
+    ) -> dict[Reservation, tuple[ShardProgress, ...] | Fenced]:
         """Makes every shard count workers from these clocks on. Returns, for each worker, each shard's state, or the
         error of a shard that has fenced it.
         """
         arrivals = [Arrival(each.rank, each.incarnation, each.key, clock) for each, clock in clocks.items()]
 
-        def count(shard: RegisteredShard) -> list[Counted | Fenced]:
+        def count(shard: RegisteredShard) -> list[ShardProgress | Fenced]:
             counted = shard.api.add_workers(self._name, arrivals, self._run)
             failpoint("worker-half-added")
             return counted
 
         of_shards = self._shards.call(shards, count) if arrivals else []
-        found: dict[Reservation, tuple[Counted, ...] | Fenced] = {}
+        found: dict[Reservation, tuple[ShardProgress, ...] | Fenced] = {}
         for reservation, answers in zip(clocks, zip(*of_shards, strict=True), strict=True):
             fenced = next((answer for answer in answers if isinstance(answer, Fenced)), None)
-            found[reservation] = fenced or tuple(answer for answer in answers if isinstance(answer, Counted))
+            found[reservation] = fenced or tuple(answer for answer in answers if isinstance(answer, ShardProgress))
         return found
 
     def _retired(self, reservation: Reservation, fenced: object) -> PSError:

@@ -22,7 +22,7 @@ from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
 from ps_server.core.data_commits import Committed
 from ps_server.core.data_leases import WorkerId
-from ps_server.core.membership import Arrival, Counted
+from ps_server.core.membership import Arrival, ShardProgress
 from ps_server.core.snapshot import RestoreProgress, RestoreRequest, ShardSnapshot, SnapshotRequest
 from ps_server.core.statistics import ShardStatistics
 from ps_server.core.validation import check_address, check_memory_place
@@ -48,7 +48,7 @@ class ShardApi(Protocol):
     def drop_job(self, job: str, run: str) -> None:
         """Forgets a run of a job."""
 
-    def add_workers(self, job: str, workers: Sequence[Arrival], run: str) -> list[Counted | Fenced]:
+    def add_workers(self, job: str, workers: Sequence[Arrival], run: str) -> list[ShardProgress | Fenced]:
         """Counts up to WORKERS_A_CALL workers as live. Returns for each the shard's state, or a Fenced with the
         reason.
         """

@@ -19,7 +19,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.tables import Beginning
 from ps_server.core.data_commits import UNUSED, Use
 from ps_server.core.dense import Assignment, Gradient
-from ps_server.core.membership import Counted
+from ps_server.core.membership import ShardProgress
 from ps_server.core.snapshot import BucketSnapshot, TableSnapshot
 from ps_tables.contributions import RowGradients, RowValues
 
@@ -59,7 +59,7 @@ class Staged:
 
 
 @dataclass(frozen=True)
-class AddWorker(Command[Counted]):
+class AddWorker(Command[ShardProgress]):
     """Counts a worker as live from `clock` on. clock: None: from this shard's frontier on
 
     An older incarnation of the rank is fenced at once. A repetition changes nothing. Raises Fenced for an incarnation

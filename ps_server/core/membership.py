@@ -27,7 +27,7 @@ REPLACED_KEPT = 16  # launches kept of those that took a rank over one after the
 
 
 @dataclass(frozen=True)
-class Counted:
+class ShardProgress:
     """A shard's answer to AddWorker: how far the job, and workers of this rank, had come there.
 
     frontier: the highest clock that any worker has reached
@@ -85,7 +85,7 @@ class LiveWorker:
     attempt: int = field(default=0, repr=False)
     launch: str = ""
     pushed: int | None = None
-    on_shards: Mapping[int, Counted] = field(default_factory=dict, repr=False, compare=False)
+    on_shards: Mapping[int, ShardProgress] = field(default_factory=dict, repr=False, compare=False)
     since: float = 0.0
     heard: float = -math.inf
     heard_before: float = -math.inf

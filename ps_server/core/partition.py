@@ -41,7 +41,7 @@ from ps_server.core.commands import (
 from ps_server.core.consistency import Add, Live, Step, UpdateRule, update_rule
 from ps_server.core.data_commits import DataCommits
 from ps_server.core.dense import DenseBucket, Gradient
-from ps_server.core.membership import Counted, check_incarnation, wrong_key
+from ps_server.core.membership import ShardProgress, check_incarnation, wrong_key
 from ps_server.core.placement import TableShare
 from ps_server.core.server_figures import TableFigures, reported
 from ps_server.core.shard_table import ShardTable
@@ -179,7 +179,7 @@ class JobPartition:
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    def _add_worker(self, command: AddWorker) -> Counted:
+    def _add_worker(self, command: AddWorker) -> ShardProgress:
         rank, incarnation, clock = command.rank, command.incarnation, command.clock
         live = self.roster.get(rank)
         if incarnation <= max(self._removed.get(rank, 0), self._fenced):
@@ -194,7 +194,7 @@ class JobPartition:
             self.roster[rank] = Live(incarnation, start, command.key)
             for rule in self.rules.values():
                 rule.add_worker(rank, start)
-        return Counted(frontier, self.reached.pushed(rank), self.reached.further(rank))
+        return ShardProgress(frontier, self.reached.pushed(rank), self.reached.further(rank))
 
     def _remove_worker(self, command: RemoveWorker) -> None:
         rank, incarnation = command.rank, command.incarnation

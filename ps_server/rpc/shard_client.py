@@ -21,7 +21,7 @@ from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS
 from ps_server.core.data_commits import Committed
 from ps_server.core.data_leases import WorkerId
-from ps_server.core.membership import Arrival, Counted
+from ps_server.core.membership import Arrival, ShardProgress
 from ps_server.core.snapshot import RestoreProgress, RestoreRequest, ShardSnapshot, SnapshotRequest
 from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import shard_messages
@@ -65,7 +65,7 @@ class ShardClient:
         """Forgets a run of a job."""
         self._call(self._stub.DropJob, shard_pb2.DropJobRequest(job=job, run=run))
 
-    def add_workers(self, job: str, workers: Sequence[Arrival], run: str) -> list[Counted | Fenced]:
+    def add_workers(self, job: str, workers: Sequence[Arrival], run: str) -> list[ShardProgress | Fenced]:
         """Counts workers as live. Returns for each the shard's state, or why it is fenced."""
         requests = [
             shard_pb2.AddWorkerRequest(
@@ -82,7 +82,7 @@ class ShardClient:
                 return [shard_messages.added(each) for each in answer.workers]
         return [self._added(request) for request in requests]
 
-    def _added(self, request: Any) -> Counted | Fenced:
+    def _added(self, request: Any) -> ShardProgress | Fenced:
         try:
             return shard_messages.counted(self._call(self._stub.AddWorker, request))
         except Fenced as error:

@@ -16,7 +16,7 @@ from ps_protocol.messages.workers import ShardPushed, pushed_message, shard_push
 from ps_protocol.v1 import figures_pb2, shard_pb2, types_pb2
 from ps_server.core.agreement import Agreement
 from ps_server.core.data_commits import Committed
-from ps_server.core.membership import Arrival, Counted
+from ps_server.core.membership import Arrival, ShardProgress
 from ps_server.core.server_figures import RowCounts, ShardFigures, ShardJobFigures, TableFigures, check_worker_figures
 from ps_server.core.snapshot import (
     CheckpointFile,
@@ -37,29 +37,29 @@ def arrival(request: shard_pb2.AddWorkerRequest) -> Arrival:
     return Arrival(worker.rank, worker.incarnation, worker.lease_key, clock)
 
 
-def add_worker_response(counted: Counted) -> shard_pb2.AddWorkerResponse:
+def add_worker_response(counted: ShardProgress) -> shard_pb2.AddWorkerResponse:
     """Returns the message of a shard's state when it counted a worker."""
     pushes = pushed_message(0, ShardPushed(counted.pushed or 0, counted.further or {}))
     return shard_pb2.AddWorkerResponse(frontier=counted.frontier, pushed_clock=counted.pushed, pushes=pushes)
 
 
-def added_worker(added: Counted | Fenced) -> shard_pb2.AddedWorker:
+def added_worker(added: ShardProgress | Fenced) -> shard_pb2.AddedWorker:
     """Returns the message for one of several workers: the shard's state, or why the worker is fenced."""
     if isinstance(added, Fenced):
         return shard_pb2.AddedWorker(fenced=str(added))
     return shard_pb2.AddedWorker(counted=add_worker_response(added))
 
 
-def added(worker: shard_pb2.AddedWorker) -> Counted | Fenced:
+def added(worker: shard_pb2.AddedWorker) -> ShardProgress | Fenced:
     """Returns a shard's answer for one of several workers: its state, or why the worker is fenced."""
     return Fenced(worker.fenced) if worker.fenced else counted(worker.counted)
 
 
-def counted(response: shard_pb2.AddWorkerResponse) -> Counted:
+def counted(response: shard_pb2.AddWorkerResponse) -> ShardProgress:
     """Returns the shard's state in an answer to AddWorker."""
     pushed = response.pushed_clock if response.HasField("pushed_clock") else None
     further = shard_pushed(response.pushes).further if response.HasField("pushes") else None
-    return Counted(response.frontier, pushed, further)
+    return ShardProgress(response.frontier, pushed, further)
 
 
 def committed_response(committed: Committed, has_say: bool) -> shard_pb2.GetCommittedDataResponse:

@@ -30,7 +30,7 @@ from ps_runtime.pools import Pool
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job_rounds import Standing
 from ps_server.coordinator.job_workers import Roster
-from ps_server.core.membership import Counted, NamedProcess
+from ps_server.core.membership import NamedProcess, ShardProgress
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.core.validation import check_host, check_launch
 from ps_server.rpc import shard_messages
@@ -183,7 +183,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         return membership_pb2.ReportWorkerEndResponse(ranks=self._coordinator.job(request.job).expire(process))
 
 
-def _pushed(on_shards: Mapping[int, Counted]) -> dict[int, ShardPushed]:
+def _pushed(on_shards: Mapping[int, ShardProgress]) -> dict[int, ShardPushed]:
     """Returns the last clocks that a rank had pushed on each shard; empty if a shard does not report them."""
     if any(counted.further is None for counted in on_shards.values()):
         return {}

@@ -32,7 +32,7 @@ from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import AddWorker, RemoveWorker, Staged
 from ps_server.core.data_commits import Committed
 from ps_server.core.data_leases import WorkerId
-from ps_server.core.membership import Arrival, Counted
+from ps_server.core.membership import Arrival, ShardProgress
 from ps_server.core.server_figures import ShardFigures
 from ps_server.core.snapshot import (
     CheckpointFile,
@@ -186,7 +186,7 @@ class Shard:
 
     def add_worker(
         self, name: str, rank: int, incarnation: int, clock: int | None, key: bytes = b"", run: str = ""
-    ) -> Counted:
+    ) -> ShardProgress:
         """Counts a worker as live; see AddWorker."""
         job = self._hosted.get(name, run)
         with job.lock:
@@ -196,9 +196,9 @@ class Shard:
         self._roster_changed(job)
         return counted
 
-    def add_workers(self, name: str, workers: Sequence[Arrival], run: str = "") -> list[Counted | Fenced]:
+    def add_workers(self, name: str, workers: Sequence[Arrival], run: str = "") -> list[ShardProgress | Fenced]:
         """Counts workers as live. Returns for each the shard's state, or a Fenced with the reason."""
-        added: list[Counted | Fenced] = []
+        added: list[ShardProgress | Fenced] = []
         for each in workers:
             try:
                 added.append(self.add_worker(name, each.rank, each.incarnation, each.clock, each.key, run))

@@ -17,7 +17,7 @@ from ps_protocol.v1 import jobs_pb2, membership_pb2
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_runtime.channel import open_channel
-from ps_server.core.membership import Arrival, Counted
+from ps_server.core.membership import Arrival, ShardProgress
 from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from tests.tools.cluster import Cluster, in_parallel, until
@@ -121,7 +121,7 @@ def test_a_shard_counts_and_removes_workers_whether_or_not_it_takes_several_in_o
     arrivals = [Arrival(rank, rank + 1, b"k" * 16) for rank in range(4)]
     for _ in range(2):  # the same twice changes nothing
         added = client.add_workers("job", arrivals, RUN)
-        assert [type(each) for each in added] == [Counted, Fenced, Counted, Counted]
+        assert [type(each) for each in added] == [ShardProgress, Fenced, ShardProgress, ShardProgress]
         assert "was retired" in str(added[1])
     assert client.add_workers("job", [Arrival(2, 3, b"k" * 16, 7)], RUN) == [added[2]]
     assert sorted(shard.jobs()["job"].state.roster) == [0, 2, 3]

@@ -15,7 +15,7 @@ from ps_protocol.job import NonFinite
 from ps_protocol.messages.data import PushCall, PushKind
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_parameter_names
 from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot
-from ps_server.core.membership import Counted
+from ps_server.core.membership import ShardProgress
 from ps_server.core.partition import JobPartition
 from tests.simulation.simulator import Simulation
 from tests.tools.cases import cases
@@ -244,10 +244,12 @@ def test_a_worker_that_comes_back_learns_how_far_it_had_pushed_whatever_clock_it
         work(job, 0)
     stage(job, push(1, 1))  # of its second step only one bucket came
     work(job, 1)
-    assert [job.execute(AddWorker(0, incarnation, None)) for incarnation in (9, 9, 10)] == [Counted(3, 1, {0: 2})] * 3
+    assert [job.execute(AddWorker(0, incarnation, None)) for incarnation in (9, 9, 10)] == [
+        ShardProgress(3, 1, {0: 2})
+    ] * 3
     stage(job, push(0, 4, incarnation=10))
     stage(job, push(1, 4, incarnation=10))
-    assert job.execute(AddWorker(0, 11, None)) == Counted(4, 4, {})
+    assert job.execute(AddWorker(0, 11, None)) == ShardProgress(4, 4, {})
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp:1", "sync"])
@@ -263,7 +265,7 @@ def test_a_clock_that_a_worker_joined_at_is_no_push_of_its_in_a_checkpoint_eithe
     restored = JobPartition(job_spec(mode), [0, 1, FROZEN])
     snapshots = {index: bucket.snapshot() for index, bucket in job.buckets.items()}
     restored.execute(RestoreSnapshot(snapshots, last_incarnation=9))
-    assert restored.execute(AddWorker(0, 10, None)) == Counted(1, 0, {0: 1})
+    assert restored.execute(AddWorker(0, 10, None)) == ShardProgress(1, 0, {0: 1})
     assert restored.execute(AddWorker(1, 11, None)).pushed == 1
 
 

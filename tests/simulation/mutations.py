@@ -30,7 +30,7 @@ from ps_server.core.commands import BeginRows, Staged, StageRows, UnitCommand
 from ps_server.core.consistency import ADMITTED, Add, Admission, QuorumRule, Step, UpdateRule
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.dense import OpenUpdate, SentWeights
-from ps_server.core.membership import Counted, Membership, Rivals
+from ps_server.core.membership import Membership, Rivals, ShardProgress
 from ps_server.core.partition import JobPartition
 from ps_server.core.shard_table import ComingRows, ShardTable
 from ps_server.core.table_rows import TableRows
@@ -206,7 +206,9 @@ def _says_of_all_shards(patch: pytest.MonkeyPatch, pushed_of: Callable[[list[int
             return joined
         clocks = [c for of in joined.on_shards.values() for c in (of.pushed or 0, *(of.further or {}).values())]
         pushed = pushed_of(clocks)
-        return Joined(joined.clock, pushed, {shard: Counted(joined.clock, pushed, {}) for shard in joined.on_shards})
+        return Joined(
+            joined.clock, pushed, {shard: ShardProgress(joined.clock, pushed, {}) for shard in joined.on_shards}
+        )
 
     def all_alike(self: JobWorkers, reservations: Sequence[Reservation]) -> list[Joined | PSError]:
         return [alike(joined) for joined in count(self, reservations)]
