@@ -25,11 +25,11 @@ from ps_runtime.memory_files import SharedFile, WrittenFile
 from ps_server.core.unit import Bucket
 from ps_server.shard.mapped import NewFiles
 
-Piece = tuple[int, str]  # a bucket by its index, and the type in which its elements travel
+TypedBucket = tuple[int, str]  # a bucket by its index, and the type in which its elements travel
 _CONVERTED_BYTES = 2**20  # at a time, so that they are in the cache when they are written
 
 
-def piece_of(bucket: BucketSpec, wire: str) -> Piece:
+def typed_bucket(bucket: BucketSpec, wire: str) -> TypedBucket:
     """Returns the piece of a bucket for a wire format: it applies only to trained float32 weights, all others keep
     their type.
     """
@@ -40,7 +40,7 @@ class EditionFile(NamedTuple):
     """A memory file, and the pieces of an edition for which it has room. failed: is told where it gets no memory"""
 
     memory: WrittenFile
-    pieces: frozenset[Piece]
+    pieces: frozenset[TypedBucket]
     failed: Callable[[NotShared], None]
 
 
@@ -129,14 +129,14 @@ class EditionFiles:
 
     def __init__(self, specs: Callable[[int], BucketSpec], new: NewFiles[WrittenFile]) -> None:
         self._specs, self._new = specs, new
-        self._places: dict[Piece, FileOffset] = {}
+        self._places: dict[TypedBucket, FileOffset] = {}
         self._files = 0
 
-    def add(self, pieces: Set[Piece]) -> None:
+    def add(self, pieces: Set[TypedBucket]) -> None:
         """Makes files for pieces of which nothing is copied; those that have a place keep it. Makes none where not all
         of these could have one.
         """
-        spaces: dict[tuple[str, str], list[tuple[BucketSpec, Piece]]] = {}
+        spaces: dict[tuple[str, str], list[tuple[BucketSpec, TypedBucket]]] = {}
         for piece in pieces - self._places.keys():
             spec = self._specs(piece[0])
             spaces.setdefault((spec.space, piece[1]), []).append((spec, piece))
@@ -154,12 +154,12 @@ class EditionFiles:
                 self._places[piece] = FileOffset(file, offset, size)
                 offset += size
 
-    def place(self, piece: Piece) -> FileOffset | None:
+    def place(self, piece: TypedBucket) -> FileOffset | None:
         """Returns where a piece is to be copied to; None: into memory of its own."""
         return self._places.get(piece)
 
 
-class SharedPieces(NamedTuple):
+class SharedTypedBuckets(NamedTuple):
     """What of an edition can be handed over to a reader: see mapped.InFiles.
 
     files: all sealed files of the edition, each under a name
@@ -167,18 +167,18 @@ class SharedPieces(NamedTuple):
     """
 
     files: Mapping[str, SharedFile]
-    lies: Mapping[Piece, tuple[str, int]]
+    lies: Mapping[TypedBucket, tuple[str, int]]
 
 
-def shared_pieces(copied: Mapping[Piece, CopiedBucket], wanted: Collection[Piece]) -> SharedPieces:
+def shared_buckets(copied: Mapping[TypedBucket, CopiedBucket], wanted: Collection[TypedBucket]) -> SharedTypedBuckets:
     """Returns what can be handed over of the pieces that a reader wants. Those of one space all lie in files, or none.
 
     copied: all that is copied of the edition; nothing is there of one that was given up
     """
     if not all(piece in copied for piece in wanted):
-        return SharedPieces({}, {})
+        return SharedTypedBuckets({}, {})
 
-    def lies_in(piece: Piece, number: int) -> bool:
+    def lies_in(piece: TypedBucket, number: int) -> bool:
         found = copied.get(piece)
         return found is not None and found.lies is not None and found.lies.file.memory.number == number
 
@@ -187,7 +187,7 @@ def shared_pieces(copied: Mapping[Piece, CopiedBucket], wanted: Collection[Piece
         memory = file.memory
         if all(lies_in(each, memory.number) for each in file.pieces) and _is_sealed(memory):
             files[str(memory.number)] = memory
-    lies: dict[Piece, tuple[str, int]] = {}
+    lies: dict[TypedBucket, tuple[str, int]] = {}
     elsewhere: set[str] = set()
     for piece in wanted:
         place = copied[piece].lies
@@ -195,15 +195,17 @@ def shared_pieces(copied: Mapping[Piece, CopiedBucket], wanted: Collection[Piece
             elsewhere.add(copied[piece].space)
         else:
             lies[piece] = str(place.file.memory.number), place.offset
-    return SharedPieces(files, {piece: place for piece, place in lies.items() if copied[piece].space not in elsewhere})
+    return SharedTypedBuckets(
+        files, {piece: place for piece, place in lies.items() if copied[piece].space not in elsewhere}
+    )
 
 
-def memory_files(copied: Mapping[Piece, CopiedBucket]) -> set[SharedFile]:
+def memory_files(copied: Mapping[TypedBucket, CopiedBucket]) -> set[SharedFile]:
     """Returns the memory files in which any of these lies."""
     return {file.memory for file in _files_of(copied)}
 
 
-def _files_of(copied: Mapping[Piece, CopiedBucket]) -> set[EditionFile]:
+def _files_of(copied: Mapping[TypedBucket, CopiedBucket]) -> set[EditionFile]:
     return {each.lies.file for each in copied.values() if each.lies is not None}
 
 

@@ -31,7 +31,7 @@ from ps_runtime.memory import free_bytes
 from ps_runtime.memory_files import WrittenFile
 from ps_server.core.feed_figures import FeedFigures
 from ps_server.core.unit import Bucket
-from ps_server.shard.copied_buckets import CopiedBucket, EditionFiles, Piece, memory_files
+from ps_server.shard.copied_buckets import CopiedBucket, EditionFiles, TypedBucket, memory_files
 from ps_server.shard.feed_tally import FeedTally
 from ps_server.shard.mapped import MappedFiles, NewFiles
 from ps_server.shard.relay_reports import RelayReports
@@ -58,7 +58,7 @@ class WantedEdition:
 
     version: int | None
     least: int
-    pieces: frozenset[Piece]
+    pieces: frozenset[TypedBucket]
     changes: bool = False
     maps: MappedFiles | None = None
 
@@ -79,10 +79,12 @@ class TakenEdition:
         self.used = 0.0
         # Its lowest version, if an optimizer steps any of it, and when a reader had all that it wants:
         self.completed: tuple[int | None, float] | None = None
-        self.unchecked: set[Piece] = set()  # what is to be copied, and nobody has asked whether there is memory for
-        self._copied: dict[Piece, CopiedBucket] = {}
+        self.unchecked: set[TypedBucket] = (
+            set()
+        )  # what is to be copied, and nobody has asked whether there is memory for
+        self._copied: dict[TypedBucket, CopiedBucket] = {}
         self._missing: dict[int, set[str]] = {}  # by bucket, the types in which somebody wants it
-        self._readers: dict[object, tuple[frozenset[Piece], Over]] = {}
+        self._readers: dict[object, tuple[frozenset[TypedBucket], Over]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -105,7 +107,7 @@ class TakenEdition:
         """Bytes of what is copied."""
         return sum(len(bucket.payload) for bucket in list(self._copied.values()))
 
-    def missing(self) -> list[Piece]:
+    def missing(self) -> list[TypedBucket]:
         """Returns what is wanted and not copied yet."""
         with self._lock:
             return [(index, dtype) for index, dtypes in self._missing.items() for dtype in dtypes]
@@ -148,22 +150,22 @@ class TakenEdition:
             if not dtypes:
                 del self._missing[index]
 
-    def has(self, pieces: frozenset[Piece]) -> bool:
+    def has(self, pieces: frozenset[TypedBucket]) -> bool:
         """Whether all of these are copied."""
         return pieces <= self._copied.keys()
 
-    def copied(self, piece: Piece) -> CopiedBucket | None:
+    def copied(self, piece: TypedBucket) -> CopiedBucket | None:
         """Returns the copy of a bucket, if it is there."""
         return self._copied.get(piece)
 
-    def copy(self, piece: Piece) -> CopiedBucket:
+    def copy(self, piece: TypedBucket) -> CopiedBucket:
         """Returns the copy of a bucket. Raises why the edition was given up."""
         copied = self._copied.get(piece)
         if copied is None:
             raise anew(self.error or TryLater("this edition was given up"))
         return copied
 
-    def copies(self) -> dict[Piece, CopiedBucket]:
+    def copies(self) -> dict[TypedBucket, CopiedBucket]:
         """Returns all that is copied."""
         with self._lock:
             return dict(self._copied)
@@ -241,7 +243,7 @@ class TakenEdition:
         error = OutOfOrder(f"bucket {index} has {version} updates: more than the {self.version} asked for")
         self.refuse({(index, dtype) for dtype in tuple(self._missing.get(index, ()))}, error)
 
-    def refuse(self, pieces: Set[Piece], error: PSError) -> None:
+    def refuse(self, pieces: Set[TypedBucket], error: PSError) -> None:
         """Tells readers that wait for any of these pieces that they cannot be had."""
         with self._lock:
             missing = {(index, dtype) for index, dtype in pieces if dtype in self._missing.get(index, ())}
@@ -278,8 +280,8 @@ class Editions:
         self._kept: list[TakenEdition] = []  # the oldest first, with those that wait
         self._closed: PSError | None = None
         self._followed = -math.inf  # when a reader was heard of last
-        self._pieces: set[Piece] = set()  # what readers have asked for, as long as they are heard of
-        self._changes: dict[Piece, BucketChanges] = {}
+        self._pieces: set[TypedBucket] = set()  # what readers have asked for, as long as they are heard of
+        self._changes: dict[TypedBucket, BucketChanges] = {}
         self._keeps_newest = False  # for changes
         # What readers of this host have, where such follow the job, and when one of these has asked last:
         self._mapped: dict[MappedFiles, float] = {}
@@ -303,7 +305,7 @@ class Editions:
             changes = sum(each.nbytes for each in self._changes.values())
             return sum(each.nbytes for each in self._kept) + changes
 
-    def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
+    def heard_of_reader(self, now: float, pieces: Set[TypedBucket]) -> None:
         """Records that a reader follows the job, and wants these pieces: at the job's end they are kept, even if none
         was pulled.
         """
@@ -385,7 +387,7 @@ class Editions:
                 self._changes.clear()
             self._note_waiting()
 
-    def change(self, piece: Piece, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
+    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
         """Returns the changes of a bucket since a version; None: send the bucket whole. May take long."""
         with self._lock:
             if self._closed is not None:
@@ -401,7 +403,7 @@ class Editions:
         left = free_bytes()
         return left is None or size + self._promised() <= left
 
-    def followed(self, now: float) -> frozenset[Piece] | None:
+    def followed(self, now: float) -> frozenset[TypedBucket] | None:
         """Returns the pieces that readers of the job want, possibly none of this shard; None: no reader follows the
         job.
         """
@@ -429,7 +431,7 @@ class Editions:
         return replace(seen, mapped=sum(each.readers for each in mapped), held=held, relays=relays)
 
     def copied_now(
-        self, pieces: frozenset[Piece], locked: Callable[[int], AbstractContextManager[Bucket]]
+        self, pieces: frozenset[TypedBucket], locked: Callable[[int], AbstractContextManager[Bucket]]
     ) -> TakenEdition:
         """Returns a copy of these as they are, or one with its `error` if there is no room. The job takes no more
         updates.
@@ -507,7 +509,7 @@ class Editions:
             self._kept.remove(each)
         return free
 
-    def _size(self, pieces: Iterable[Piece]) -> int:
+    def _size(self, pieces: Iterable[TypedBucket]) -> int:
         return sum(PLAIN[dtype].size(self._buckets[index].spec.numel) for index, dtype in pieces)
 
     def _check_added(self, edition: TakenEdition) -> None:
@@ -515,7 +517,7 @@ class Editions:
         if added:
             self._check_room(added, 0)
 
-    def _check_room(self, pieces: Set[Piece], begun: int) -> None:
+    def _check_room(self, pieces: Set[TypedBucket], begun: int) -> None:
         """Raises LimitExceeded where memory has no room for copies.
 
         begun: bytes that other editions are still to take

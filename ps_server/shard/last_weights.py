@@ -15,7 +15,7 @@ from typing import ClassVar
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
 from ps_server.core.limits import check_feeds
 from ps_server.core.unit import Bucket
-from ps_server.shard.copied_buckets import CopiedBucket, Piece
+from ps_server.shard.copied_buckets import CopiedBucket, TypedBucket
 from ps_server.shard.editions import KEPT_SECONDS, Over, TakenEdition, WantedEdition
 from ps_server.shard.hosted_job import Feed, HostedJob
 
@@ -44,7 +44,7 @@ class LastWeights:
         self._readers: set[Feed] = set()
         self._lock = threading.Lock()
 
-    def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
+    def heard_of_reader(self, now: float, pieces: Set[TypedBucket]) -> None:
         """Records that a reader has called. pieces: ignored, as nothing more can be copied"""
         self._heard = now
 
@@ -76,7 +76,7 @@ class LastWeights:
         self._heard = now()
         return self._edition
 
-    def change(self, piece: Piece, base: int, new: CopiedBucket, sparse: bool) -> None:
+    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> None:
         """Returns None: there is no older version, so buckets are sent whole."""
 
     def sent(self, size: int, whole: int) -> None:

@@ -33,7 +33,7 @@ from ps_protocol.tensors import PLAIN
 from ps_protocol.wire_formats import EDITION_WIRES
 from ps_server.failpoints import failpoint
 from ps_server.shard.bucket_messages import BucketMessages
-from ps_server.shard.copied_buckets import CopiedBucket, Piece, piece_of, shared_pieces
+from ps_server.shard.copied_buckets import CopiedBucket, TypedBucket, shared_buckets, typed_bucket
 from ps_server.shard.editions import Over, TakenEdition, WantedEdition
 from ps_server.shard.feed_context import FeedContext
 from ps_server.shard.hosted_job import Feed, HostedJob
@@ -83,7 +83,7 @@ class EditionSource(Protocol):
     def buffers(self) -> Mapping[int, int]:
         """See WeightsHere."""
 
-    def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
+    def heard_of_reader(self, now: float, pieces: Set[TypedBucket]) -> None:
         """Notes that a reader follows the job, and wants these buckets."""
 
     def add(self, feed: Feed, limit: float) -> None:
@@ -92,7 +92,7 @@ class EditionSource(Protocol):
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
         """Returns an edition for a reader; see Editions.take. Buckets that are at its version are copied now."""
 
-    def change(self, piece: Piece, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
+    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
         """Returns what changed in a bucket since a version; None: it is to be sent whole. sparse: it may be sparse"""
 
     def sent(self, size: int, whole: int) -> None:
@@ -128,7 +128,7 @@ class JobSource:
         versions = {index: bucket.unit.reader_version for index, bucket in self.job.buckets.items()}
         return {index: version for index, version in versions.items() if version}
 
-    def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
+    def heard_of_reader(self, now: float, pieces: Set[TypedBucket]) -> None:
         """Notes that a reader follows the job, and wants these buckets."""
         self.job.editions.heard_of_reader(now, pieces)
 
@@ -147,7 +147,7 @@ class JobSource:
         editions.looked_at(edition)
         return edition
 
-    def change(self, piece: Piece, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
+    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
         """Returns the change of a bucket from version `base` to `new`; None: send the bucket whole."""
         return self.job.editions.change(piece, base, new, sparse)
 
@@ -189,14 +189,14 @@ class EditionSender:
         handed: tuple[MappingOffer, MappedFiles] | None = None,
     ) -> None:
         self._most, self._sparse, self._give_back, self._handed = most, sparse, give_back, handed
-        self._lies: dict[Piece, tuple[EditionBucket, int]] = {}  # what was handed over, and its bytes
+        self._lies: dict[TypedBucket, tuple[EditionBucket, int]] = {}  # what was handed over, and its bytes
         self._messages: BucketMessages | None = None  # of a bucket in a file, which they refer to
         self._source, self._bases, self.outbox, self.caller = source, bases, outbox, caller
         self._wanted, self._now = wanted, now
         self._edition: TakenEdition | None = None
         self._result: tuple[PSError | None] | None = None  # once it is over: why there is no edition
         self._begun = False
-        self._left: list[Piece] = []  # to be sent
+        self._left: list[TypedBucket] = []  # to be sent
         self._lock = threading.Lock()
         self._sign_due = now() + SIGN_SECONDS
 
@@ -243,7 +243,7 @@ class EditionSender:
             return
         offer, mapped = self._handed
         copies = edition.copies()  # what is handed over has the versions of these, also where `edition` gets newer ones
-        shared = shared_pieces(copies, self._wanted.pieces)
+        shared = shared_buckets(copies, self._wanted.pieces)
         numbers = mapped.hand_over(offer, shared, {name for name, _ in shared.lies.values()})
         if numbers is None:
             return
@@ -262,7 +262,7 @@ class EditionSender:
             self.outbox.finish()
 
     @contextlib.contextmanager
-    def _bucket(self, edition: TakenEdition, piece: Piece) -> Iterator[Lent]:
+    def _bucket(self, edition: TakenEdition, piece: TypedBucket) -> Iterator[Lent]:
         failpoint("edition-half-sent")
         about = partial(EditionMessage, lowest(self._source))
         try:
@@ -453,9 +453,9 @@ def _check_wire(wire: str) -> None:
         raise InvalidRequest(f"an edition travels in {', '.join(EDITION_WIRES)}, not in {wire}")
 
 
-def _pieces(wire: str, buckets: Iterable[int], source: EditionSource) -> frozenset[Piece]:
+def _pieces(wire: str, buckets: Iterable[int], source: EditionSource) -> frozenset[TypedBucket]:
     """Returns the pieces of buckets that a reader wants."""
-    return frozenset(piece_of(source.specs[index], wire) for index in buckets)
+    return frozenset(typed_bucket(source.specs[index], wire) for index in buckets)
 
 
 def _wanted(call: EditionCall, source: EditionSource) -> WantedEdition:

@@ -24,7 +24,7 @@ from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import AddWorker
 from ps_server.core.partition import JobPartition
-from ps_server.shard.copied_buckets import piece_of
+from ps_server.shard.copied_buckets import typed_bucket
 from ps_server.shard.editions import TakenEdition, WantedEdition
 from ps_server.shard.weight_feeds import JobSource
 from ps_worker.cluster import reader_buffers
@@ -199,7 +199,7 @@ def test_a_reader_that_shares_an_edition_gets_what_was_told_since_it_was_copied_
     """It may have had newer buffers than those of the copy: they never fall."""
     sharding = lone_shard(workers=1)
     job = sharding.jobs()["sums"]
-    piece = piece_of(job.buckets[FROZEN].unit.spec, "float32")
+    piece = typed_bucket(job.buckets[FROZEN].unit.spec, "float32")
 
     def tell(clock: int) -> None:
         pushed = (PushedBucket(FROZEN, PushKind.INITIAL_VALUE),)

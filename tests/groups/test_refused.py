@@ -211,9 +211,7 @@ def test_where_a_piece_lies(
         ([Replicate(), Shard(0), Replicate()], (3, 2, 1), r"for HSDP .* --workers 3 --group 2"),
     ],
 )
-def test_a_parameter_that_is_placed_otherwise(
-    placements: list[Placement], shape: tuple[int, ...], said: str
-) -> None:
+def test_a_parameter_that_is_placed_otherwise(placements: list[Placement], shape: tuple[int, ...], said: str) -> None:
     mesh = Mesh(*shape)
     with pytest.raises(Unsupported, match=rf"w is placed .*{said}"):
         piece_of("w", dtensor(mesh, placements, (8, 8), (4, 8)), range(mesh.mesh.numel()))
