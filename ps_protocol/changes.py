@@ -39,7 +39,7 @@ _PACKED_BYTES, _UNPACKED_BYTES = 2**16, 2**18  # that are unpacked at a time: a 
 Bytes = npt.NDArray[np.uint8]
 
 
-class Change(NamedTuple):
+class BucketDelta(NamedTuple):
     """The compressed change of a bucket from one version to another. payload: the bytes, for `apply_change`
 
     is_sparse: whether it has only the elements that changed, after the gaps between them
@@ -49,7 +49,7 @@ class Change(NamedTuple):
     is_sparse: bool = False
 
 
-def encode_change(base: Buffer, new: Buffer, itemsize: int, sparse: bool = False) -> Change | None:
+def encode_change(base: Buffer, new: Buffer, itemsize: int, sparse: bool = False) -> BucketDelta | None:
     """Returns the compressed difference between two payloads of equal length; None if it is no smaller than `new`.
 
     itemsize: bytes of one element
@@ -68,7 +68,7 @@ def encode_change(base: Buffer, new: Buffer, itemsize: int, sparse: bool = False
             return None
     packed.append(packer.flush())
     size += len(packed[-1])
-    return Change(b"".join(packed), is_sparse) if size < most else None
+    return BucketDelta(b"".join(packed), is_sparse) if size < most else None
 
 
 def _changed(before: Bytes, after: Bytes, itemsize: int) -> npt.NDArray[np.uint32] | None:

@@ -19,7 +19,7 @@ from ps_tables.entries import BLOCK, Entries
 from ps_tables.places import Column
 
 
-class Changes:
+class RowWalk:
     """One walk. The caller must not train the table during the constructor and during each `take`.
 
     version: of the table at the beginning of the walk; the next walk starts after it

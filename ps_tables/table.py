@@ -23,7 +23,7 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.row_ids import Ids, chance_order, mix
 from ps_protocol.tables import TableSpec
 from ps_tables.candidates import Candidates
-from ps_tables.changed_rows import Changes
+from ps_tables.changed_rows import RowWalk
 from ps_tables.cold import ColdFile, WithFile
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.copies import CopiedColumn, EntriesCopy, TableCopy
@@ -207,7 +207,7 @@ class Table:
             numbers[new] = self._rows.add(ids[new], version)
         return new, evicted
 
-    def changes(self, since: int | None) -> Changes:
+    def changes(self, since: int | None) -> RowWalk:
         """Returns a walk over the rows that changed after a version.
 
         since: the version, at most the table's; None: the walk returns all rows. It also does if the ids that were
@@ -215,7 +215,7 @@ class Table:
         """
         removed = None if since is None else self._removed.after(since)
         known = 0 if since is None or removed is None else since
-        return Changes(self._rows, self._places.columns["weights"], known, self.version, removed)
+        return RowWalk(self._rows, self._places.columns["weights"], known, self.version, removed)
 
     @property
     def capacity(self) -> int:

@@ -66,7 +66,7 @@ CallerPath = tuple[str, ...]  # where a request comes from, the widest first: pr
 
 
 @dataclass(frozen=True)
-class AdmissionChanges(Generic[C]):
+class AdmissionDecisions(Generic[C]):
     """The result of a change of the places: the calls that have got a place, and the calls that are refused."""
 
     admitted: tuple[C, ...] = ()
@@ -164,7 +164,7 @@ class RequestSlots(Generic[C]):
         """How many requests wait for a place."""
         return len(self._waiting)
 
-    def ask(self, call: C, origin: CallerPath, now: float) -> AdmissionChanges[C]:
+    def ask(self, call: C, origin: CallerPath, now: float) -> AdmissionDecisions[C]:
         """Asks for a place for a call. If too many wait, the last call of the connection with the most waiting is
         refused.
 
@@ -180,12 +180,12 @@ class RequestSlots(Generic[C]):
         self._queued.update(_beginnings(origin))
         admitted = self._admit(now)
         if len(self._waiting) <= self._limits.waiting:
-            return AdmissionChanges(admitted)
+            return AdmissionDecisions(admitted)
         refused = self._last_of_most()
         self._forget(refused)
-        return AdmissionChanges(admitted, (refused,))
+        return AdmissionDecisions(admitted, (refused,))
 
-    def leave(self, call: C, now: float) -> AdmissionChanges[C]:
+    def leave(self, call: C, now: float) -> AdmissionDecisions[C]:
         """Ends a call: it no longer waits, or gives back its place. Returns the calls that are admitted in
         its place.
         """
@@ -195,7 +195,7 @@ class RequestSlots(Generic[C]):
             _take_one(self._held, origin)
         elif call in self._waiting:
             self._forget(call)
-        return AdmissionChanges(self._admit(now))
+        return AdmissionDecisions(self._admit(now))
 
     def overdue(self, now: float) -> list[C]:
         """Returns the calls that must give back their places: they took too long, or other calls have waited

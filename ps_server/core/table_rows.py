@@ -13,7 +13,7 @@ from ps_protocol.tables import MAX_ROWS, JobTable, TableSpec
 from ps_server.core.placement import TableShare
 from ps_server.core.server_figures import RowCounts
 from ps_server.core.sums import NamedValues, ValuesInUse
-from ps_tables.changed_rows import Changes
+from ps_tables.changed_rows import RowWalk
 from ps_tables.cold import PLACE_BYTES
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.copies import TableCopy
@@ -171,7 +171,7 @@ class TableRows:
         """The number of updates of the rows. An update without any gradient or assigned row does not count."""
         return self._table.version
 
-    def changes(self, since: int | None) -> Changes:
+    def changes(self, since: int | None) -> RowWalk:
         """Returns an iterator over the rows that changed after a version; see Table.changes."""
         return self._table.changes(since)
 

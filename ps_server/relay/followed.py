@@ -15,7 +15,7 @@ from functools import partial
 
 from ps_feed.edition import EditionArrays
 from ps_feed.subscription import Subscription
-from ps_protocol.changes import Change
+from ps_protocol.changes import BucketDelta
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, RunEnded, TryLater, anew
 from ps_protocol.messages.editions import EditionCall, WeightsHere
 from ps_runtime.background import guarded
@@ -227,7 +227,7 @@ class FollowedJob:
             self.sent_bytes += size
             self.sent_elements += whole
 
-    def change(self, kept: KeptEdition, index: int, base: int, sparse: bool) -> Change | None:
+    def change(self, kept: KeptEdition, index: int, base: int, sparse: bool) -> BucketDelta | None:
         """Returns the changes of a bucket since a version on the same timeline; None: send the bucket whole.
 
         sparse: it may be sparse

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
-from ps_protocol.changes import Change
+from ps_protocol.changes import BucketDelta
 from ps_protocol.errors import PSError, anew
 from ps_protocol.handover import MappingOffer
 from ps_protocol.messages.editions import BucketOffset, EditionBegin, EditionMessage
@@ -38,7 +38,7 @@ class RelayedJob(Protocol):
     def sent(self, size: int, whole: int) -> None:
         """Counts sent bytes. whole: the bytes of the same elements without changes"""
 
-    def change(self, kept: KeptEdition, index: int, base: int, sparse: bool) -> Change | None:
+    def change(self, kept: KeptEdition, index: int, base: int, sparse: bool) -> BucketDelta | None:
         """Returns the changes of a bucket since a version; None: send it whole. sparse: they may be sparse"""
 
     def leave(self, reader: RelaySender) -> None:

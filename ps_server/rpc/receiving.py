@@ -13,7 +13,7 @@ from functools import partial
 from ps_frames.frames import nothing
 from ps_frames.server import CallBroken, ServerCall
 from ps_protocol.errors import TryLater
-from ps_server.core.admission import AdmissionChanges, CallerPath, RequestKind, RequestLimits, RequestSlots
+from ps_server.core.admission import AdmissionDecisions, CallerPath, RequestKind, RequestLimits, RequestSlots
 
 # Of methods by name; all others are quick.
 KINDS = {
@@ -179,7 +179,7 @@ class Receiving:
             return Refused(kind.held_seconds(origin, time.monotonic()))
 
 
-def _decide(changes: AdmissionChanges[_Call]) -> list[_Call]:
+def _decide(changes: AdmissionDecisions[_Call]) -> list[_Call]:
     """Records the decisions, under the lock; returns the calls to notify without it."""
     for call in changes.admitted:
         call.is_admitted = True

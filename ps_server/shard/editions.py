@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ps_protocol.changes import Change
+from ps_protocol.changes import BucketDelta
 from ps_protocol.errors import LimitExceeded, OutOfOrder, PSError, TryLater, anew
 from ps_protocol.tensors import PLAIN
 from ps_runtime.background import guarded, note_error
@@ -387,7 +387,7 @@ class Editions:
                 self._changes.clear()
             self._note_waiting()
 
-    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
+    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> BucketDelta | None:
         """Returns the changes of a bucket since a version; None: send the bucket whole. May take long."""
         with self._lock:
             if self._closed is not None:

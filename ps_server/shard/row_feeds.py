@@ -22,7 +22,7 @@ from ps_server.shard.feed_context import FeedContext
 from ps_server.shard.hosted_job import HostedJob, HostedTable
 from ps_server.shard.outbox import Lent, Outbox
 from ps_server.shard.pulls import MESSAGE_BYTES, wire_format_of
-from ps_tables.changed_rows import Changes
+from ps_tables.changed_rows import RowWalk
 
 _FORMAT = 1  # the first byte of a cursor: its encoding
 _SIZES = (4, 8, 8)  # bytes of the fields
@@ -93,7 +93,7 @@ class ShardFeed:
         self.outbox, self.caller, self._give_back = outbox, caller, give_back
         self._hosted: tuple[HostedJob, HostedTable] | None = (job, table)
         self._since, self._period, self._clock = since, period, clock
-        self._walk: Changes | None = None  # of the round that is under way
+        self._walk: RowWalk | None = None  # of the round that is under way
         self._sent_version = 0  # the version of the last round
         self._waits = False  # for the time of the next round, or for changes
         self._due = self._sign_due = 0.0

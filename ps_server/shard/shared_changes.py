@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ps_protocol.changes import Bytes, Change, apply_change, encode_change
+from ps_protocol.changes import BucketDelta, Bytes, apply_change, encode_change
 from ps_protocol.framing import Buffer
 from ps_protocol.layout import DATA_TYPES
 
@@ -44,7 +44,7 @@ class BucketChanges:
     def __init__(self, dtype: str, has_room: Callable[[int], bool]) -> None:
         self._itemsize, self._has_room = DATA_TYPES[dtype].itemsize, has_room
         # By both versions, and whether it may be sparse; None: it was no smaller than the bucket.
-        self._kept: OrderedDict[tuple[int, int, bool], Change | None] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int, bool], BucketDelta | None] = OrderedDict()
         self._skip = 0
         self._lock = threading.Lock()  # held while one is computed: others want the same, mostly
 
@@ -53,7 +53,9 @@ class BucketChanges:
         """Bytes of the kept changes."""
         return sum(len(change.payload) for change in list(self._kept.values()) if change is not None)
 
-    def between(self, base: int, new: BucketCopy, copies: Sequence[BucketCopy], sparse: bool = False) -> Change | None:
+    def between(
+        self, base: int, new: BucketCopy, copies: Sequence[BucketCopy], sparse: bool = False
+    ) -> BucketDelta | None:
         """Returns the change from version `base` to `new`; None: send the bucket whole.
 
         copies: all copies of the bucket that exist
@@ -82,7 +84,7 @@ class BucketChanges:
     def _elements(self, version: int, copies: Sequence[BucketCopy]) -> Buffer | None:
         """Returns the elements of a version, from a copy or by undoing changes; None: neither is possible."""
         there = {each.version: each for each in copies}
-        way: list[Change] = []
+        way: list[BucketDelta] = []
         while version not in there:
             # Only towards higher versions, so that this ends: a reader may ask again for the version that it has.
             steps = [(to, change) for (since, to, _), change in self._kept.items() if since == version < to and change]

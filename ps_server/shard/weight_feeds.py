@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from ps_protocol.changes import Change
+from ps_protocol.changes import BucketDelta
 from ps_protocol.errors import InvalidRequest, OutOfOrder, PSError, TryLater, anew
 from ps_protocol.handover import MappingOffer
 from ps_protocol.job import JobSpec
@@ -92,7 +92,7 @@ class EditionSource(Protocol):
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
         """Returns an edition for a reader; see Editions.take. Buckets that are at its version are copied now."""
 
-    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
+    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> BucketDelta | None:
         """Returns what changed in a bucket since a version; None: it is to be sent whole. sparse: it may be sparse"""
 
     def sent(self, size: int, whole: int) -> None:
@@ -147,7 +147,7 @@ class JobSource:
         editions.looked_at(edition)
         return edition
 
-    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> Change | None:
+    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> BucketDelta | None:
         """Returns the change of a bucket from version `base` to `new`; None: send the bucket whole."""
         return self.job.editions.change(piece, base, new, sparse)
 

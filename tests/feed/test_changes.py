@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.changes import Change, apply_change, encode_change
+from ps_protocol.changes import BucketDelta, apply_change, encode_change
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.layout import DATA_TYPES
 from ps_server.shard import shared_changes
@@ -40,7 +40,7 @@ def copies(count: int, changed: int = 20) -> list[Copy]:
     return made
 
 
-def apply(change: Change | None, base: Copy, new: Copy) -> None:
+def apply(change: BucketDelta | None, base: Copy, new: Copy) -> None:
     assert change is not None
     assert apply_change(change.payload, base.payload, 2, sparse=change.is_sparse).tobytes() == new.payload
 
@@ -50,7 +50,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What was encoded."""
     calls: list[object] = []
 
-    def encode(base: bytes, new: bytes, *more: Any) -> Change | None:
+    def encode(base: bytes, new: bytes, *more: Any) -> BucketDelta | None:
         calls.append(new)
         return encode_change(base, new, *more)
 

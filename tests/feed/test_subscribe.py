@@ -25,7 +25,7 @@ from torch import nn
 
 import ps_torch as ps
 from ps_feed.edition_client import EachShard, KnownShards, ShardReader
-from ps_protocol.changes import Change, encode_change
+from ps_protocol.changes import BucketDelta, encode_change
 from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable, Unsupported
 from ps_protocol.messages.editions import EditionCall, EditionMessage, WeightsAsked, read_edition_part
 from ps_runtime.credentials import PLAINTEXT
@@ -206,7 +206,7 @@ def test_changes_give_the_same_bits_in_fewer_bytes(
         stepping.add(threading.current_thread())
         stepped(*given)
 
-    def encoded(*given: Any) -> Change | None:
+    def encoded(*given: Any) -> BucketDelta | None:
         computing.add(threading.current_thread())
         return encode_change(*given)
 
@@ -310,7 +310,7 @@ def test_a_damaged_edition_is_dropped_and_asked_for_whole(
     with ps.subscribe(shared.address, job, changes=True) as feed:
         feed.wait_for()
 
-        def spoil(base: Any, new: Any, itemsize: int, sparse: bool) -> Change | None:
+        def spoil(base: Any, new: Any, itemsize: int, sparse: bool) -> BucketDelta | None:
             spoilt.append(itemsize)
             return encode_change(base, bytes(len(new)), itemsize, sparse)
 
@@ -354,7 +354,7 @@ def test_messages_that_can_never_be_read_end_the_wait_with_what_is_wrong(
 def test_after_a_trouble_no_edition_stays_in_memory_once_a_newer_one_is_there(
     shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoil(base: Any, new: Any, itemsize: int, sparse: bool) -> Change | None:
+    def spoil(base: Any, new: Any, itemsize: int, sparse: bool) -> BucketDelta | None:
         return encode_change(base, bytes(len(new)), itemsize, sparse)
 
     with ps.subscribe(shared.address, job, changes=True) as feed:

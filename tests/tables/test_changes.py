@@ -13,7 +13,7 @@ from ps_protocol.modes import Consistency
 from ps_protocol.row_ids import shards_of
 from ps_protocol.tables import JobTable
 from ps_server.core.table_rows import TableRows
-from ps_tables.changed_rows import Changes
+from ps_tables.changed_rows import RowWalk
 from ps_tables.entries import Entries
 from ps_tables.removed import LEAST_KEPT, RemovedIds
 from tests.tools.cases import cases, crossed
@@ -37,10 +37,10 @@ class Copy:
 
     rows: dict[int, list[float]] = field(default_factory=dict)
     since: int | None = None
-    walk: Changes | None = None
+    walk: RowWalk | None = None
     came: set[int] = field(default_factory=set)
 
-    def begin(self, table: TableRows) -> Changes:
+    def begin(self, table: TableRows) -> RowWalk:
         self.walk, self.came = table.changes(self.since), set()
         while self.walk.has_removed:
             for number in self.walk.take_removed(3).tolist():
