@@ -1,6 +1,6 @@
 """A model as flat buffers, its job, and its step.
 
-alike.py            Parameters that several members of a group hold alike: one pushes, and sends the weights to the
+replicated.py       Parameters that several members of a group hold alike: one pushes, and sends the weights to the
                     others
 base.py             The base of a round of local steps: the weights that it begins with
 buffers.py          A model in flat buffers: their memory, the weights and the gradients there

@@ -19,8 +19,8 @@ import torch
 from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import is_finite
-from ps_worker.model.alike import HeldAlike
 from ps_worker.model.buffers import FlatBuffers, Weights
+from ps_worker.model.replicated import ReplicatedParameters
 
 
 class Base:
@@ -38,7 +38,7 @@ class Base:
         self._buffers = buffers
         self._weights = weights
         self.is_separate = buffers.spec.has_separate_base
-        self.alike: HeldAlike | None = None
+        self.alike: ReplicatedParameters | None = None
 
     def keep(self) -> None:
         """Makes the current weights the base. A separate base is complete already: the pull has written it."""

@@ -5,7 +5,7 @@ Each parameter has to have the name that it has in the whole model.
 * Members whose models have the same names hold the same stage, which tensor parallelism or `fully_shard` may cut among
   them.
 * A name that several stages have is one parameter that they share, such as an embedding that is also the last layer.
-  The job has it once (alike.py).
+  The job has it once (replicated.py).
 * Stages that were built separately may have one name for different layers, such as "0.weight". The job would take these
   for one shared parameter. So members compare the values before the job begins: a parameter that is really shared has
   the same ones in each stage. Where all elements are equal, as in a new bias, this proves nothing: such a name is

@@ -30,10 +30,10 @@ from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.participation import Participation, end_last_step
 from ps_worker.group import Group, in_call
 from ps_worker.metrics import WorkerMetrics, added
-from ps_worker.model.alike import beside
 from ps_worker.model.empty_shards import with_empty_shards
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
+from ps_worker.model.replicated import beside
 from ps_worker.model.script_stages import ScriptStage, tensors_in
 from ps_worker.model.sharded import is_sharded
 from ps_worker.model.state_transfer import StateCollector, States, check_states, state_assignments

@@ -26,11 +26,11 @@ from ps_protocol.local import Local
 from ps_protocol.modes import parse_mode
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, model_state_dict
-from ps_worker.model.alike import HeldAlike
 from ps_worker.model.group_spec import check_own_optimizers
 from ps_worker.model.job_spec import describe
 from ps_worker.model.pipeline_stages import check_values, stages_of
 from ps_worker.model.refused import has_scaler
+from ps_worker.model.replicated import ReplicatedParameters
 from ps_worker.values import PrepareOptions
 from tests.scripts.train_pipeline import Model, Options, one_process, trained
 from tests.tools.cases import cases
@@ -511,7 +511,7 @@ def test_layers_of_one_name_with_the_same_values_are_refused_in_the_first_step(l
 
     def step(group: Any) -> None:
         spec, tensors = jobs[group.member]
-        alike = HeldAlike(group, replace(spec, local=Local(2) if local else None), tensors)
+        alike = ReplicatedParameters(group, replace(spec, local=Local(2) if local else None), tensors)
         held[group.member][0][0]["0"](torch.full((1, 2), 1.0 + group.member)).sum().backward()
         alike.check()
 

@@ -19,7 +19,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.local import Local
 from ps_worker.group import Group
-from ps_worker.model.alike import HeldAlike
+from ps_worker.model.replicated import ReplicatedParameters
 from tests.tools.modes import consistency
 
 # By parameter, the members that hold it, the owner first, and its type.
@@ -42,7 +42,7 @@ def state_of(index: int) -> dict[str, torch.Tensor]:
 
 
 def shared_state(
-    group: Group, alike: HeldAlike, tensors: list[torch.Tensor], member: int
+    group: Group, alike: ReplicatedParameters, tensors: list[torch.Tensor], member: int
 ) -> tuple[dict[int, dict[str, torch.Tensor]], int]:
     sent: list[int] = []
     gathering, broadcast = group._gathering, dist.broadcast
@@ -72,7 +72,7 @@ def main() -> None:
     ]
     spec = JobSpec("job", tuple(specs), "SGD", ({"lr": 1.0},), consistency("sync"), 64, 1, local=Local(2))
     tensors = [torch.zeros(3, dtype=dtype, device="cpu" if member in holders else "meta") for holders, dtype in HOLDERS]
-    alike = HeldAlike(group, spec, tensors)
+    alike = ReplicatedParameters(group, spec, tensors)
     for exchange, differ in enumerate(DIFFER):
         for tensor in tensors:
             tensor.copy_(torch.arange(3) + 10 * exchange + 100 * member)

@@ -48,7 +48,7 @@ class _Package:
     is_base: bool
 
 
-class HeldAlike:
+class ReplicatedParameters:
     """The parameters of a job that members of one group hold alike. For the training thread; all members make the same
     calls.
 
@@ -260,9 +260,9 @@ class HeldAlike:
         )
 
 
-def held_alike(group: Group | None, spec: JobSpec, tensors: Sequence[torch.Tensor]) -> HeldAlike | None:
+def held_alike(group: Group | None, spec: JobSpec, tensors: Sequence[torch.Tensor]) -> ReplicatedParameters | None:
     """Returns the parameters that members of a group hold alike; None: there are none, or there is no group."""
-    found = None if group is None else HeldAlike(group, spec, tensors)
+    found = None if group is None else ReplicatedParameters(group, spec, tensors)
     return found if found is not None and found.are_some else None
 
 
