@@ -24,10 +24,10 @@ from google.rpc import code_pb2
 
 from ps_frames.frames import (
     HEADER_BYTES,
+    ConnectionOffer,
     FrameSocket,
     Header,
     Kind,
-    Offer,
     frame,
     frames_over,
     nothing,
@@ -503,7 +503,7 @@ class DataLink:
 
 
 def open_data_connection(
-    offer: Offer, address: str, access: Access, directory: Path | None, peer: str, reading: ReadingThreads
+    offer: ConnectionOffer, address: str, access: Access, directory: Path | None, peer: str, reading: ReadingThreads
 ) -> ClientConnection:
     """Opens the connection that a shard offers.
 

@@ -75,7 +75,7 @@ KINDS = {method: kind for kind, method in METHODS.items()}
 
 
 @dataclass(frozen=True)
-class Offer:
+class ConnectionOffer:
     """How a worker may open a data connection to a shard: the answer to OpenDataConnection.
 
     port:     the TCP port; 0: there is none

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ps_frames.frames import HEADER_BYTES, TICKET_BYTES, Kind, Offer, frames_over, read_header
+from ps_frames.frames import HEADER_BYTES, TICKET_BYTES, ConnectionOffer, Kind, frames_over, read_header
 from ps_frames.reading import ReadingThreads
 from ps_frames.server import Opener, ServerConnection, Serving
 from ps_protocol.errors import InvalidRequest, PSError, TryLater
@@ -341,7 +341,7 @@ class DataListener:
         self._troubles = Troubles(log, None)
         self._threads = ReadingThreads("data", self._troubles)
         self._path: Path | None = None
-        self.offer = Offer()
+        self.offer = ConnectionOffer()
 
     @property
     def thread(self) -> threading.Thread:
@@ -354,7 +354,7 @@ class DataListener:
         If no socket can be made in the directory, it logs this, and listens on the port alone.
         """
         port = 0 if where.port is None else self._listen_tcp(where.host, where.port, where.tls)
-        self.offer = Offer(port, *self._listen_here(where.directory))
+        self.offer = ConnectionOffer(port, *self._listen_here(where.directory))
         self._handshakes.start()
 
     def _listen_tcp(self, host: str, port: int, tls: Tls | None) -> int:

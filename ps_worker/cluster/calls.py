@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import grpc
 
 from ps_frames.client import Answers, ClientConnection, DataLink, EachAnswer, OneAnswer, open_data_connection
-from ps_frames.frames import KINDS, Offer
+from ps_frames.frames import KINDS, ConnectionOffer
 from ps_frames.reading import ReadingThreads
 from ps_protocol.errors import TryLater, Unreachable
 from ps_protocol.framing import Parts, split_head, split_message
@@ -80,7 +80,7 @@ class ShardCalls:
                 answer = data_pb2.OpenDataConnectionResponse.FromString(call(request, timeout=OPEN_SECONDS))
             except grpc.RpcError as error:
                 raise failure_of(error) from None
-            offer = Offer(answer.port, answer.location, answer.socket_inode, answer.ticket)
+            offer = ConnectionOffer(answer.port, answer.location, answer.socket_inode, answer.ticket)
             return open_data_connection(offer, self._address, self._access, directory, str(self.peer), reading)
 
         link, retry = DataLink(make, str(self.peer), self.closing), self._retry()

@@ -13,7 +13,7 @@ import pytest
 
 import ps_worker
 from ps_frames.client import ClientConnection
-from ps_frames.frames import Offer
+from ps_frames.frames import ConnectionOffer
 from ps_protocol.messages.workers import JoinResult, ShardMap
 from ps_runtime import channel, retry
 from ps_worker import Session
@@ -112,7 +112,7 @@ class Cable:
         monkeypatch.setattr(channel, "_CLIENT_OPTIONS", [*{**dict(channel._CLIENT_OPTIONS), **longest}.items()])
         opened = calls.open_data_connection
 
-        def open_data_connection(offer: Offer, address: str, *more: Any) -> ClientConnection:
+        def open_data_connection(offer: ConnectionOffer, address: str, *more: Any) -> ClientConnection:
             if offer.port and address in {proxy.address for proxy in self._proxies.values()}:
                 port = self._proxy_of(f"127.0.0.1:{offer.port}").rpartition(":")[2]
                 offer = replace(offer, port=int(port))

@@ -18,7 +18,7 @@ from torch import nn
 
 from ps_frames import client
 from ps_frames.client import ClientConnection, EachAnswer, OneAnswer, reading_threads
-from ps_frames.frames import HEADER_BYTES, Kind, Offer, frames_over, read_header, write_header
+from ps_frames.frames import HEADER_BYTES, ConnectionOffer, Kind, frames_over, read_header, write_header
 from ps_frames.server import FrameSender
 from ps_protocol.errors import InvalidRequest, Unreachable
 from ps_protocol.framing import Parts
@@ -107,7 +107,7 @@ def test_a_port_that_is_closed_at_first_is_tried_again(
     monkeypatch.setattr(client, "AGAIN_AT_MOST_SECONDS", 0.0)
     open_there, is_open = calls.open_data_connection, threading.Event()
 
-    def opened(offer: Offer, *more: Any) -> ClientConnection:
+    def opened(offer: ConnectionOffer, *more: Any) -> ClientConnection:
         if not is_open.is_set():
             offer = replace(offer, port=1)  # no process listens on it
         return open_there(offer, *more)
