@@ -489,7 +489,7 @@ class RowsWatch:
     period: float
 
 
-class RoundBegin(NamedTuple):
+class WalkBegin(NamedTuple):
     """The beginning of a round of a feed.
 
     full:    the round has all rows; False: only those that changed
@@ -514,7 +514,7 @@ class RowsMessage(NamedTuple):
     """
 
     version: int = 0
-    begin: RoundBegin | None = None
+    begin: WalkBegin | None = None
     removed: int = 0
     rows: int = 0
     wire_format: str = ""
@@ -564,7 +564,7 @@ def read_feed_part(fields: bytes, payload: Buffer | None) -> RowsMessage:
     if response.HasField("begin"):
         sent = response.begin
         initializer = row_initializer(sent.initializer, "of the feed")
-        begin = RoundBegin(sent.full, sent.version, sent.shard_count, sent.dim, initializer)
+        begin = WalkBegin(sent.full, sent.version, sent.shard_count, sent.dim, initializer)
     return RowsMessage(
         response.header.version,
         begin,

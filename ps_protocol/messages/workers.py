@@ -336,7 +336,7 @@ def read_gather(message: rounds_pb2.GatherValuesRequest) -> GatherRequest:
 
 
 @dataclass(frozen=True)
-class RoundNews:
+class ValueNews:
     """One message from the coordinator about a round, in which each worker gives a value and gets those of all workers.
 
     complete:    this is the last message of the round; unless it is `refused`, all values have come
@@ -354,7 +354,7 @@ class RoundNews:
     step_wanted: bool
 
 
-def write_round_news(news: RoundNews) -> Iterator[rounds_pb2.GatherValuesResponse]:
+def write_round_news(news: ValueNews) -> Iterator[rounds_pb2.GatherValuesResponse]:
     """Yields the messages about a round. Its values are split over as many as needed; only the last one is marked
     complete.
     """
@@ -372,9 +372,9 @@ def write_round_news(news: RoundNews) -> Iterator[rounds_pb2.GatherValuesRespons
     yield response
 
 
-def read_round_news(message: rounds_pb2.GatherValuesResponse) -> RoundNews:
+def read_round_news(message: rounds_pb2.GatherValuesResponse) -> ValueNews:
     """Returns the news of a round in a message."""
-    return RoundNews(
+    return ValueNews(
         message.round,
         message.complete,
         {given.rank: given.value for given in message.values},

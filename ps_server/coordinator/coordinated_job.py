@@ -42,8 +42,8 @@ from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.heard import HeardFigures
 from ps_server.coordinator.job_checkpoints import JobCheckpoints
 from ps_server.coordinator.job_data import JobData
-from ps_server.coordinator.job_rounds import JobRounds
 from ps_server.coordinator.job_script import JobScript
+from ps_server.coordinator.job_value_rounds import JobValueRounds
 from ps_server.coordinator.job_workers import JobWorkers
 from ps_server.coordinator.joins import JobJoins, described_join, log_join
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
@@ -100,7 +100,7 @@ class CoordinatedJob:
         )
         self.accounting = accounting or StepAccounting(spec.consistency.goes_back_together)
         self.data = JobData(placed, self.workers, cluster)
-        self.rounds = JobRounds(self.workers, cluster, registry.save_ahead, self.owner)
+        self.rounds = JobValueRounds(self.workers, cluster, registry.save_ahead, self.owner)
         checkpointing = cluster.checkpointing
         self.checkpoints = (
             JobCheckpoints(placed, self.workers, cluster, checkpointing, self.accounting.began, self.owner)

@@ -24,7 +24,7 @@ from ps_server.core.accounting import StepAccounting
 from ps_server.core.data_commits import Span
 from ps_server.core.membership import LiveWorker
 from ps_server.core.placement import place_job
-from ps_server.core.rounds import Round, newest
+from ps_server.core.rounds_of_values import ValueRound, newest
 from ps_server.failpoints import failpoint
 from ps_server.storage.files import Files, files_of
 from ps_server.storage.manifest import READABLE, WITHOUT_BASES, seal, written_by_newer
@@ -163,7 +163,7 @@ def _job(data: dict[str, Any], version: int) -> SavedJob:
     for workers in ("workers", "away", "absent"):
         data[workers] = tuple(_worker(worker) for worker in data.get(workers, ()))
     data["rounds"] = tuple(
-        Round(**{**saved, "values": tuple((rank, bytes.fromhex(value)) for rank, value in saved["values"])})
+        ValueRound(**{**saved, "values": tuple((rank, bytes.fromhex(value)) for rank, value in saved["values"])})
         for saved in data.get("rounds", ())
     )
     return SavedJob(**data)
@@ -226,7 +226,7 @@ class SavedJob:
     pending_removals: tuple[tuple[int, int, int], ...] = ()
     continues: tuple[str, str] | None = None
     rounds_completed: int = 0
-    rounds: tuple[Round, ...] = ()
+    rounds: tuple[ValueRound, ...] = ()
     launches: tuple[str, ...] = ()
     absent: tuple[LiveWorker, ...] = ()
     left: tuple[bool, float] | None = None

@@ -20,7 +20,7 @@ membership.py    The live workers of a job: leases, incarnations, ranks
 other_cut.py     Assembles a job's buckets from a checkpoint whose parameters were cut into other pieces
 partition.py     One job's buckets and tables on one shard: roster, rules and weights, changed by commands alone
 placement.py     How large a job's buckets are, and which shard holds which: by bytes, largest first
-rounds.py        Rounds of values: all live workers of a job exchange values, one round after the other
+rounds_of_values.py Rounds of values: all live workers of a job exchange values, one round after the other
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    The statistics of a shard or a coordinator: frozen records
 table_rows.py    A table's rows on one shard, what workers contribute to them, and how many there may be

@@ -129,7 +129,7 @@ class ShardPlan:
     ddp_seconds: float | None
 
     @property
-    def round_seconds(self) -> float:
+    def exchange_seconds(self) -> float:
         """The seconds of a step's pushes and pulls: those of the busiest link, or of the busiest processor."""
         return max(self.link_seconds or 0.0, self.shard_cpu, self.worker_cpu)
 
@@ -170,7 +170,7 @@ def advise(question: Question) -> Advice:
     least = fewest_shards(question.tables)  # with fewer shards, one of them would have more rows than it may
     others = {count for count in (1, 2, 4, 8, 16, 32, 64, most) if least <= count <= most} - {chosen}
     plans = tuple(plan(question, spec, count) for count in (chosen, *sorted(others)))
-    rates = mode_rates(question, plans[0].round_seconds)
+    rates = mode_rates(question, plans[0].exchange_seconds)
     load = coordinator_load(question.workers, LEASE_SECONDS)
     return Advice(plans, rates, *_best_mode(question, rates), question.way, load)
 
@@ -245,12 +245,12 @@ def plan(question: Question, spec: JobSpec, shards: int) -> ShardPlan:
     )
 
 
-def mode_rates(question: Question, round_seconds: float) -> tuple[ModeRate, ...]:
+def mode_rates(question: Question, exchange_seconds: float) -> tuple[ModeRate, ...]:
     """Returns how many steps all workers make a second, by mode; nothing where the time of a step is not known."""
     step, workers, slow = question.step_seconds, question.workers, question.straggler
     if step is None:
         return ()
-    fast, slowest = step + round_seconds, slow * step + round_seconds
+    fast, slowest = step + exchange_seconds, slow * step + exchange_seconds
     if question.stalls is None:  # one worker is slow always: a worker that may be K steps ahead waits K steps later
         sync = ssp = workers / slowest
         free = (workers - 1) / fast + 1 / slowest
@@ -278,7 +278,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
     data = asdict(advice)
     for values, made in zip(data["plans"], advice.plans, strict=True):
         values["memory"] |= {"training": made.memory.training, "total": made.memory.total}
-        values["round_seconds"] = made.round_seconds
+        values["round_seconds"] = made.exchange_seconds
     return data
 
 
@@ -294,7 +294,7 @@ def table(advice: Advice, width: int | None = None) -> str:
         parts = (memory.weights, memory.optimizer, *tables, memory.staged, memory.objects, memory.under_way)
         sums = (memory.training, memory.snapshot, memory.total)
         sizes = map(size_text, (*parts, *sums, made.worker_bytes, made.shard_bytes))
-        seconds = (made.link_seconds, made.shard_cpu, made.worker_cpu, made.round_seconds, made.ddp_seconds)
+        seconds = (made.link_seconds, made.shard_cpu, made.worker_cpu, made.exchange_seconds, made.ddp_seconds)
         rows.append((str(made.shards), *sizes, *("-" if each is None else time_text(each) for each in seconds)))
     remarks = [line for remark in _remarks(advice) for line in folded(remark, width)]
     return "\n".join([*parts_of(rows, width), "", *remarks])
@@ -314,7 +314,7 @@ def _remarks(advice: Advice) -> list[str]:
         best.shard_cpu: "shards' processors",
         best.worker_cpu: "workers' processors",
     }
-    said.append(f"a round is limited by {limits[best.round_seconds]}")
+    said.append(f"a round is limited by {limits[best.exchange_seconds]}")
     if best.memory.under_way > best.memory.training / 2:
         said.append("more than half of the memory is under way, and grows with workers times the size of a bucket")
     if best.memory.cold:

@@ -16,9 +16,9 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import MAX_SCRIPT_BYTES
 from ps_protocol.messages.workers import (
     JoinResult,
-    RoundNews,
     SavedState,
     ShardPushed,
+    ValueNews,
     read_gather,
     read_join,
     read_lease_request,
@@ -28,7 +28,7 @@ from ps_protocol.messages.workers import (
 from ps_protocol.v1 import leases_pb2, leases_pb2_grpc, membership_pb2, membership_pb2_grpc, rounds_pb2, rounds_pb2_grpc
 from ps_runtime.pools import Pool
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.coordinator.job_rounds import Standing
+from ps_server.coordinator.job_value_rounds import Standing
 from ps_server.coordinator.job_workers import Roster
 from ps_server.core.membership import NamedProcess, ShardProgress
 from ps_server.core.thread_shares import MOST_OF_A_POOL
@@ -261,7 +261,7 @@ class RoundService(rounds_pb2_grpc.RoundServiceServicer):  # type: ignore[misc,u
 
 
 class _RoundListener:
-    """Sends a worker the state of a round over its stream; see rounds.Listener."""
+    """Sends a worker the state of a round over its stream; see RoundReceiver."""
 
     def __init__(self, stream: ResponseStream) -> None:
         self._stream = stream
@@ -270,7 +270,7 @@ class _RoundListener:
     def tell(self, standing: Standing) -> None:
         complete = standing.complete
         values, refused = (dict(complete.values), complete.refused) if complete is not None else ({}, "")
-        news = RoundNews(
+        news = ValueNews(
             standing.number, complete is not None, values, refused, standing.waiting_for, standing.step_wanted
         )
         for response in write_round_news(news):

@@ -22,7 +22,7 @@ from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.messages import workers
-from ps_protocol.messages.workers import GatherRequest, HeartbeatAnswer, JoinRequest, JoinResult, RoundNews, SavedState
+from ps_protocol.messages.workers import GatherRequest, HeartbeatAnswer, JoinRequest, JoinResult, SavedState, ValueNews
 from ps_protocol.v1 import jobs_pb2, membership_pb2
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_protocol.v1.leases_pb2_grpc import DataLeaseServiceStub
@@ -210,8 +210,8 @@ class CoordinatorClient:
         return BatchLease(data_ranges(response.ranges), response.complete)
 
     def exchange(
-        self, worker: Identity, number: int, clock: int, value: bytes, heard: Callable[[RoundNews], bool]
-    ) -> RoundNews | None:
+        self, worker: Identity, number: int, clock: int, value: bytes, heard: Callable[[ValueNews], bool]
+    ) -> ValueNews | None:
         """Gives a value to a round, waits for the round, and returns it with all values.
 
         number: the round's number; 0: give no value, and ask only which round is next

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
-from ps_protocol.messages.workers import RoundNews, group_state, member_states
+from ps_protocol.messages.workers import ValueNews, group_state, member_states
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.participation import Participation, PlaceLost
 from ps_worker.group import Group, RaisedByAll
@@ -31,7 +31,7 @@ NOTICE_SECONDS, AGAIN_SECONDS = 1.5, 10.0
 _DONE, _STEP, _BACK = b"d", b"s", b"b"
 
 T = TypeVar("T")
-Heard = Callable[[RoundNews], bool]
+Heard = Callable[[ValueNews], bool]
 
 
 class Stepper(Protocol):
@@ -92,7 +92,7 @@ class ValueRounds:
         """Returns the round that comes next at this worker's clock."""
         numbers: list[int] = []
 
-        def heard(news: RoundNews) -> bool:
+        def heard(news: ValueNews) -> bool:
             numbers.append(news.number)
             return False
 
@@ -100,7 +100,7 @@ class ValueRounds:
             self._offer(0, b"", heard)
         return numbers[0]
 
-    def _offer(self, number: int, value: bytes, heard: Heard) -> RoundNews | None:
+    def _offer(self, number: int, value: bytes, heard: Heard) -> ValueNews | None:
         """Gives a value; returns the round when it is complete. None: `heard` has ended the call, or the place has
         changed.
         """
@@ -108,7 +108,7 @@ class ValueRounds:
         self._stepper.pause(0.0)
         clock = participation.connection.clock
 
-        def stays(news: RoundNews) -> bool:
+        def stays(news: ValueNews) -> bool:
             return heard(news) and participation.has_place
 
         try:
@@ -216,7 +216,7 @@ class Waiting:
         if not self._has_said:
             self._waits.over(self._what)
 
-    def heard(self, news: RoundNews) -> bool:
+    def heard(self, news: ValueNews) -> bool:
         """Processes news of the round. Returns False if this worker must make a step first, otherwise True."""
         now = time.monotonic()
         if now >= self._due:

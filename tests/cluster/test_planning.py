@@ -115,10 +115,10 @@ def test_the_processors_time_is_what_was_measured_with_large_models(bench: str) 
 
 def test_a_round_takes_as_long_as_the_processors_where_links_are_fast() -> None:
     slow, fast = (advise(replace(QUESTION, workers=4, link=link)).plans[0] for link in (1e9, 100e9))
-    assert slow.round_seconds == slow.link_seconds
-    assert fast.round_seconds == fast.shard_cpu == slow.shard_cpu > (fast.link_seconds or 0)
+    assert slow.exchange_seconds == slow.link_seconds
+    assert fast.exchange_seconds == fast.shard_cpu == slow.shard_cpu > (fast.link_seconds or 0)
     encrypted = advise(replace(QUESTION, workers=4, link=100e9, tls=True)).plans[0]
-    assert encrypted.round_seconds > 1.5 * fast.round_seconds
+    assert encrypted.exchange_seconds > 1.5 * fast.exchange_seconds
     assert "limited by shards' processors" in table(advise(replace(QUESTION, link=100e9)))
     assert "limited by the links" in table(advise(replace(QUESTION, link=1e9)))
 

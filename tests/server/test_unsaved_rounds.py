@@ -10,7 +10,7 @@ import pytest
 from ps_protocol.errors import PSError, TryLater
 from ps_protocol.identity import Identity
 from ps_protocol.messages.workers import GatherRequest
-from ps_server.coordinator.job_rounds import Standing
+from ps_server.coordinator.job_value_rounds import Standing
 from tests.tools.one_process import DirectWorker, FullDisk, OneProcess, join_all
 
 

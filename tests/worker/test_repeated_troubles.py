@@ -12,7 +12,7 @@ from torch import nn
 
 from ps_protocol.errors import PSError, TryLater
 from ps_protocol.framing import Parts
-from ps_protocol.messages.workers import RoundNews
+from ps_protocol.messages.workers import ValueNews
 from ps_runtime import retry
 from ps_runtime.troubles import Troubles, counts
 from ps_worker.cluster import value_rounds as rounds
@@ -102,7 +102,7 @@ def test_rounds_that_wait_for_the_same_worker_are_logged_once(
     waits = Troubles(logging.getLogger("ps_worker"), None)
     for number in range(LOOP):
         waiting = rounds.Waiting("mean", waits)
-        assert waiting.heard(RoundNews(number, False, {}, "", (1, 2) if number == LOOP - 1 else (1,), False))
+        assert waiting.heard(ValueNews(number, False, {}, "", (1, 2) if number == LOOP - 1 else (1,), False))
         waiting.over()
     quick = rounds.Waiting("mean", waits)
     quick.over()

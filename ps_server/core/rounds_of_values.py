@@ -14,7 +14,7 @@ from ps_protocol.errors import InvalidRequest, LimitExceeded
 
 
 @dataclass(frozen=True)
-class Round:
+class ValueRound:
     """A round that is complete.
 
     number:  from 1
@@ -44,7 +44,7 @@ class Given:
 
 
 @dataclass
-class Rounds:
+class RoundsOfValues:
     """The rounds of one job.
 
     limit:     bytes for the values of the open round and of the kept ones together
@@ -56,7 +56,7 @@ class Rounds:
 
     limit: int
     completed: int = 0
-    kept: tuple[Round, ...] = ()
+    kept: tuple[ValueRound, ...] = ()
     given: dict[int, Given] = field(default_factory=dict)
     behind: bool = False
 
@@ -77,7 +77,7 @@ class Rounds:
         """Returns the first round for a worker at `clock` that has taken part in none yet."""
         return next((kept.number for kept in self.kept if kept.clock >= clock), self.completed + 1)
 
-    def find(self, number: int) -> Round | None:
+    def find(self, number: int) -> ValueRound | None:
         """Returns a round if it is complete; None if it is open.
 
         Raises InvalidRequest for a later round, unless this coordinator is `behind`; LimitExceeded for one that is not
@@ -94,7 +94,9 @@ class Rounds:
             )
         return self.kept[number - self.kept[0].number]
 
-    def contribute(self, rank: int, number: int, given: Given, live: Mapping[int, int], started: bool) -> Round | None:
+    def contribute(
+        self, rank: int, number: int, given: Given, live: Mapping[int, int], started: bool
+    ) -> ValueRound | None:
         """Adds a live worker's value; returns the round if it is complete now. A repeat changes nothing.
 
         live:    the incarnation of each live worker, by rank
@@ -119,7 +121,7 @@ class Rounds:
             )
         return self.settle(live, started)
 
-    def settle(self, live: Mapping[int, int], started: bool) -> Round | None:
+    def settle(self, live: Mapping[int, int], started: bool) -> ValueRound | None:
         """Drops the values of workers that are gone. Returns the round if it is complete without them,
         otherwise None.
         """
@@ -128,16 +130,16 @@ class Rounds:
             return None
         return self._complete("")
 
-    def _complete(self, refused: str) -> Round:
+    def _complete(self, refused: str) -> ValueRound:
         values = () if refused else tuple((rank, given.value) for rank, given in sorted(self.given.items()))
         clock = max(given.clock for given in self.given.values())
-        complete = Round(self.completed + 1, clock, values, refused)
+        complete = ValueRound(self.completed + 1, clock, values, refused)
         self.completed, self.given, self.behind = complete.number, {}, False
         self.kept = newest((*self.kept, complete), self.limit)
         return complete
 
 
-def newest(rounds: tuple[Round, ...], limit: int) -> tuple[Round, ...]:
+def newest(rounds: tuple[ValueRound, ...], limit: int) -> tuple[ValueRound, ...]:
     """Returns the last rounds whose values have at most `limit` bytes together, and at least the very last one."""
     size, first = 0, len(rounds)
     while first and (size + rounds[first - 1].bytes <= limit or first == len(rounds)):

@@ -18,7 +18,7 @@ from ps_protocol.messages.workers import GatherRequest
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.job_workers import JobWorkers
 from ps_server.coordinator.shared_room import Owner
-from ps_server.core.rounds import Given, Round, Rounds, newest
+from ps_server.core.rounds_of_values import Given, RoundsOfValues, ValueRound, newest
 from ps_server.core.statistics import Wait
 
 
@@ -32,12 +32,12 @@ class Standing:
     """
 
     number: int
-    complete: Round | None = None
+    complete: ValueRound | None = None
     waiting_for: tuple[int, ...] = ()
     step_wanted: bool = False
 
 
-class Listener(Protocol):
+class RoundReceiver(Protocol):
     """The response stream of a worker that waits for a round. Its methods do not wait."""
 
     def tell(self, standing: Standing) -> None:
@@ -55,12 +55,12 @@ class _Waiter:
     rank: int
     incarnation: int
     clock: int
-    listener: Listener
+    listener: RoundReceiver
     since: float
     noticed_at: float
 
 
-class JobRounds:
+class JobValueRounds:
     """All rounds of one job. Methods may be called from any thread.
 
     save:  writes a complete round to disk, before any worker gets it; raises TryLater if the write fails
@@ -69,17 +69,17 @@ class JobRounds:
 
     def __init__(self, workers: JobWorkers, cluster: Cluster, save: Callable[[], object], owner: Owner) -> None:
         self._room = cluster.rounds_room.of_job(owner)
-        self._rounds = Rounds(cluster.limits.round_bytes)
+        self._rounds = RoundsOfValues(cluster.limits.round_bytes)
         self._workers, self._save, self._timing, self._clock = workers, save, cluster.timing, cluster.clock
         self._lock = threading.RLock()
         self._waiters: list[_Waiter] = []
         # The number of the last complete round, and the kept rounds
-        self._done: tuple[int, tuple[Round, ...]] = (0, ())
+        self._done: tuple[int, tuple[ValueRound, ...]] = (0, ())
         self._over: NotFound | TryLater | None = None
         self._looked = 0.0
-        self._unsaved: Round | None = None  # complete, and not on disk yet
+        self._unsaved: ValueRound | None = None  # complete, and not on disk yet
 
-    def resume(self, completed: int, kept: Sequence[Round]) -> None:
+    def resume(self, completed: int, kept: Sequence[ValueRound]) -> None:
         """Continues from the rounds that an earlier coordinator has kept."""
         with self._lock:
             self._rounds.completed, self._rounds.kept = completed, tuple(kept)
@@ -98,11 +98,11 @@ class JobRounds:
         given = sum(len(each.value) for each in self._rounds.given.values())
         self._room.held = given + (kept[-1].bytes if kept else 0)
 
-    def done(self) -> tuple[int, tuple[Round, ...]]:
+    def done(self) -> tuple[int, tuple[ValueRound, ...]]:
         """Returns the number of the last complete round, and the rounds that are kept. Waits for nothing."""
         return self._done
 
-    def gather_values(self, request: GatherRequest, listener: Listener) -> Callable[[], None]:
+    def gather_values(self, request: GatherRequest, listener: RoundReceiver) -> Callable[[], None]:
         """Adds a worker's value to its round, and streams the round's state to `listener` until it is complete.
 
         Returns a function that stops the stream.
@@ -217,7 +217,7 @@ class JobRounds:
         ranks = set(live) if started else {*live, *range(world_size)}
         return tuple(sorted(ranks - self._rounds.given.keys()))
 
-    def _publish(self, complete: Round) -> None:
+    def _publish(self, complete: ValueRound) -> None:
         """Writes a complete round to disk, and sends it to all waiting workers. Raises TryLater if the write fails."""
         self._done, self._unsaved = (self._rounds.completed, self._rounds.kept), complete
         self._save()
