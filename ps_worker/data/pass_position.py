@@ -18,7 +18,7 @@ from ps_worker.data.loaders import ShareSampler, check_position
 UNDER_WAY = "a loop over this loader is under way: load its state before the loop begins"
 
 
-class LoopsUnderWay:
+class PassesUnderWay:
     """The loops of a script over one loader. `taken`: the batches that the script has had in the current one"""
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ class LoopsUnderWay:
                 ended()
 
 
-class ShareLoop:
+class SharePass:
     """A loader of this worker's share. Its position is that of all workers, if they have had as many batches."""
 
     def __init__(self, loader: DataLoader[Any], sampler: ShareSampler) -> None:
         self._loader, self._sampler = loader, sampler
-        self._loops = LoopsUnderWay()
+        self._loops = PassesUnderWay()
         self._epoch = self._over = 0
 
     def batches(self) -> Iterator[Any]:
@@ -85,7 +85,7 @@ class WholeLoop:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
-        self._loops = LoopsUnderWay()
+        self._loops = PassesUnderWay()
         self._began: tuple[torch.Tensor, torch.Tensor | None] | None = None  # the pass, with these random states
         self._skip = 0  # batches that the next loop leaves out
 

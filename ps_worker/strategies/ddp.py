@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_worker.data.loaders import PreparedLoader, ShareSampler, prepared_loader, shard_loader, warning_once
-from ps_worker.data.pass_position import ShareLoop
+from ps_worker.data.pass_position import SharePass
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.stepped_alone import watch_steps
 from ps_worker.strategies.strategy import Prepared
@@ -137,7 +137,7 @@ class Ddp:
         """Returns the loader with this rank's share of its data."""
         share = shard_loader(loader, self._share, seed)
         if isinstance(share.sampler, ShareSampler):
-            position = ShareLoop(share, share.sampler)
+            position = SharePass(share, share.sampler)
             return prepared_loader(share, self._device, self._metrics.timer, position.batches, position)
         begin: Callable[[], Iterator[Any]] = share.__iter__
         if isinstance(loader.dataset, IterableDataset):

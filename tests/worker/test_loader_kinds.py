@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ps_protocol.errors import InvalidRequest
 from ps_worker.data.leased import loader_spec
 from ps_worker.data.loaders import PositionedLoader, ShareSampler, prepared_loader, shard_loader, warning_once
-from ps_worker.data.pass_position import ShareLoop
+from ps_worker.data.pass_position import SharePass
 from ps_worker.given import sort_given
 from ps_worker.metrics import StepTimer
 
@@ -64,7 +64,7 @@ def test_torchdatas_loader_that_was_divided_has_the_place_of_all_workers() -> No
     def prepared() -> PositionedLoader:
         share = shard_loader(stateful(batch_size=2, shuffle=True), lambda: (0, 2), seed=3)
         assert isinstance(share.sampler, ShareSampler)
-        position = ShareLoop(share, share.sampler)
+        position = SharePass(share, share.sampler)
         return PositionedLoader(share, CPU, StepTimer(), position.batches, position)
 
     first = prepared()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 import ps_worker
 from ps_protocol.errors import InvalidRequest
 from ps_worker.data.loaders import PositionedLoader, ShareSampler, shard_loader
-from ps_worker.data.pass_position import ShareLoop
+from ps_worker.data.pass_position import SharePass
 from ps_worker.metrics import StepTimer
 from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.state.encoding import decode, encode
@@ -34,7 +34,7 @@ def without_servers(rank: int, workers: int, **more: Any) -> PositionedLoader:
     """A loader as ddp prepares it."""
     share = shard_loader(loader(**more), lambda: (rank, workers), seed=3)
     assert isinstance(share.sampler, ShareSampler)
-    position = ShareLoop(share, share.sampler)
+    position = SharePass(share, share.sampler)
     return PositionedLoader(share, CPU, StepTimer(), position.batches, position)
 
 
