@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 _ALIGNMENT = 8
 
 
-class TensorFile:
+class EditionFile:
     """An edition as a safetensors file, without tensors that a state_dict leaves out.
 
     parts:  the header, then the tensors in the order of the file. A tensor that the edition holds in pieces is joined

@@ -11,7 +11,7 @@ removals.py     Workers that have left, and that shards may still count
 lifecycle.py    The phase of a job (running, rolling back, ending), and whether it has ended
 watchers.py     The workers that watch the roster of one job
 job_data.py     The leased data of one job: the rules of core.data_leases with a lock, and the calls to shards
-job_value_rounds.py The rounds of one job: the rules of core.rounds with a lock, and the streams of the workers that wait
+job_value_rounds.py The rounds of values of one job: core.rounds_of_values with a lock, and the streams that wait
 job_checkpoints.py The checkpoints of one job: decides when one is made, and runs the attempts
 checkpoint_attempt.py One checkpoint of a job under way: its clock, the shards' parts, the workers' states
 worker_states.py The workers' own parts of a job's checkpoints

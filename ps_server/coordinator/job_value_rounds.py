@@ -1,4 +1,4 @@
-"""The rounds of values of one job: core.rounds behind a lock, and one stream to each worker that waits.
+"""The rounds of values of one job: core.rounds_of_values behind a lock, and one stream to each worker that waits.
 
 A worker that waits holds no thread. Its stream says which ranks it waits for, and whether one of these waits for a step
 of this worker. In sync and ssp that happens: a rank may be in a step that needs a step of a worker which is in the

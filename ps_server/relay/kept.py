@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Protocol
 
 from ps_feed.edition import EditionArrays
-from ps_feed.edition_file import TensorFile
+from ps_feed.edition_file import EditionFile
 from ps_protocol.errors import PSError
 from ps_protocol.messages.editions import EditionBucket
 
@@ -62,9 +62,9 @@ class KeptEdition:
         return f'"{text}"'
 
     @cached_property
-    def file(self) -> TensorFile:
+    def file(self) -> EditionFile:
         """The edition as a safetensors file."""
-        return TensorFile(self.arrays, self.arrays.contents.spec.name)
+        return EditionFile(self.arrays, self.arrays.contents.spec.name)
 
     @property
     def nbytes(self) -> int:

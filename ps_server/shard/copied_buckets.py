@@ -36,7 +36,7 @@ def typed_bucket(bucket: BucketSpec, wire: str) -> TypedBucket:
     return bucket.index, wire if bucket.dtype == "float32" and not bucket.frozen else bucket.dtype
 
 
-class EditionFile(NamedTuple):
+class EditionMemory(NamedTuple):
     """A memory file, and the pieces of an edition for which it has room. failed: is told where it gets no memory"""
 
     memory: WrittenFile
@@ -47,7 +47,7 @@ class EditionFile(NamedTuple):
 class FileOffset(NamedTuple):
     """Where a piece lies in a file, in bytes."""
 
-    file: EditionFile
+    file: EditionMemory
     offset: int
     size: int
 
@@ -120,7 +120,7 @@ def _is_written(weights: torch.Tensor, codec: Cast, place: FileOffset) -> bool:
     return True
 
 
-class EditionFiles:
+class EditionMemories:
     """The memory files of one edition, MOST_FILES at most. For one thread at a time, apart from `place`.
 
     specs: the job's buckets, by index
@@ -149,7 +149,7 @@ class EditionFiles:
             if memory is None:
                 return
             self._files += 1
-            file, offset = EditionFile(memory, frozenset(sizes), self._new.failed), 0
+            file, offset = EditionMemory(memory, frozenset(sizes), self._new.failed), 0
             for piece, size in sizes.items():
                 self._places[piece] = FileOffset(file, offset, size)
                 offset += size
@@ -205,7 +205,7 @@ def memory_files(copied: Mapping[TypedBucket, CopiedBucket]) -> set[SharedFile]:
     return {file.memory for file in _files_of(copied)}
 
 
-def _files_of(copied: Mapping[TypedBucket, CopiedBucket]) -> set[EditionFile]:
+def _files_of(copied: Mapping[TypedBucket, CopiedBucket]) -> set[EditionMemory]:
     return {each.lies.file for each in copied.values() if each.lies is not None}
 
 

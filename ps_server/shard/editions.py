@@ -31,7 +31,7 @@ from ps_runtime.memory import free_bytes
 from ps_runtime.memory_files import WrittenFile
 from ps_server.core.feed_figures import FeedFigures
 from ps_server.core.unit import Bucket
-from ps_server.shard.copied_buckets import CopiedBucket, EditionFiles, TypedBucket, memory_files
+from ps_server.shard.copied_buckets import CopiedBucket, EditionMemories, TypedBucket, memory_files
 from ps_server.shard.feed_tally import FeedTally
 from ps_server.shard.mapped import MappedFiles, NewFiles
 from ps_server.shard.relay_reports import RelayReports
@@ -73,7 +73,7 @@ class TakenEdition:
 
     def __init__(self, version: int | None, has_room: Callable[[TakenEdition, float], None]) -> None:
         self.version, self._has_room = version, has_room
-        self.files: EditionFiles | None = None
+        self.files: EditionMemories | None = None
         self.error: PSError | None = None
         self.began: float | None = None  # when the first bucket was copied
         self.used = 0.0
@@ -332,7 +332,7 @@ class Editions:
                 edition = TakenEdition(wanted.version, self._make_room)
                 self._kept.append(edition)
             if self._mapped and edition.files is None:
-                edition.files = EditionFiles(lambda index: self._buckets[index].spec, self._new_files)
+                edition.files = EditionMemories(lambda index: self._buckets[index].spec, self._new_files)
             edition.hand_to(reader, wanted, over)
             self._note_waiting()
         return edition

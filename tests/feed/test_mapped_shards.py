@@ -31,7 +31,7 @@ from ps_runtime.memory_files import SharedFile, WrittenFile
 from ps_server.core.limits import Limits
 from ps_server.ops import requests, status_text
 from ps_server.shard import mapped
-from ps_server.shard.copied_buckets import CopiedBucket, EditionFiles
+from ps_server.shard.copied_buckets import CopiedBucket, EditionMemories
 from ps_server.shard.editions import KEPT_SECONDS
 from ps_server.shard.mapped import MappedFiles, NewFiles
 from ps_server.shard.shard import Shard
@@ -456,7 +456,7 @@ def test_an_edition_of_more_spaces_than_a_shard_hands_over_lies_in_no_files(spac
     def spec(index: int) -> BucketSpec:
         return BucketSpec(index, f"space {index}", "float32", False, 0, 4, ())
 
-    files = EditionFiles(spec, NewFiles(make))
+    files = EditionMemories(spec, NewFiles(make))
     files.add({(index, "float32") for index in range(spaces)})
     assert made == ([16] * spaces if spaces <= MOST_FILES else [])
 
@@ -468,7 +468,9 @@ def test_readers_of_ever_other_parts_make_no_more_files_than_an_edition_may_have
         made.append(WrittenFile(size))
         return made[-1]
 
-    files = EditionFiles(lambda index: BucketSpec(index, "float32", "float32", False, 4 * index, 4, ()), NewFiles(make))
+    files = EditionMemories(
+        lambda index: BucketSpec(index, "float32", "float32", False, 4 * index, 4, ()), NewFiles(make)
+    )
     for index in range(MOST_FILES + 5):
         files.add({(index, "float32")})
     assert len(made) == MOST_FILES

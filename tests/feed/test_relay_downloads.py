@@ -21,7 +21,7 @@ from safetensors.torch import load
 
 import ps_torch as ps
 from ps_feed.edition import Arriving, Contents, EditionArrays, Tensor
-from ps_feed.edition_file import TensorFile
+from ps_feed.edition_file import EditionFile
 from ps_protocol.errors import LimitExceeded
 from ps_protocol.layout import ParameterSpec, PiecePlace
 from ps_protocol.messages.editions import EditionBucket
@@ -293,7 +293,7 @@ def joined_edition() -> JoinedEdition:
 def test_tensors_in_pieces_are_joined_as_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JoinedEdition, "joined", [])
     edition = joined_edition()
-    file = TensorFile(edition, "job")
+    file = EditionFile(edition, "job")
     expected = EditionArrays.tensor(edition, "w").values
 
     def app(asked: downloads.WebRequest) -> downloads.Reply:
