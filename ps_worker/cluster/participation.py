@@ -417,7 +417,7 @@ class Participation:
 
     def _is_ahead(self) -> bool:
         """Whether the job was rolled back, and this worker has not gone back with it yet."""
-        place = self.members.place
+        place = self.membership.place
         return place is not None and place.restore_count > self.restore_count
 
     def _cut_off(self, lost: JoinResult) -> None:

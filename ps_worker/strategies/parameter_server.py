@@ -247,7 +247,7 @@ def make_known_rollback(training: JobTraining) -> None:
     make one together, in a call of all of them.
     """
     part = training.participation
-    place, own = part.members.place, part.connection.place
+    place, own = part.membership.place, part.connection.place
     if part.group is None and place is not None and place.restore_count > own.restore_count and not part.is_closed:
         training.come_back()
 

@@ -216,8 +216,8 @@ def test_a_worker_that_went_back_without_a_state_takes_over_no_schedule_of_befor
     asked, ask, send = threading.Event(), JobScript.ask, StateSender.send
 
     def save(sender: StateSender, clock: int, state: bytes) -> None:
-        assert sender._members.place is not None
-        if sender._members.place.identity.rank in saves:
+        assert sender._membership.place is not None
+        if sender._membership.place.identity.rank in saves:
             send(sender, clock, state)
 
     monkeypatch.setattr(StateSender, "send", save)

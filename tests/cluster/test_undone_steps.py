@@ -55,13 +55,13 @@ class Loses:
         self.is_over = True
         until(lambda: CheckpointStore(self.directory).names("default"), "the checkpoint")
         self.cluster.start_again(1)
-        until(lambda: self.cluster.coordinator.job("default").members.restore_count, "the rollback")
+        until(lambda: self.cluster.coordinator.job("default").workers.restore_count, "the rollback")
         part = participation_of(session)
         own = part.connection.place
 
         def has_heard() -> bool:
-            part.members.await_change(own)
-            place = part.members.place
+            part.membership.await_change(own)
+            place = part.membership.place
             return place is not None and place.restore_count > own.restore_count
 
         if hears:

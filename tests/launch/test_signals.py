@@ -180,7 +180,7 @@ def test_signals_that_come_together_act_once_and_a_later_one_acts_again(monkeypa
     with ending.hold():
         ending.tell(signal.SIGTERM)
     with pytest.raises(SystemExit):
-        ending.exit_if_told()  # a step, which ends as the first signal did, and is none itself
+        ending.exit_if_requested()  # a step, which ends as the first signal did, and is none itself
     now += TOGETHER_SECONDS / 2
     with pytest.raises(SystemExit):
         ending.tell(signal.SIGTERM)

@@ -87,7 +87,7 @@ def test_all_added_jobs_share_the_time_for_a_farewell_that_is_not_answered(
     train(*prepared(session))
     training = session._strategy._training  # type: ignore[attr-defined]
     for job in (training, *(added.job for added in training._added.groups)):
-        monkeypatch.setattr(job.participation.coordinator._members, "Leave", leave)
+        monkeypatch.setattr(job.participation.coordinator._membership, "Leave", leave)
     session.close()
     counts = Counter(tried)
     assert list(counts) == [added_name("job", 1), added_name("job", 2), "job"]
