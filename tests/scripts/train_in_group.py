@@ -336,8 +336,8 @@ def say_assigned(session: Session, said: Path) -> None:
 
 def hear_of_no_other(session: Session) -> None:
     """Has this member take itself for the only worker that is left, as if it had heard of the others' end alone."""
-    members = participation_of(session).members
-    members.roster = replace(members.roster, ranks=(session.rank,))
+    membership = participation_of(session).membership
+    membership.roster = replace(membership.roster, ranks=(session.rank,))
 
 
 def say_pushed(session: Session, said: Path) -> None:

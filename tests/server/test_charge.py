@@ -109,7 +109,7 @@ def test_it_rolls_no_job_back(cluster: Deposing) -> None:
     [
         lambda cluster: cluster.coordinator.register_job(vector_job("new", "sync", 64, 1)),
         lambda cluster: cluster.coordinator.join("job", 0, JoinRequest(pid=9)),
-        lambda cluster: cluster.coordinator.leave("job", 0, 1, cluster.places[0].member.key),
+        lambda cluster: cluster.coordinator.leave("job", 0, 1, cluster.places[0].worker.key),
     ],
     ids=["register", "join", "leave"],
 )
