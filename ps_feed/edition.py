@@ -218,7 +218,7 @@ class Arriving:
 
     before: an edition of the same run and timeline, whose frozen tensors are taken over, and of which changes may come;
             None: none
-    shard_versions:   by bucket that no optimizer steps, the version on the shard; `before` may have older values
+    shard_versions: by bucket that no optimizer steps, the version on the shard; `before` may have older values
     memory: makes a memory file of so many bytes for a space; None: it is to lie in memory of this process alone
     nbytes: that have come of buckets; whole: of those that came whole; elements: of the buckets that have come, as they
             lie in the edition

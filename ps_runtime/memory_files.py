@@ -121,8 +121,8 @@ class WrittenFile(SharedFile):
 def mapped(descriptor: int, size: int, closes_with: int | None = None, populate: bool = True) -> Bytes:
     """Returns the bytes of a sealed memory file, without a copy. The descriptor may be closed afterwards.
 
-    closes_with:    another descriptor, which is closed when nothing refers to these bytes any more
-    populate: map all pages now, so that the first reader does not wait for each page
+    closes_with: another descriptor, which is closed when nothing refers to these bytes any more
+    populate:    map all pages now, so that the first reader does not wait for each page
 
     Raises OSError.
     """

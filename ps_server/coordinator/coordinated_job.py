@@ -1,7 +1,7 @@
 """A job on its coordinator. Everything that happens to a job is a method of CoordinatedJob.
 
     workers come and go:        join, leave, expire, finish
-    while they train:           members.heartbeat, data.lease_batches, rounds.gather_values, look_at_rounds,
+    while they train:           workers.heartbeat, data.lease_batches, rounds.gather_values, look_at_rounds,
                                 save_worker_state, checkpoint
     a shard loses its part:     lost, recover
     the job ends:               end

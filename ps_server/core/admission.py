@@ -147,9 +147,8 @@ class RequestSlots(Generic[C]):
         self._turns: dict[Any, Any] = {}
         self._turn: dict[CallerPath, int] = {}  # by prefix of an active origin, the number of its last turn
         self._turns_taken = 0
-        self._penalties: dict[
-            CallerPath, tuple[float, float]
-        ] = {}  # by principal: the end of its penalty, and its length
+        # By principal: the end of its penalty, and its length
+        self._penalties: dict[CallerPath, tuple[float, float]] = {}
         self._broken_off: set[C] = set()  # received calls that `overdue` has returned: each is penalised once
         # By length of the prefix: the active prefixes, with the time of their last request, the earliest first.
         self._active: dict[int, dict[CallerPath, float]] = {}

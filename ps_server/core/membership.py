@@ -553,7 +553,7 @@ def check_incarnation(rank: int, incarnation: int, live: int | None) -> None:
     earlier state since, and no longer know it. UnknownWorker: it may join again, and fences the one that is live.
     """
     if live is None:
-        raise UnknownWorker(f"worker {rank} is not a live member of the job: its lease ran out, or it never joined")
+        raise UnknownWorker(f"worker {rank} is not a live worker of the job: its lease ran out, or it never joined")
     if incarnation > live:
         raise UnknownWorker(f"worker {rank} never joined: incarnation {live} is live, the call came from {incarnation}")
     if incarnation < live:

@@ -277,7 +277,7 @@ class JobPartition:
         return sum((each for each in known if each is not None), Agreement()) if any(known) else None
 
     def table_figures(self) -> tuple[TableFigures, ...]:
-        """Returns the size and the counts of each table; see `reported`. Tables may be stepped meanwhile."""
+        """Returns the size and the counts of each table; see `server_figures.reported`. Tables may step meanwhile."""
         return reported([table.figures() for table in self.tables.values()])
 
 

@@ -149,9 +149,8 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         job = self._coordinator.job(worker.job, worker.run)
         if report is not None or request.script_request:
             job.workers.check(*identity)
-        if (
-            report is not None or request.script_request
-        ) and not worker.member:  # the first member speaks for its group
+        # The first member speaks for its group.
+        if (report is not None or request.script_request) and not worker.member:
             job.script.tell(worker.rank, request.script_request, report)
         if request.HasField("state") or not request.script_request:
             job.save_worker_state(*identity, state.clock, state.content, worker.member)
@@ -165,7 +164,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         report = _report(request)
         speaks = not worker.member  # for its group
         if speaks and report is not None and len(report[1]) <= MAX_SCRIPT_BYTES:
-            with suppress(PSError):  # the worker is no longer a member, and leaves nevertheless
+            with suppress(PSError):  # the worker is no longer live, and leaves nevertheless
                 job = self._coordinator.job(worker.job, worker.run)
                 job.workers.check(worker.rank, worker.incarnation, worker.lease_key)
                 job.script.tell(worker.rank, 0, report)

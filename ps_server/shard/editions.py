@@ -79,9 +79,8 @@ class TakenEdition:
         self.used = 0.0
         # Its lowest version, if an optimizer steps any of it, and when a reader had all that it wants:
         self.completed: tuple[int | None, float] | None = None
-        self.unchecked: set[TypedBucket] = (
-            set()
-        )  # what is to be copied, and nobody has asked whether there is memory for
+        # What is to be copied, and nobody has asked whether there is memory for:
+        self.unchecked: set[TypedBucket] = set()
         self._copied: dict[TypedBucket, CopiedBucket] = {}
         self._missing: dict[int, set[str]] = {}  # by bucket, the types in which somebody wants it
         self._readers: dict[object, tuple[frozenset[TypedBucket], Over]] = {}

@@ -4,7 +4,7 @@
                        worker-0.state        the own state of the worker of rank 0: its position in the data, ...
                        manifest.json         written last: all files with sizes and SHA-256; a checkpoint begins to
                                              exist with it
-    DIRECTORY/.lock                          the lock of the coordinator; see directory_lock and lease
+    DIRECTORY/.lock                          the lock of the coordinator; see directory_lock and lock_lease
     DIRECTORY/.coordinator.json              the coordinator's own state, for a restart; see coordinator.state_file
     DIRECTORY/.shard-0/JOB/NAME/             the part of a shard with a disk of its own; see own_disk
 

@@ -178,9 +178,8 @@ class Participation:
         place, self.has_arrived = self.connection.place, False
         self.connection.end()
         if self.group is not None or self._lost is not None or not self.membership.holds(place):
-            place = self.membership.renewed(
-                place, self._lost
-            )  # else an interrupt came before it had arrived in this one
+            # Else an interrupt came before it had arrived in this one.
+            place = self.membership.renewed(place, self._lost)
             self._lost = None  # it belongs to the old place
         return self._connect(place, model, {})
 

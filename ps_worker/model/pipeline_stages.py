@@ -121,7 +121,7 @@ def _summary(tensor: Any) -> _Values:
 class _Shared:
     """Tensors that several members hold under one name.
 
-    by:     by member, its description of the tensor
+    by:              by member, its description of the tensor
     pipeline_stages: by member, its stage
     """
 
@@ -143,7 +143,7 @@ class _Shared:
         return prod(one.shape if one.piece is None else one.piece.whole_shape) == 1
 
     def check(self, summaries: Mapping[int, _Values]) -> None:
-        """Raises InvalidRequest unless it is one parameter. summaries: the summaries, by member"""
+        """Raises InvalidRequest unless it is one parameter. summaries: those of the tensor, by member"""
         first, *others = self.by
         for member in others:
             one, other = summaries[first], summaries[member]

@@ -44,7 +44,7 @@ NAN, INF = float("nan"), float("inf")
         (push(payload=payload(-INF)), NonFiniteGradient, "gradient of second from worker 0 is not finite"),
         (push(clock=0), OutOfOrder, "worker 0 joined at clock 0, and a push of clock 0 came"),
         (push(groups={0: {"nesterov": True}}), InvalidRequest, "Nesterov"),
-        (push(rank=5), UnknownWorker, "worker 5 is not a live member"),
+        (push(rank=5), UnknownWorker, "worker 5 is not a live worker"),
         (push(incarnation=99), UnknownWorker, "incarnation 1 is live, the call came from 99"),
         (push(clock=3), PSError, "worker 0 pushed clock 3 where 2 comes next"),
         (initial(0, rank=1, incarnation=2), InvalidRequest, "initial values are rank 0's to send"),

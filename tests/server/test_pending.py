@@ -109,7 +109,7 @@ def test_only_the_segments_that_are_named_are_assigned() -> None:
         (push(clock=2, kind=PushKind.DRAFT), "pushed clock 2 where 1 comes next"),
         (push(clock=2, kind=PushKind.ASSIGN), "pushed clock 2 where 1 comes next"),
         (push(incarnation=9, kind=PushKind.DRAFT), "never joined"),
-        (push(rank=3, kind=PushKind.DRAFT), "not a live member"),
+        (push(rank=3, kind=PushKind.DRAFT), "not a live worker"),
     ],
 )
 def test_bad_drafts_and_assignments_are_refused_and_change_nothing(bad: object, said: str) -> None:
