@@ -220,7 +220,8 @@ class ReadingThreads:
         """Starts a thread, unless none is needed any more. Raises TryLater."""
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         with self._lock:
-            if self._is_stopping:
+            # Looked at again: without the lock, several threads may have found at once that one more is needed.
+            if self._is_stopping or not self._lacks_thread():
                 return
             self._leaving = {each for each in self._leaving if each.is_alive()}
             try:

@@ -108,6 +108,32 @@ def test_a_connection_that_comes_while_all_threads_have_a_request_does_not_wait(
         assert connect().ask() == MESSAGE
 
 
+def test_threads_that_find_at_once_that_another_is_needed_start_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to find it is held back until another, which finds it too, has started one."""
+    found, goes_on = threading.Event(), threading.Event()
+    real = ReadingThreads._start_another
+
+    def held_back(self: ReadingThreads) -> None:
+        if threading.current_thread().name == "reading":
+            found.set()
+            assert goes_on.wait(SECONDS)
+        real(self)
+
+    monkeypatch.setattr(ReadingThreads, "_start_another", held_back)
+    threads = ReadingThreads("reading", Troubles(log, None), most=2)
+    echoes = [Echo(threads) for _ in range(3)]
+    echoes[0].there.sendall(MESSAGE)  # takes the first thread, which finds that connections are without one
+    assert found.wait(SECONDS)
+    echoes.append(Echo(threads))
+    goes_on.set()
+    assert [echoes[0].there.recv(len(MESSAGE)), *(echo.ask() for echo in echoes[1:])] == [MESSAGE] * 4
+    assert len(running()) == 2
+    for echo in echoes:
+        echo.there.close()
+    threads.stop()
+    assert not running()
+
+
 def test_connections_whose_end_takes_long_keep_no_other_waiting(
     threads: ReadingThreads, connect: Callable[[], Echo]
 ) -> None:
