@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from ps_launch.lifeline import STOP
 from ps_launch.output import Output, Stream
 from ps_runtime.signals import on_signals
 
@@ -165,6 +166,7 @@ class Children:
         for number in wanted & self._running.keys():
             process = self._running[number]
             if process.stdin is not None:
+                self.tell(number, STOP)
                 process.stdin.close()  # by this it knows that the signal is that of its parent
             process.terminate()
         self._await_end(wanted, seconds)

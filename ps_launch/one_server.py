@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
 
+from ps_launch.lifeline import STOP
 from ps_launch.ready import addresses_in
 from ps_protocol.errors import TryLater
 from ps_runtime.background import start
@@ -90,7 +91,9 @@ class OneServer:
     def stop(self, seconds: float) -> bool:
         """Asks the server to end, and kills it after `seconds`. Returns whether it has ended by itself."""
         if self._process.stdin is not None:
-            self._process.stdin.close()  # by this it knows that the signal is that of its parent
+            with contextlib.suppress(OSError):  # it has ended
+                self._process.stdin.write(STOP + "\n")
+                self._process.stdin.close()  # by this it knows that the signal is that of its parent
         self._process.terminate()
         in_time = True
         try:

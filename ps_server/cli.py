@@ -215,13 +215,11 @@ def _add_plan(add: Callable[..., CommandLine]) -> None:
     words = "--params N --workers W [options]"
     plan = add("plan", "say how many shards a job needs, how much memory, which mode", words=words)
     plan.add_argument(
-        "--params",
-        type=magnitude,
-        required=True,
-        metavar="N",
-        help="parameters, as in 25M or 1.5B, beside those of tables",
+        "--params", type=magnitude, required=True, metavar="N", help="parameters, as in 25M or 1.5B, but for tables"
     )
     plan.add_argument("--workers", type=count, required=True, metavar="W", help="workers, each on a machine of its own")
+    text = "each worker is a group of N processes, each on a machine of its own [default 1]"
+    plan.add_argument("--group", type=count, default=1, metavar="N", help=text)
     plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim [default AdamW]")
     plan.add_argument("--momentum", type=float, default=0.0, metavar="M", help="of SGD or RMSprop [default 0]")
     plan.add_argument("--tensors", type=count, default=1, metavar="T", help="the parameters are so many [default 1]")
@@ -260,7 +258,8 @@ def _add_export(add: Callable[..., CommandLine]) -> None:
     text = "of the tables of rows in OUT/tables [default safetensors]"
     export.add_argument("--format", choices=("safetensors", "parquet", "npy"), default="safetensors", help=text)
     text = "write model and optimizer to OUT/dcp, too, for torch.distributed.checkpoint"
-    export.add_argument("--dcp", action="store_true", help=text)
+    for flag, layout, words in (("--dcp", "nested", text), ("--dcp-flat", "flat", f"{text}, as torchtitan does")):
+        export.add_argument(flag, dest="dcp", action="store_const", const=layout, help=words)
     export.add_argument("output", metavar="OUT", help="directory that gets model.safetensors and the optimizer's state")
 
 
@@ -357,6 +356,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             tls=arguments.tls,
             tables=tuple(arguments.table),
             lookups=arguments.lookups,
+            group_size=arguments.group,
         )
     )
     print(json.dumps(plan.as_json(advice), indent=2) if arguments.json else plan.table(advice, _window()))
@@ -521,13 +521,13 @@ def _finish(server: Server, arguments: argparse.Namespace, lifeline: Lifeline | 
     on_second_signal = on_signals if lifeline is None else on_further_signals
     on_second_signal(exit_at_once)
     alone = arguments.command == "coordinator"
-    if lifeline is None or alone or arguments.with_coordinator or arguments.drains:
-        server.drain(arguments.drain_seconds)
-    elif server.is_in_checkpoints():
-        # Its parent closes the input when the coordinator has made the last checkpoints. Until then the coordinator
-        # needs this shard, which a scheduler may have signalled together with the parent.
+    by_itself = alone or arguments.with_coordinator or arguments.drains
+    if lifeline is not None and not by_itself and server.is_in_checkpoints():
+        # The last checkpoints need this shard. Its parent, unless it was killed, closes the input after them.
         lifeline.await_parent(arguments.drain_seconds + WRITE_SECONDS)
         on_second_signal(exit_at_once)
+    if lifeline is None or by_itself or lifeline.has_lost_parent():
+        server.drain(arguments.drain_seconds)
     if not alone and arguments.ends_last:
         server.outlive(OTHERS_END_SECONDS)
     server.stop()

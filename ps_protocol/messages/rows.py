@@ -489,7 +489,7 @@ class RowsWatch:
     period: float
 
 
-class WalkBegin(NamedTuple):
+class FeedRoundBegin(NamedTuple):
     """The beginning of a round of a feed.
 
     full:    the round has all rows; False: only those that changed
@@ -514,7 +514,7 @@ class RowsMessage(NamedTuple):
     """
 
     version: int = 0
-    begin: WalkBegin | None = None
+    begin: FeedRoundBegin | None = None
     removed: int = 0
     rows: int = 0
     wire_format: str = ""
@@ -564,7 +564,7 @@ def read_feed_part(fields: bytes, payload: Buffer | None) -> RowsMessage:
     if response.HasField("begin"):
         sent = response.begin
         initializer = row_initializer(sent.initializer, "of the feed")
-        begin = WalkBegin(sent.full, sent.version, sent.shard_count, sent.dim, initializer)
+        begin = FeedRoundBegin(sent.full, sent.version, sent.shard_count, sent.dim, initializer)
     return RowsMessage(
         response.header.version,
         begin,

@@ -21,7 +21,7 @@ shards.py       The registered shards: the interface of one, and which process s
 held_jobs.py    Finds jobs that only the shards or only the coordinator has, and ends them
 refusals.py     The errors for a process that cannot join now, such as because another launch trains the job
 cluster.py      Shared by all jobs of a coordinator: the shards, the limits, the checkpoints, and the clock
-charge.py       Whether a coordinator is still in charge: another one may have taken its lease over
+charge.py       Whether a coordinator is still in charge: another one may have taken its lock lease over
 ended_jobs.py   The jobs that are over: why, and which of them have finished
 events.py       The log of recent events, for status
 job_script.py   The settings of one job's script (learning-rate schedule), for workers that join late

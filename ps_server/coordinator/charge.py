@@ -1,8 +1,8 @@
-"""Whether a coordinator is still in charge, or another one has taken over the lease that keeps others out.
+"""Whether a coordinator is still in charge, or another one has taken over the lock lease that keeps others out.
 
 A coordinator that was suspended or cut off gets no heartbeats, although the workers live: they send them to the other
 coordinator. So it must not remove those workers from the shards, nor end or roll back their jobs. It learns from its
-lease, or from a shard, that it is not in charge. Each call to a shard carries the coordinator's term, and a shard
+lock lease, or from a shard, that it is not in charge. Each call to a shard carries the coordinator's term, and a shard
 refuses a term below the highest that it has seen.
 """
 
@@ -23,7 +23,7 @@ class LockState(Protocol):
         """Returns the number of the lock lease; 0 if there is none."""
 
     def taken_over(self) -> str:
-        """Returns a description of the process that holds the lease now; empty if, as far as is known,
+        """Returns a description of the process that holds the lock lease now; empty if, as far as is known,
         this one does.
         """
 
@@ -37,12 +37,12 @@ class Charge:
         self._is_logged = False
 
     def begin(self, lock_state: LockState) -> None:
-        """Sets the lease that decides from now on whether this coordinator is in charge. This process must hold it."""
+        """Sets the lock lease that decides whether this coordinator is in charge. This process must hold it."""
         self._lock_state = lock_state
 
     @property
     def term(self) -> int:
-        """The term of this coordinator, which its calls to shards carry; 0 without a lease."""
+        """The term of this coordinator, which its calls to shards carry; 0 without a lock lease."""
         return self._lock_state.term() if self._lock_state is not None else 0
 
     def refused(self, error: Deposed) -> None:

@@ -35,7 +35,7 @@ FILE = ".coordinator.json"
 MAX_BYTES = 2**30  # most bytes that are read: with many jobs, the values of their rounds make the file large
 # Fields of workers that are not written: times on the clock of a process that has ended when they are read, and fields
 # for the answer to a join.
-_PASSING = ("expires", "heard", "heard_before", "on_shards")
+_PASSING = ("expires", "heard", "heard_before", "signs", "on_shards")
 _NAMES_OF_FORMAT_1 = {"held_by": "shard_processes", "awaited": "rejoining", "ghosts": "pending_removals"}
 
 
@@ -86,11 +86,11 @@ class StateFile:
             self.is_behind, self._taken_over = False, ""
 
     def term(self) -> int:
-        """Returns the number of the lease under which this file is written; 0: there is none."""
+        """Returns the number of the lock lease under which this file is written; 0: there is none."""
         return self._disk.term()
 
     def taken_over(self) -> str:
-        """Returns a description of the process that writes the file now, if the lease or the last write has shown
+        """Returns a description of the process that writes the file now, if the lock lease or the last write has shown
         another one; empty if, as far as is known, this one does.
         """
         return self._disk.taken_over() or self._taken_over

@@ -68,6 +68,7 @@ class LiveWorker:
     on_shards:   each shard's state when it counted the worker; empty: unknown. Not on disk: only the answer to the join
                  has it
     since:       when a worker of its launch took the rank, in seconds since 1970, for logs
+    signs:       of a group, by member, the time of its last heartbeat; infinity: it is done, and need send no more
     heard:       the time of the last heartbeat; minus infinity: none yet. A join does not count: its caller may be dead
                  when it is carried out
     heard_before: the time of the heartbeat before. Heartbeats that a network held back come together, and count as one
@@ -87,6 +88,7 @@ class LiveWorker:
     pushed: int | None = None
     on_shards: Mapping[int, ShardProgress] = field(default_factory=dict, repr=False, compare=False)
     since: float = 0.0
+    signs: Mapping[int, float] = field(default_factory=dict, repr=False, compare=False)
     heard: float = -math.inf
     heard_before: float = -math.inf
     replaced: tuple[tuple[str, int], ...] = ()
@@ -188,7 +190,6 @@ class Membership:
     in_doubt: set[int] = field(default_factory=set)
     group_size: int = 1
     # By rank of a live group, the time of each member's last heartbeat; infinity: the member is done.
-    _signs: dict[int, dict[int, float]] = field(default_factory=dict)
     _left: set[int] = field(default_factory=set)  # ranks whose last worker has left by itself
     _doubted: float = -math.inf  # when the workers of `in_doubt` came into doubt
     _has_nobody: bool = False  # no worker was left, and the job waits for its ranks to join again
@@ -272,7 +273,7 @@ class Membership:
             self._await_all(worker.rank, now)
         self._give_time(worker.rank, now, launch_ranks, is_back)
         self.workers[worker.rank] = worker if older is None else _after(worker, older)
-        for known in (self.away, self.absent, self.gone, self._signs):
+        for known in (self.away, self.absent, self.gone):
             known.pop(worker.rank, None)
         for ranks in (self.done, self.in_doubt, self._left):
             ranks.discard(worker.rank)
@@ -407,30 +408,25 @@ class Membership:
             longest
         """
         worker = self.check(rank, incarnation, key)
-        sign = now if self.group_size == 1 else self._group_sign(rank, of, now)
+        sign: float | None = now
+        if self.group_size > 1:
+            # The heartbeat of a member that is done counts no more.
+            at = now if worker.signs.get(of) != math.inf else math.inf
+            worker = replace(worker, signs={**worker.signs, of: at})
+            is_whole = at == now and len(worker.signs) == self.group_size
+            sign = min(worker.signs.values()) if is_whole else None  # None: a member has sent no heartbeat yet
         if sign is not None:
             worker = replace(worker, expires=max(sign + self.lease, worker.expires))
             if sign - worker.heard > self.lease / TOGETHER_PER_LEASE:
                 worker = replace(worker, heard=sign, heard_before=worker.heard)
         self.workers[rank] = replace(worker, clock=max(clock, worker.clock))
 
-    def _group_sign(self, rank: int, of: int, now: float) -> float | None:
-        """Records a heartbeat of a group's member; returns the last heartbeat of the member that was silent longest.
-
-        None: a member has sent no heartbeat yet; or this member is done, and its heartbeat does not count.
-        """
-        signs = self._signs.setdefault(rank, {})
-        if signs.get(of) == math.inf:
-            return None
-        signs[of] = now
-        return min(signs.values()) if len(signs) == self.group_size else None
-
     def member_leaves(self, rank: int, of: int) -> bool:
         """Records that a member of a group is done: it need send no more heartbeats. Returns whether all members are
         done.
         """
-        signs = self._signs.setdefault(rank, {})
-        signs[of] = math.inf
+        signs = {**self.workers[rank].signs, of: math.inf}
+        self.workers[rank] = replace(self.workers[rank], signs=signs)
         return sum(at == math.inf for at in signs.values()) >= self.group_size
 
     def leave(self, rank: int, incarnation: int, now: float = 0.0, done: bool = False, expired: bool = False) -> bool:

@@ -8,12 +8,14 @@ it. docs/planning.md has each formula, with its conditions.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import ParameterSpec, bucket_layout
+from ps_protocol.layout import Layout, ParameterSpec, PiecePlace, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizer_state import KNOWN
 from ps_protocol.wire_formats import FORMATS, BlockFormat, CastFormat
@@ -26,8 +28,9 @@ from ps_server.ops.columns import folded, parts_of
 from ps_server.ops.plan_costs import apply_seconds, coordinator_load, travel_seconds, way
 from ps_server.ops.plan_tables import TableMemory, TableQuestion, fewest_shards, table_memory
 
-# Buckets of each worker that a shard holds while they travel. Over gRPC two pushes, each in gRPC's slices and then
-# joined, and an answer to a pull as bytes and as a slice (docs/data-path.md); over data connections as it was measured.
+# Buckets of each process of a worker that a shard holds while they travel. Over gRPC two pushes, each in gRPC's slices
+# and then joined, and an answer to a pull as bytes and as a slice (docs/data-path.md); over data connections as it was
+# measured.
 BUCKETS_UNDER_WAY = {"shm": 0, "tcp": 3, "grpc": 6}
 LEASE_SECONDS = 10.0  # the default of --lease
 # A mode that does not give the result of sync is recommended only if it makes at least so many times as many steps.
@@ -49,6 +52,8 @@ class Question:
     step_seconds: the seconds of a worker's forward and backward pass; None: they are not known
     straggler:    how many times as long the slowest worker takes
     stalls:       the fraction of steps in which some worker is that slow; None: one worker is, in every step
+    group_size:   processes of each worker. They hold one model, each tensor cut along its first dimension, as
+                  fully_shard cuts it; each has a machine and a link of its own
     """
 
     parameters: int
@@ -66,11 +71,17 @@ class Question:
     tls: bool = False
     tables: tuple[TableQuestion, ...] = ()
     lookups: int = 0
+    group_size: int = 1
 
     @property
     def way(self) -> str:
         """How buckets travel, a name of plan_costs.MS_A_MIB."""
         return way(self.transport, self.tls, self.link is None)
+
+    @property
+    def processes(self) -> int:
+        """The number of processes of all workers."""
+        return self.workers * self.group_size
 
 
 @dataclass(frozen=True)
@@ -109,12 +120,13 @@ class ShardMemory:
 class ShardPlan:
     """The answer for one number of shards.
 
-    worker_bytes:  bytes that a worker sends in a step; it receives as many
+    worker_bytes:  bytes that a worker sends in a step; it receives as many. Of a group, the process that sends the most
     shard_bytes:   bytes that the fullest shard receives in a step of every worker; it sends as many
     link_seconds:  the least time of these bytes on the link, both ways at once; None: no link is given
     shard_cpu:     seconds of a core that the fullest shard uses for a step of every worker
-    worker_cpu:    seconds of a core that a worker uses to send and receive
-    ddp_seconds:   the same as link_seconds of a ring all-reduce among the workers
+    worker_cpu:    seconds of a core that this worker or process uses to send and receive
+    ddp_seconds:   the same as link_seconds of a ring all-reduce among the workers; of groups, among the processes that
+                   hold the same pieces (HSDP's outer level)
     """
 
     shards: int
@@ -151,6 +163,7 @@ class Advice:
     mode:  the mode that pays; why: the reason, as text
     way:   how buckets travel
     coordinator_cpu: the part of a core that it uses while the job trains
+    group_size: processes of each worker
     """
 
     plans: tuple[ShardPlan, ...]
@@ -159,20 +172,21 @@ class Advice:
     why: str
     way: str
     coordinator_cpu: float
+    group_size: int
 
 
 def advise(question: Question) -> Advice:
     """Returns the plans for a job. Raises InvalidRequest or LimitExceeded for a job that servers would refuse."""
     spec = job_spec(question)
     buckets = len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets)
-    most = min(max(1, buckets), question.workers)
+    most = min(max(1, buckets), question.processes)
     chosen = question.shards or (most if question.link is not None else min(2, buckets))
     least = fewest_shards(question.tables)  # with fewer shards, one of them would have more rows than it may
     others = {count for count in (1, 2, 4, 8, 16, 32, 64, most) if least <= count <= most} - {chosen}
     plans = tuple(plan(question, spec, count) for count in (chosen, *sorted(others)))
     rates = mode_rates(question, plans[0].exchange_seconds)
-    load = coordinator_load(question.workers, LEASE_SECONDS)
-    return Advice(plans, rates, *_best_mode(question, rates), question.way, load)
+    load = coordinator_load(question.processes, LEASE_SECONDS)
+    return Advice(plans, rates, *_best_mode(question, rates), question.way, load, question.group_size)
 
 
 def job_spec(question: Question) -> JobSpec:
@@ -182,19 +196,48 @@ def job_spec(question: Question) -> JobSpec:
         raise InvalidRequest(f"expected an optimizer out of {', '.join(KNOWN)}, got {question.optimizer!r}")
     if question.wire not in FORMATS:
         raise InvalidRequest(f"expected one of {', '.join(FORMATS)} on the wire, got {question.wire!r}")
+    if question.tables and question.group_size > 1:
+        raise InvalidRequest("a job whose workers are groups has no tables of rows")
     group = {"momentum": question.momentum} if question.momentum else {}
     if question.momentum:
         _check_momentum(name, question.momentum)
     count, rest = divmod(question.parameters, question.tensors)
     if count == 0:
         raise InvalidRequest(f"{question.parameters} parameters do not make {question.tensors} tensors")
-    shapes = [count + (index < rest) for index in range(question.tensors)]
-    parameters = tuple(ParameterSpec(str(index), (size,), "float32", 0) for index, size in enumerate(shapes))
+    sizes = [count + (index < rest) for index in range(question.tensors)]
+    pieces = tuple(
+        piece for index, size in enumerate(sizes) for piece in _pieces(str(index), size, question.group_size)
+    )
     sync, wire = Consistency(0, aggregate=True), question.wire
-    spec = JobSpec("plan", parameters, name, (group,), sync, 0, question.workers, gradient_wire=wire, weight_wire=wire)
+    spec = JobSpec(
+        *("plan", pieces, name, (group,), sync, 0, question.workers),
+        gradient_wire=wire,
+        weight_wire=wire,
+        group_size=question.group_size,
+    )
     spec = sized(spec, question.link is None, DEFAULTS.buckets)
     check_extent(spec, DEFAULTS)
     return spec
+
+
+def _pieces(name: str, size: int, members: int) -> Iterator[ParameterSpec]:
+    """Yields what each member of a group holds of a tensor. The last members hold nothing of a small one."""
+    if members == 1:
+        yield ParameterSpec(name, (size,), "float32", 0)
+        return
+    most = -(-size // members)
+    for member, offset in enumerate(range(0, size, most)):
+        numel = min(most, size - offset)
+        yield ParameterSpec(name, (numel,), "float32", 0, member=member, piece=PiecePlace((size,), (offset,)))
+
+
+def _fullest_member(layout: Layout) -> tuple[int, int]:
+    """Returns the elements and the buckets of the member that holds the most: of all, where workers are no groups."""
+    held: Counter[int] = Counter()
+    for bucket in layout.buckets:
+        held[bucket.member] += bucket.numel
+    [(member, numel)] = held.most_common(1)
+    return numel, sum(bucket.member == member for bucket in layout.buckets)
 
 
 def _check_momentum(optimizer: str, momentum: float) -> None:
@@ -208,40 +251,41 @@ def _check_momentum(optimizer: str, momentum: float) -> None:
 def plan(question: Question, spec: JobSpec, shards: int) -> ShardPlan:
     """Returns the plan of a job on `shards` shards."""
     placed = place_job(spec, shards, "")
-    layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
-    loads = [sum(layout[bucket].numel for bucket in placed.buckets_of(index)) for index in range(shards)]
+    layout = bucket_layout(spec.parameters, spec.bucket_bytes)
+    loads = [sum(layout.buckets[bucket].numel for bucket in placed.buckets_of(index)) for index in range(shards)]
     fullest = max(range(shards), key=loads.__getitem__)
     room = room_for(spec, placed.buckets_of(fullest), DEFAULTS.staged_bytes)
     tables = table_memory(question.tables, shards) if question.tables else TableMemory(0, 0, 0)
-    held = BUCKETS_UNDER_WAY[question.way.partition("+")[0]] * question.workers
+    held = BUCKETS_UNDER_WAY[question.way.partition("+")[0]]
+    numel, buckets = _fullest_member(layout)
     memory = ShardMemory(
         weights=room.weights,
         optimizer=room.optimizer,
         staged=room.staged,
         objects=room.objects,
-        under_way=min(held * spec.bucket_bytes, held * room.weights),
+        under_way=held * min(question.processes * spec.bucket_bytes, question.workers * room.weights),
         snapshot=room.weights + room.optimizer + tables.rows,
         tables=tables.rows + tables.index,
         cold=tables.cold,
     )
     codec = FORMATS[question.wire]
-    worker_bytes, shard_bytes = codec.size(sum(loads)), codec.size(loads[fullest]) * question.workers
+    worker_bytes, shard_bytes = codec.size(numel), codec.size(loads[fullest]) * question.workers
     looked_up = sum(question.lookups * table.row_bytes for table in question.tables)
     worker_bytes, shard_bytes = worker_bytes + looked_up, shard_bytes + looked_up * question.workers // shards
     times: list[float | None] = [None, None]
     if question.link is not None:
         # DDP has hooks for half types, and none for blocks.
-        in_ring = CastFormat("float32").size(sum(loads)) if isinstance(codec, BlockFormat) else worker_bytes
+        in_ring = CastFormat("float32").size(numel) if isinstance(codec, BlockFormat) else worker_bytes
         ring = 2 * (question.workers - 1) / question.workers * in_ring
         times = [8 * max(worker_bytes, shard_bytes) / question.link, 8 * ring / question.link]
     here = len(placed.buckets_of(fullest))
-    travel = travel_seconds(question.way, shard_bytes, here * question.workers, question.workers)
+    travel = travel_seconds(question.way, shard_bytes, here * question.workers, question.processes)
     weights = 4 * loads[fullest]
     shard_cpu = travel + apply_seconds(spec.optimizer, room.optimizer // weights, weights)
-    worker_cpu = travel_seconds(question.way, worker_bytes, len(layout), shards)
+    worker_cpu = travel_seconds(question.way, worker_bytes, buckets, shards)
     cpu = shard_cpu, worker_cpu
     return ShardPlan(
-        shards, len(layout), spec.bucket_bytes, memory, worker_bytes, shard_bytes, times[0], *cpu, times[1]
+        shards, len(layout.buckets), spec.bucket_bytes, memory, worker_bytes, shard_bytes, times[0], *cpu, times[1]
     )
 
 
@@ -308,6 +352,8 @@ def _remarks(advice: Advice) -> list[str]:
         f"{parts}: the first row",
         f"memory is that of the fullest shard, beside {_IDLE}; links carry a step's bytes, each way",
     ]
+    if advice.group_size > 1:
+        said.append(f"each worker is a group of {advice.group_size} processes: columns of a worker are of one of them")
     said.append(f"buckets travel by {advice.way}; CPU is of one core, as fast as the one that was measured")
     limits = {
         best.link_seconds: "the links",

@@ -29,23 +29,26 @@ TypedBucket = tuple[int, str]  # a bucket by its index, and the type in which it
 _CONVERTED_BYTES = 2**20  # at a time, so that they are in the cache when they are written
 
 
-def typed_bucket(bucket: BucketSpec, wire: str) -> TypedBucket:
-    """Returns the piece of a bucket for a wire format: it applies only to trained float32 weights, all others keep
-    their type.
+def as_typed(bucket: BucketSpec, wire: str) -> TypedBucket:
+    """Returns a bucket with the type in which a wire format sends it. The format applies only to trained float32
+    weights; all others keep their type.
     """
     return bucket.index, wire if bucket.dtype == "float32" and not bucket.frozen else bucket.dtype
 
 
 class EditionMemory(NamedTuple):
-    """A memory file, and the pieces of an edition for which it has room. failed: is told where it gets no memory"""
+    """A memory file, and the typed buckets of an edition for which it has room.
+
+    failed: is called where the file gets no memory
+    """
 
     memory: WrittenFile
-    pieces: frozenset[TypedBucket]
+    typed_buckets: frozenset[TypedBucket]
     failed: Callable[[NotShared], None]
 
 
 class FileOffset(NamedTuple):
-    """Where a piece lies in a file, in bytes."""
+    """Where a typed bucket lies in a file, in bytes."""
 
     file: EditionMemory
     offset: int
@@ -132,38 +135,38 @@ class EditionMemories:
         self._places: dict[TypedBucket, FileOffset] = {}
         self._files = 0
 
-    def add(self, pieces: Set[TypedBucket]) -> None:
-        """Makes files for pieces of which nothing is copied; those that have a place keep it. Makes none where not all
-        of these could have one.
+    def add(self, typed_buckets: Set[TypedBucket]) -> None:
+        """Makes files for typed buckets of which nothing is copied; those that have a place keep it. Makes none where
+        not all of these could have one.
         """
         spaces: dict[tuple[str, str], list[tuple[BucketSpec, TypedBucket]]] = {}
-        for piece in pieces - self._places.keys():
-            spec = self._specs(piece[0])
-            spaces.setdefault((spec.space, piece[1]), []).append((spec, piece))
+        for typed_bucket in typed_buckets - self._places.keys():
+            spec = self._specs(typed_bucket[0])
+            spaces.setdefault((spec.space, typed_bucket[1]), []).append((spec, typed_bucket))
         if self._files + len(spaces) > MOST_FILES:
             return
         for (_, dtype), found in spaces.items():
             found.sort(key=lambda each: each[0].start)
-            sizes = {piece: PLAIN[dtype].size(spec.numel) for spec, piece in found}
+            sizes = {typed_bucket: PLAIN[dtype].size(spec.numel) for spec, typed_bucket in found}
             memory = self._new.make(sum(sizes.values()))
             if memory is None:
                 return
             self._files += 1
             file, offset = EditionMemory(memory, frozenset(sizes), self._new.failed), 0
-            for piece, size in sizes.items():
-                self._places[piece] = FileOffset(file, offset, size)
+            for typed_bucket, size in sizes.items():
+                self._places[typed_bucket] = FileOffset(file, offset, size)
                 offset += size
 
-    def place(self, piece: TypedBucket) -> FileOffset | None:
-        """Returns where a piece is to be copied to; None: into memory of its own."""
-        return self._places.get(piece)
+    def place(self, typed_bucket: TypedBucket) -> FileOffset | None:
+        """Returns where a typed bucket is to be copied to; None: into memory of its own."""
+        return self._places.get(typed_bucket)
 
 
 class SharedTypedBuckets(NamedTuple):
     """What of an edition can be handed over to a reader: see mapped.InFiles.
 
     files: all sealed files of the edition, each under a name
-    lies:  by piece that the reader wants, the name of its file, and the offset there
+    lies:  by typed bucket that the reader wants, the name of its file, and the offset there
     """
 
     files: Mapping[str, SharedFile]
@@ -171,32 +174,34 @@ class SharedTypedBuckets(NamedTuple):
 
 
 def shared_buckets(copied: Mapping[TypedBucket, CopiedBucket], wanted: Collection[TypedBucket]) -> SharedTypedBuckets:
-    """Returns what can be handed over of the pieces that a reader wants. Those of one space all lie in files, or none.
+    """Returns what can be handed over of the typed buckets that a reader wants. Those of one space all lie in files,
+    or none.
 
     copied: all that is copied of the edition; nothing is there of one that was given up
     """
-    if not all(piece in copied for piece in wanted):
+    if not all(typed_bucket in copied for typed_bucket in wanted):
         return SharedTypedBuckets({}, {})
 
-    def lies_in(piece: TypedBucket, number: int) -> bool:
-        found = copied.get(piece)
+    def lies_in(typed_bucket: TypedBucket, number: int) -> bool:
+        found = copied.get(typed_bucket)
         return found is not None and found.lies is not None and found.lies.file.memory.number == number
 
     files: dict[str, SharedFile] = {}
     for file in _files_of(copied):
         memory = file.memory
-        if all(lies_in(each, memory.number) for each in file.pieces) and _is_sealed(memory):
+        if all(lies_in(each, memory.number) for each in file.typed_buckets) and _is_sealed(memory):
             files[str(memory.number)] = memory
     lies: dict[TypedBucket, tuple[str, int]] = {}
     elsewhere: set[str] = set()
-    for piece in wanted:
-        place = copied[piece].lies
+    for typed_bucket in wanted:
+        place = copied[typed_bucket].lies
         if place is None or str(place.file.memory.number) not in files:
-            elsewhere.add(copied[piece].space)
+            elsewhere.add(copied[typed_bucket].space)
         else:
-            lies[piece] = str(place.file.memory.number), place.offset
+            lies[typed_bucket] = str(place.file.memory.number), place.offset
     return SharedTypedBuckets(
-        files, {piece: place for piece, place in lies.items() if copied[piece].space not in elsewhere}
+        files,
+        {typed_bucket: place for typed_bucket, place in lies.items() if copied[typed_bucket].space not in elsewhere},
     )
 
 

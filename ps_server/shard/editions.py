@@ -51,14 +51,14 @@ class WantedEdition:
 
     version: the updates that each bucket is to have; None: those that it has when it is copied
     least:   without a version, those that each bucket is to have at least
-    pieces:  the buckets, and how each is to travel
+    typed_buckets:  the buckets, and how each is to travel
     changes: the reader accepts changes since an older version
     maps:    the memory that readers of this host have mapped, if this reader is one of them; None: it is elsewhere
     """
 
     version: int | None
     least: int
-    pieces: frozenset[TypedBucket]
+    typed_buckets: frozenset[TypedBucket]
     changes: bool = False
     maps: MappedFiles | None = None
 
@@ -120,22 +120,22 @@ class TakenEdition:
         return all(each.version >= wanted.least for each in list(self._copied.values()) if each.is_trained)
 
     def hand_to(self, reader: object, wanted: WantedEdition, over: Over) -> None:
-        """Adds a reader, and the pieces that it wants, until `give_back`."""
+        """Adds a reader, and the typed buckets that it wants, until `give_back`."""
         with self._lock:
-            self._readers[reader] = wanted.pieces, over
-            for index, dtype in wanted.pieces - self._copied.keys():
+            self._readers[reader] = wanted.typed_buckets, over
+            for index, dtype in wanted.typed_buckets - self._copied.keys():
                 dtypes = self._missing.setdefault(index, set())
                 if dtype not in dtypes:
                     dtypes.add(dtype)
                     self.unchecked.add((index, dtype))
             if self.files is not None:
-                self.files.add(wanted.pieces - self._copied.keys())
+                self.files.add(wanted.typed_buckets - self._copied.keys())
 
     def give_back(self, reader: object, now: float) -> None:
         """Forgets a reader, and what only this reader wants and is not copied yet."""
         with self._lock:
-            pieces, _ = self._readers.get(reader, (None, None))
-            if pieces is not None and self.has(pieces):  # not where it was refused, or is gone too early
+            typed_buckets, _ = self._readers.get(reader, (None, None))
+            if typed_buckets is not None and self.has(typed_buckets):  # not where it was refused, or is gone too early
                 self.used = now
             self._forget(reader)
 
@@ -143,23 +143,23 @@ class TakenEdition:
         """The caller holds the lock."""
         for reader in readers:
             self._readers.pop(reader, None)
-        wanted = {piece for pieces, _ in self._readers.values() for piece in pieces}
+        wanted = {typed_bucket for typed_buckets, _ in self._readers.values() for typed_bucket in typed_buckets}
         for index, dtypes in list(self._missing.items()):
             dtypes &= {dtype for dtype in dtypes if (index, dtype) in wanted}
             if not dtypes:
                 del self._missing[index]
 
-    def has(self, pieces: frozenset[TypedBucket]) -> bool:
+    def has(self, typed_buckets: frozenset[TypedBucket]) -> bool:
         """Whether all of these are copied."""
-        return pieces <= self._copied.keys()
+        return typed_buckets <= self._copied.keys()
 
-    def copied(self, piece: TypedBucket) -> CopiedBucket | None:
+    def copied(self, typed_bucket: TypedBucket) -> CopiedBucket | None:
         """Returns the copy of a bucket, if it is there."""
-        return self._copied.get(piece)
+        return self._copied.get(typed_bucket)
 
-    def copy(self, piece: TypedBucket) -> CopiedBucket:
+    def copy(self, typed_bucket: TypedBucket) -> CopiedBucket:
         """Returns the copy of a bucket. Raises why the edition was given up."""
-        copied = self._copied.get(piece)
+        copied = self._copied.get(typed_bucket)
         if copied is None:
             raise anew(self.error or TryLater("this edition was given up"))
         return copied
@@ -205,7 +205,7 @@ class TakenEdition:
             self._missing.pop(index, None)
             if left:
                 self._missing[index] = left
-            calls = [over for pieces, over in self._readers.values() if copied.keys() & pieces and self.has(pieces)]
+            calls = [over for keys, over in self._readers.values() if copied.keys() & keys and self.has(keys)]
             if calls and (self.completed is None or self.completed[0] is None):  # the first may want frozen ones alone
                 trained = [each.version for each in self._copied.values() if each.is_trained]
                 self.completed = min(trained, default=None), now
@@ -218,14 +218,14 @@ class TakenEdition:
         """
         version, _ = bucket.shown()
         with self._lock:
-            old = [piece for piece, each in self._copied.items() if piece[0] == bucket.index and each.version < version]
+            old = [key for key, each in self._copied.items() if key[0] == bucket.index and each.version < version]
         try:
-            copied = {piece: CopiedBucket(bucket, piece[1]) for piece in old}
+            copied = {key: CopiedBucket(bucket, key[1]) for key in old}
         except Exception:  # as in `look`: what there is stays, and is older than it could be
             note_error("edition")
             return
         with self._lock:
-            self._copied |= {piece: each for piece, each in copied.items() if piece in self._copied}
+            self._copied |= {key: each for key, each in copied.items() if key in self._copied}
 
     def share(self, other: TakenEdition, bucket: Bucket) -> None:
         """Reuses another edition's copies of a bucket, if they are of the bucket's version."""
@@ -242,10 +242,10 @@ class TakenEdition:
         error = OutOfOrder(f"bucket {index} has {version} updates: more than the {self.version} asked for")
         self.refuse({(index, dtype) for dtype in tuple(self._missing.get(index, ()))}, error)
 
-    def refuse(self, pieces: Set[TypedBucket], error: PSError) -> None:
-        """Tells readers that wait for any of these pieces that they cannot be had."""
+    def refuse(self, typed_buckets: Set[TypedBucket], error: PSError) -> None:
+        """Tells readers that wait for any of these typed buckets that they cannot be had."""
         with self._lock:
-            missing = {(index, dtype) for index, dtype in pieces if dtype in self._missing.get(index, ())}
+            missing = {(index, dtype) for index, dtype in typed_buckets if dtype in self._missing.get(index, ())}
             refused = {reader: over for reader, (wanted, over) in self._readers.items() if missing & wanted}
             self._forget(*refused)
         for over in refused.values():
@@ -279,7 +279,7 @@ class Editions:
         self._kept: list[TakenEdition] = []  # the oldest first, with those that wait
         self._closed: PSError | None = None
         self._followed = -math.inf  # when a reader was heard of last
-        self._pieces: set[TypedBucket] = set()  # what readers have asked for, as long as they are heard of
+        self._typed_buckets: set[TypedBucket] = set()  # what readers have asked for, as long as they are heard of
         self._changes: dict[TypedBucket, BucketChanges] = {}
         self._keeps_newest = False  # for changes
         # What readers of this host have, where such follow the job, and when one of these has asked last:
@@ -304,14 +304,14 @@ class Editions:
             changes = sum(each.nbytes for each in self._changes.values())
             return sum(each.nbytes for each in self._kept) + changes
 
-    def heard_of_reader(self, now: float, pieces: Set[TypedBucket]) -> None:
-        """Records that a reader follows the job, and wants these pieces: at the job's end they are kept, even if none
-        was pulled.
+    def heard_of_reader(self, now: float, typed_buckets: Set[TypedBucket]) -> None:
+        """Records that a reader follows the job, and wants these typed buckets: at the job's end they are kept, even if
+        none was pulled.
         """
         self._followed = now
-        if not pieces <= self._pieces:
+        if not typed_buckets <= self._typed_buckets:
             with self._lock:
-                self._pieces |= pieces
+                self._typed_buckets |= typed_buckets
 
     def take(self, reader: object, wanted: WantedEdition, over: Over, now: float) -> TakenEdition:
         """Returns an edition for a reader, until `give_back`. The caller then has it look at its buckets.
@@ -322,7 +322,7 @@ class Editions:
             if self._closed is not None:
                 raise self._closed
             self._followed = now
-            self._pieces |= wanted.pieces
+            self._typed_buckets |= wanted.typed_buckets
             self._keeps_newest |= wanted.changes
             if wanted.maps is not None:
                 self._mapped[wanted.maps] = now
@@ -366,7 +366,7 @@ class Editions:
         The newest edition stays as long as a reader that asks for changes follows the job. The edition before it stays
         while the newest is being read, because readers may get what has changed since that edition.
         """
-        if not self._kept and not self._pieces and not self._mapped:
+        if not self._kept and not self._typed_buckets and not self._mapped:
             return
         with self._lock:
             if any(each.is_read for each in self._kept):
@@ -382,19 +382,19 @@ class Editions:
                 each: asked for each, asked in self._mapped.items() if now - asked <= KEPT_SECONDS or each.held_bytes()
             }
             if not is_followed:
-                self._pieces.clear()
+                self._typed_buckets.clear()
                 self._changes.clear()
             self._note_waiting()
 
-    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> BucketDelta | None:
+    def change(self, typed_bucket: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> BucketDelta | None:
         """Returns the changes of a bucket since a version; None: send the bucket whole. May take long."""
         with self._lock:
             if self._closed is not None:
                 return None
-            changes = self._changes.get(piece)
+            changes = self._changes.get(typed_bucket)
             if changes is None:
-                changes = self._changes[piece] = BucketChanges(piece[1], self._has_free)
-            copies = [copied for each in self._kept if (copied := each.copied(piece)) is not None]
+                changes = self._changes[typed_bucket] = BucketChanges(typed_bucket[1], self._has_free)
+            copies = [copied for each in self._kept if (copied := each.copied(typed_bucket)) is not None]
         return changes.between(base, new, copies, sparse)
 
     def _has_free(self, size: int) -> bool:
@@ -403,12 +403,12 @@ class Editions:
         return left is None or size + self._promised() <= left
 
     def followed(self, now: float) -> frozenset[TypedBucket] | None:
-        """Returns the pieces that readers of the job want, possibly none of this shard; None: no reader follows the
-        job.
+        """Returns the typed buckets that readers of the job want, possibly none of this shard; None: no reader follows
+        the job.
         """
         with self._lock:
             is_followed = now - self._followed <= KEPT_SECONDS or any(each.is_read for each in self._kept)
-            return frozenset(self._pieces) if is_followed else None
+            return frozenset(self._typed_buckets) if is_followed else None
 
     def figures(self, readers: int, lowest: int, now: float) -> FeedFigures | None:
         """Returns how the job is read; None: nobody follows it.
@@ -430,7 +430,7 @@ class Editions:
         return replace(seen, mapped=sum(each.readers for each in mapped), held=held, relays=relays)
 
     def copied_now(
-        self, pieces: frozenset[TypedBucket], locked: Callable[[int], AbstractContextManager[Bucket]]
+        self, typed_buckets: frozenset[TypedBucket], locked: Callable[[int], AbstractContextManager[Bucket]]
     ) -> TakenEdition:
         """Returns a copy of these as they are, or one with its `error` if there is no room. The job takes no more
         updates.
@@ -438,10 +438,10 @@ class Editions:
         locked: gives a bucket by its index, and keeps it from being stepped
         """
         edition = TakenEdition(None, lambda each, _: self._check_added(each))
-        edition.hand_to(self, WantedEdition(None, 0, pieces), lambda _: None)
+        edition.hand_to(self, WantedEdition(None, 0, typed_buckets), lambda _: None)
         with self._lock:
             kept = list(self._kept)
-        for index in sorted({index for index, _ in pieces}):
+        for index in sorted({index for index, _ in typed_buckets}):
             with locked(index) as bucket:
                 for each in kept:
                     edition.share(each, bucket)
@@ -466,7 +466,7 @@ class Editions:
         """Makes room for what readers want of an edition, the first time before any of it is copied.
 
         Raises TryLater where too many editions are read, LimitExceeded where memory has no room. A reader that comes to
-        an edition later, and wants pieces for which there is no room, is refused by itself.
+        an edition later, and wants typed buckets for which there is no room, is refused by itself.
         """
         if not edition.unchecked:
             return
@@ -508,20 +508,20 @@ class Editions:
             self._kept.remove(each)
         return free
 
-    def _size(self, pieces: Iterable[TypedBucket]) -> int:
-        return sum(PLAIN[dtype].size(self._buckets[index].spec.numel) for index, dtype in pieces)
+    def _size(self, typed_buckets: Iterable[TypedBucket]) -> int:
+        return sum(PLAIN[dtype].size(self._buckets[index].spec.numel) for index, dtype in typed_buckets)
 
     def _check_added(self, edition: TakenEdition) -> None:
         added, edition.unchecked = edition.unchecked, set()
         if added:
             self._check_room(added, 0)
 
-    def _check_room(self, pieces: Set[TypedBucket], begun: int) -> None:
+    def _check_room(self, typed_buckets: Set[TypedBucket], begun: int) -> None:
         """Raises LimitExceeded where memory has no room for copies.
 
         begun: bytes that other editions are still to take
         """
-        size = self._size(pieces)
+        size = self._size(typed_buckets)
         left, promised = free_bytes(), self._promised() + begun
         if left is not None and size + promised > left:
             raise LimitExceeded(

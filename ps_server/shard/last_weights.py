@@ -44,8 +44,8 @@ class LastWeights:
         self._readers: set[Feed] = set()
         self._lock = threading.Lock()
 
-    def heard_of_reader(self, now: float, pieces: Set[TypedBucket]) -> None:
-        """Records that a reader has called. pieces: ignored, as nothing more can be copied"""
+    def heard_of_reader(self, now: float, typed_buckets: Set[TypedBucket]) -> None:
+        """Records that a reader has called. typed_buckets: ignored, as nothing more can be copied"""
         self._heard = now
 
     def is_wanted(self, now: float) -> bool:
@@ -69,14 +69,14 @@ class LastWeights:
         if wanted.version is not None and any(each != wanted.version for each in self.versions):
             raise OutOfOrder(f"job {self.spec.name!r} has ended with {max(self.versions)} updates")
         try:
-            for piece in wanted.pieces:
-                self._edition.copy(piece)
+            for typed_bucket in wanted.typed_buckets:
+                self._edition.copy(typed_bucket)
         except TryLater:
             raise NotFound(f"job {self.spec.name!r} has ended: nobody had asked for these last weights") from None
         self._heard = now()
         return self._edition
 
-    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> None:
+    def change(self, typed_bucket: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> None:
         """Returns None: there is no older version, so buckets are sent whole."""
 
     def sent(self, size: int, whole: int) -> None:
@@ -91,8 +91,8 @@ class LastWeights:
 
 def last_weights(job: HostedJob, now: float) -> LastWeights | None:
     """Returns the last weights of a job that is dropped; None: no reader follows it, or memory has no room for them."""
-    pieces = job.editions.followed(now)
-    if pieces is None:
+    typed_buckets = job.editions.followed(now)
+    if typed_buckets is None:
         return None
 
     @contextlib.contextmanager
@@ -101,10 +101,10 @@ def last_weights(job: HostedJob, now: float) -> LastWeights | None:
         with hosted.tensors:
             yield hosted.unit
 
-    edition = job.editions.copied_now(pieces, locked)
+    edition = job.editions.copied_now(typed_buckets, locked)
     try:
-        for piece in pieces:
-            edition.copy(piece)
+        for typed_bucket in typed_buckets:
+            edition.copy(typed_bucket)
     except PSError as error:
         log.warning("job %s: its readers do not get its last weights: %s", job.name, error)
         return None

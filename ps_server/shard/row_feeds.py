@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
 from ps_protocol.framing import Buffer
-from ps_protocol.messages.rows import RowsMessage, RowsWatch, WalkBegin
+from ps_protocol.messages.rows import FeedRoundBegin, RowsMessage, RowsWatch
 from ps_protocol.row_ids import ID_BYTES
 from ps_protocol.tensors import bytes_of, row_codec
 from ps_server.shard.feed_context import FeedContext
@@ -162,7 +162,7 @@ class ShardFeed:
         content = len(removed), rows, wire_format_of(codec), cursor, payload or None
         return RowsMessage(self._sent_version, begin, *content)
 
-    def _begin(self, job: HostedJob, table: HostedTable) -> WalkBegin:
+    def _begin(self, job: HostedJob, table: HostedTable) -> FeedRoundBegin:
         now = self._clock()
         self._due, self._sign_due = now + self._period, now + max(self._period, SIGN_OF_LIFE_SECONDS)
         with table.tensors:
@@ -170,7 +170,7 @@ class ShardFeed:
             self._sent_version = table.rule.version
         self._walk = walk
         spec, shards = table.unit.weights.spec, job.state.row_checker.place.shards
-        return WalkBegin(walk.full, self._sent_version, shards, spec.dim, spec.initializer)
+        return FeedRoundBegin(walk.full, self._sent_version, shards, spec.dim, spec.initializer)
 
 
 class RowFeeds:

@@ -33,7 +33,7 @@ from ps_protocol.tensors import PLAIN
 from ps_protocol.wire_formats import EDITION_WIRES
 from ps_server.failpoints import failpoint
 from ps_server.shard.bucket_messages import BucketMessages
-from ps_server.shard.copied_buckets import CopiedBucket, TypedBucket, shared_buckets, typed_bucket
+from ps_server.shard.copied_buckets import CopiedBucket, TypedBucket, as_typed, shared_buckets
 from ps_server.shard.editions import Over, TakenEdition, WantedEdition
 from ps_server.shard.feed_context import FeedContext
 from ps_server.shard.hosted_job import Feed, HostedJob
@@ -83,7 +83,7 @@ class EditionSource(Protocol):
     def buffers(self) -> Mapping[int, int]:
         """See WeightsHere."""
 
-    def heard_of_reader(self, now: float, pieces: Set[TypedBucket]) -> None:
+    def heard_of_reader(self, now: float, typed_buckets: Set[TypedBucket]) -> None:
         """Notes that a reader follows the job, and wants these buckets."""
 
     def add(self, feed: Feed, limit: float) -> None:
@@ -92,7 +92,7 @@ class EditionSource(Protocol):
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
         """Returns an edition for a reader; see Editions.take. Buckets that are at its version are copied now."""
 
-    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> BucketDelta | None:
+    def change(self, typed_bucket: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> BucketDelta | None:
         """Returns what changed in a bucket since a version; None: it is to be sent whole. sparse: it may be sparse"""
 
     def sent(self, size: int, whole: int) -> None:
@@ -128,9 +128,9 @@ class JobSource:
         versions = {index: bucket.unit.reader_version for index, bucket in self.job.buckets.items()}
         return {index: version for index, version in versions.items() if version}
 
-    def heard_of_reader(self, now: float, pieces: Set[TypedBucket]) -> None:
+    def heard_of_reader(self, now: float, typed_buckets: Set[TypedBucket]) -> None:
         """Notes that a reader follows the job, and wants these buckets."""
-        self.job.editions.heard_of_reader(now, pieces)
+        self.job.editions.heard_of_reader(now, typed_buckets)
 
     def add(self, feed: Feed, limit: float) -> None:
         """Adds a reader. Raises LimitExceeded where there are too many."""
@@ -140,16 +140,16 @@ class JobSource:
         """Returns an edition. Buckets that are at its version are copied now."""
         editions = self.job.editions
         edition = editions.take(feed, wanted, over, now())
-        for index, _ in sorted(wanted.pieces):
+        for index, _ in sorted(wanted.typed_buckets):
             hosted = self.job.buckets[index]
             with hosted.tensors:
                 edition.look(hosted.unit, now())
         editions.looked_at(edition)
         return edition
 
-    def change(self, piece: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> BucketDelta | None:
+    def change(self, typed_bucket: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> BucketDelta | None:
         """Returns the change of a bucket from version `base` to `new`; None: send the bucket whole."""
-        return self.job.editions.change(piece, base, new, sparse)
+        return self.job.editions.change(typed_bucket, base, new, sparse)
 
     def sent(self, size: int, whole: int) -> None:
         """Counts bytes that left, and those of the elements that they stand for."""
@@ -205,7 +205,7 @@ class EditionSender:
         edition = self._edition = self._source.take(self, self._wanted, self._over, self._now)
         if self._result is not None:  # it was over before `_edition` was known
             self._over(*self._result)
-        elif edition.error is not None or edition.has(self._wanted.pieces):  # another reader had all of it copied
+        elif edition.error is not None or edition.has(self._wanted.typed_buckets):  # copied for another reader
             self._over(edition.error)
 
     def _over(self, error: PSError | None) -> None:
@@ -220,7 +220,7 @@ class EditionSender:
         if error is not None:
             self._fail(anew(error))
         else:
-            self._left = sorted(self._wanted.pieces, reverse=True)
+            self._left = sorted(self._wanted.typed_buckets, reverse=True)
             self.outbox.lend(partial(self._head, self._edition))
 
     @contextlib.contextmanager
@@ -243,15 +243,15 @@ class EditionSender:
             return
         offer, mapped = self._handed
         copies = edition.copies()  # what is handed over has the versions of these, also where `edition` gets newer ones
-        shared = shared_buckets(copies, self._wanted.pieces)
+        shared = shared_buckets(copies, self._wanted.typed_buckets)
         numbers = mapped.hand_over(offer, shared, {name for name, _ in shared.lies.values()})
         if numbers is None:
             return
-        for piece, (name, offset) in shared.lies.items():
-            copied, place = copies[piece], BucketOffset(numbers[name], offset)
+        for typed_bucket, (name, offset) in shared.lies.items():
+            copied, place = copies[typed_bucket], BucketOffset(numbers[name], offset)
             # Nobody needs a checksum of memory that is shared, and to compute it takes long.
             sent = EditionBucket(copied.index, copied.version, copied.wire_format, 0, b"", lies=place)
-            self._lies[piece] = sent, len(copied.payload)
+            self._lies[typed_bucket] = sent, len(copied.payload)
 
     def _lend_next(self, edition: TakenEdition) -> None:
         """Queues the next bucket only, so that an error that comes meanwhile does not wait behind all of them."""
@@ -262,24 +262,24 @@ class EditionSender:
             self.outbox.finish()
 
     @contextlib.contextmanager
-    def _bucket(self, edition: TakenEdition, piece: TypedBucket) -> Iterator[Lent]:
+    def _bucket(self, edition: TakenEdition, typed_bucket: TypedBucket) -> Iterator[Lent]:
         failpoint("edition-half-sent")
         about = partial(EditionMessage, lowest(self._source))
         try:
-            copied = edition.copy(piece)
+            copied = edition.copy(typed_bucket)
         except PSError as error:  # it was given up meanwhile
             self._fail(error)
             yield Lent(about(), None)
             return
-        if piece in self._lies:
+        if typed_bucket in self._lies:
             del copied
-            sent, whole = self._lies[piece]
+            sent, whole = self._lies[typed_bucket]
             yield Lent(about()._replace(bucket=sent), None)
             self._source.sent(0, whole)
             self._lend_next(edition)
             return
         base = self._bases.get(copied.index)
-        change = None if base is None else self._source.change(piece, base, copied, self._sparse)
+        change = None if base is None else self._source.change(typed_bucket, base, copied, self._sparse)
         head = copied.index, copied.version, copied.wire_format, copied.checksum
         sent = EditionBucket(*head, copied.payload)
         if change is not None:
@@ -346,7 +346,7 @@ class WeightFeeds:
             source.job.editions.relays.tell(asked.relay, caller, self._clock())
         if asked.follows:
             followed = source.specs.keys() & (asked.buckets or source.specs.keys())
-            source.heard_of_reader(self._clock(), _pieces(asked.wire, followed, source))
+            source.heard_of_reader(self._clock(), _typed_buckets(asked.wire, followed, source))
         versions = source.versions
         return WeightsHere(
             source.run,
@@ -453,9 +453,9 @@ def _check_wire(wire: str) -> None:
         raise InvalidRequest(f"an edition travels in {', '.join(EDITION_WIRES)}, not in {wire}")
 
 
-def _pieces(wire: str, buckets: Iterable[int], source: EditionSource) -> frozenset[TypedBucket]:
-    """Returns the pieces of buckets that a reader wants."""
-    return frozenset(typed_bucket(source.specs[index], wire) for index in buckets)
+def _typed_buckets(wire: str, buckets: Iterable[int], source: EditionSource) -> frozenset[TypedBucket]:
+    """Returns the typed buckets that a reader of this wire format wants."""
+    return frozenset(as_typed(source.specs[index], wire) for index in buckets)
 
 
 def _wanted(call: EditionCall, source: EditionSource) -> WantedEdition:
@@ -466,13 +466,13 @@ def _wanted(call: EditionCall, source: EditionSource) -> WantedEdition:
     has_one_version = source.spec.consistency.has_one_version
     if call.timeline != source.timeline:
         raise OutOfOrder(f"job {call.job!r} is on timeline {source.timeline}, and not on {call.timeline}")
-    pieces = _pieces(call.wire, call.buckets or source.specs, source)
-    return WantedEdition(call.version if has_one_version else None, call.version, pieces, bool(call.bases))
+    typed_buckets = _typed_buckets(call.wire, call.buckets or source.specs, source)
+    return WantedEdition(call.version if has_one_version else None, call.version, typed_buckets, bool(call.bases))
 
 
 def _message_bytes(wanted: WantedEdition, source: EditionSource, most: int) -> int:
     """Returns the bytes of the largest message with which an edition is sent. most: bytes of a payload; 0: any"""
-    largest = max((PLAIN[dtype].size(source.specs[index].numel) for index, dtype in wanted.pieces), default=0)
+    largest = max((PLAIN[dtype].size(source.specs[index].numel) for index, dtype in wanted.typed_buckets), default=0)
     return min(largest, most) if most else largest
 
 

@@ -1,8 +1,15 @@
 """A checkpoint as a folder of torch.distributed.checkpoint (DCP), which scripts with sharded models read.
 
+nested:
     {"model": {NAME: tensor}, "optimizer": {"state": {NAME: {KIND: tensor}}, "param_groups": [{"params": [NAME], ...}]}}
 
 This is what `get_model_state_dict` and `get_optimizer_state_dict` of torch have: names, and not numbers, of parameters.
+
+flat:
+    {NAME: tensor, "optimizer": {"state.NAME.KIND": tensor, "param_groups.NAME.SETTING": value}}
+
+This is the same with `flatten_optimizer_state_dict=True`, and the model's names at the top. torchtitan saves and loads
+this (`CheckpointManager` in its components/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -10,11 +17,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ps_protocol.optimizers import ELEMENTWISE
+
+DcpLayout = Literal["nested", "flat"]
 
 
 def write_folder(
@@ -24,6 +33,7 @@ def write_folder(
     names: Sequence[str],
     kinds: Sequence[str],
     folder: Path,
+    layout: DcpLayout,
 ) -> None:
     """Writes a folder. Raises OSError.
 
@@ -44,13 +54,24 @@ def write_folder(
         {**_settings(kind), **group, "params": [names[number] for number in group["params"]]}
         for kind, group in zip(kinds, groups, strict=True)
     ]
-    content = {"model": dict(model), "optimizer": {"state": of_optimizer, "param_groups": named}}
+    content: dict[str, Any] = {"model": dict(model), "optimizer": {"state": of_optimizer, "param_groups": named}}
+    if layout == "flat":
+        content = {**model, "optimizer": _flat(of_optimizer, named)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there is no process group, and that a folder is replaced
         try:
             save(content, checkpoint_id=folder, no_dist=True)
         except CheckpointException as error:  # a BaseException, which torch raises for an error of any rank
             raise OSError(f"{folder}: {error}") from None
+
+
+def _flat(state: Mapping[str, Mapping[str, torch.Tensor]], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns an optimizer's state and settings by parameter, in a single dictionary."""
+    flat: dict[str, Any] = {f"state.{name}.{kind}": each for name, own in state.items() for kind, each in own.items()}
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
+    return flat
 
 
 def _settings(kind: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     model.safetensors       the model's state_dict, for load_state_dict; with the rows of tables
     tables/                 the rows of each table, for other programs: see table_files
     optimizer.safetensors   the optimizer's state, `INDEX/NAME` by parameter in the order of the optimizer's groups
-    dcp/                    with --dcp: both, as a folder of torch.distributed.checkpoint
+    dcp/                    with --dcp or --dcp-flat: both, as a folder of torch.distributed.checkpoint
     optimizer.json          the rest of the optimizer's state_dict: its groups
 
 `optimizer_state_dict` combines the last two into the dictionary for torch.optim's load_state_dict.
@@ -38,7 +38,7 @@ from ps_server.core.snapshot import BucketSnapshot, TableSnapshot, joined
 from ps_server.storage.any_type import load_any, save_any
 from ps_server.storage.changed_tensors import changed_tensors
 from ps_server.storage.checkpoints import PASSED_OVER, CheckpointStore, last_whole
-from ps_server.storage.dcp_folder import write_folder
+from ps_server.storage.dcp_folder import DcpLayout, write_folder
 from ps_server.storage.files import check_directory
 from ps_server.storage.manifest import Manifest
 from ps_server.storage.table_files import Rows, check_format, write_rows
@@ -74,7 +74,7 @@ def export(
     tables_as: str = "safetensors",
     on_skipped: Callable[[str], object] = log.error,
     fallback: bool = True,
-    dcp: bool = False,
+    dcp: DcpLayout | None = None,
 ) -> str:
     """Writes the files. Returns a description of their content.
 
@@ -82,7 +82,7 @@ def export(
     tables_as: the format of tables/: safetensors, parquet or npy
     on_skipped: called with each checkpoint that was skipped, and the reason
     fallback: False: a damaged checkpoint is an error, and no earlier one is exported instead
-    dcp: whether a folder of torch.distributed.checkpoint is written, too
+    dcp: the layout of a folder of torch.distributed.checkpoint; None: there is none
 
     Raises InvalidRequest, NoCheckpoints, CheckpointDamaged, CheckpointFailed. InvalidRequest is also for a folder in
     `output` that has the name of an export's, and that no export has made.
@@ -99,7 +99,7 @@ def export(
     for table in spec.tables:
         model |= _module_state(table.rows, tables[table.rows.name])
     try:
-        folders = ["tables"] * bool(tables) + ["dcp"] * dcp
+        folders = ["tables"] * bool(tables) + ["dcp"] * (dcp is not None)
         with _put_together(output, folders) as made:
             for name, rows in tables.items():
                 write_rows(rows, made / "tables", name, tables_as)
@@ -108,12 +108,12 @@ def export(
             (made / "optimizer.json").write_text(
                 json.dumps({"optimizer": spec.optimizer, "param_groups": groups}, indent=1)
             )
-            if dcp:
+            if dcp is not None:
                 order = [
                     each.name for group in range(len(groups)) for each in spec.parameters if each.param_group == group
                 ]
                 kinds = [spec.optimizer_of(group) for group in range(len(groups))]
-                write_folder(model, optimizer, groups, order, kinds, made / "dcp")
+                write_folder(model, optimizer, groups, order, kinds, made / "dcp", dcp)
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointFailed(f"{output} cannot be written: {error}") from None
     return f"job {job}: checkpoint {manifest.name} at clock {manifest.clock} is in {output} ({len(model)} tensors)"

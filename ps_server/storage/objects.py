@@ -105,10 +105,10 @@ class Objects:
         return dict(info)
 
     def lock(self, path: Path, holder: bytes) -> Callable[[], None]:
-        """Takes the lease of a name. From then on this backend writes only while it has the lease.
+        """Takes the lock lease of a name. From then on this backend writes only while it has it.
 
         holder: a text for other processes
-        Raises BlockingIOError, with that text, if a live process has the lease. Finding out takes as long as a lease.
+        Raises BlockingIOError, with that text, if a live process has the lock lease. It takes as long as such a lease.
         """
         lock_lease = LockLease(self, path, holder, self._lock_lease_seconds)
         lock_lease.take()
@@ -116,11 +116,11 @@ class Objects:
         return lock_lease.release
 
     def term(self) -> int:
-        """Returns the number of the lease, which rises with each holder; 0: this process has taken none."""
+        """Returns the number of the lock lease, which rises with each holder; 0: this process has taken none."""
         return self._lock_lease.number if self._lock_lease is not None else 0
 
     def taken_over(self) -> str:
-        """Returns the process that has taken over the lease, as text; empty: none is known."""
+        """Returns the process that has taken over the lock lease, as text; empty: none is known."""
         return self._lock_lease.lost if self._lock_lease is not None else ""
 
     def open(self, path: Path) -> BinaryIO:
@@ -164,7 +164,7 @@ class Objects:
         self.put(path, data)
 
     def put(self, path: Path, data: bytes) -> None:
-        """Replaces the content of a file, whether or not this process has the lease."""
+        """Replaces the content of a file, whether or not this process has the lock lease."""
         with _os_errors(path):
             self._fs.pipe_file(_key(path), data)
 

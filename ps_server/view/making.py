@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ps_protocol.figures import PHASES, WorkerFigures
-from ps_runtime.quantities import ranks_text
+from ps_runtime.quantities import ranges, ranks_text
 from ps_server.coordinator.runs import began_at
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.membership import LiveWorker
@@ -198,7 +198,7 @@ def _worker(
     total, total_awaited = sum(phases.values()), sum(awaited.values())
     return WorkerView(
         rank=worker.rank,
-        activity=_activity(worker.expires - job.now, lease, own, ranks, silent),
+        activity=_activity(worker, job, lease, own, ranks, silent),
         awaited=ranks,
         steps_per_second=(span.last.steps - span.first.steps) / span.seconds if span is not None else None,
         fractions={phase: seconds / total for phase, seconds in phases.items()} if total > 0 else {},
@@ -206,15 +206,33 @@ def _worker(
     )
 
 
-def _activity(left: float, lease: float, waits: Sequence[Wait], ranks: Sequence[int], silent: Iterable[int]) -> str:
+def _activity(
+    worker: LiveWorker,
+    job: JobStatistics,
+    lease: float,
+    waits: Sequence[Wait],
+    ranks: Sequence[int],
+    silent: Iterable[int],
+) -> str:
+    left = worker.expires - job.now
     if left < SILENT_LEASE * lease:
-        return f"silent, lease ends in {max(0.0, left):.0f} s"
+        text = f"silent, lease ends in {max(0.0, left):.0f} s"
+        members = _silent_members(worker, job, lease)
+        named = f"member{'s' * (len(members) > 1)} {ranges(members)}"
+        return f"{text}: no sign of {named}" if members else text
     if waits:
         seconds = max(wait.seconds for wait in waits)
         return f"waits {seconds:.1f} s for {ranks_text(ranks) if ranks else 'its shard'}"
     for index in silent:
         return f"needs shard {index}, which does not answer"
     return "training"
+
+
+def _silent_members(worker: LiveWorker, job: JobStatistics, lease: float) -> list[int]:
+    """Returns the members of a group whose silence uses up its lease; none of a worker of one process."""
+    latest = job.now - (1 - SILENT_LEASE) * lease
+    members = range(job.group_size) if job.group_size > 1 else ()
+    return [member for member in members if worker.signs.get(member, -math.inf) < latest]
 
 
 def _sum_phases(spans: Iterable[Span[WorkerFigures]]) -> dict[str, float]:

@@ -365,11 +365,12 @@ class OwnMembership:
         self._telling.submit(tell)
 
     def _watch(self) -> None:
-        while not self._coordinator.closing.is_set():
+        closing = self._coordinator.closing
+        while not closing.is_set():
             place = self.place
             guarded("watch", lambda: self._watch_once(place))  # noqa: B023 (called at once)
-            if self.place is place:
-                self._coordinator.closing.wait(NOTICE_SECONDS)
+            with self._changed:  # a new place needs a new roster at once
+                self._changed.wait_for(lambda: self.place is not place or closing.is_set(), NOTICE_SECONDS)  # noqa: B023
 
     def _watch_once(self, place: JoinResult | None) -> None:
         watching = self._coordinator.watch(self._options.job)

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
-from ps_protocol.messages.rows import WalkBegin
+from ps_protocol.messages.rows import FeedRoundBegin
 from ps_protocol.row_ids import Ids
 from ps_protocol.tables import Initializer
 from ps_protocol.tensors import bytes_of
@@ -38,7 +38,7 @@ class ReadRowsMessage(NamedTuple):
     begin:  in the round's first message; cursor: in its last one
     """
 
-    begin: WalkBegin | None
+    begin: FeedRoundBegin | None
     removed: Ids
     ids: Ids
     values: torch.Tensor
@@ -54,7 +54,7 @@ class RowCopy:
     cursor:  the cursor to continue from; empty: there is none
     """
 
-    def __init__(self, begin: WalkBegin, memory: int) -> None:
+    def __init__(self, begin: FeedRoundBegin, memory: int) -> None:
         self.begin, self.version, self.cursor = begin, -1, b""
         self._capacity = max(1, rows_within(memory, 4 * begin.dim))
         self._entries = Entries(self._capacity, secrets.randbits(62))
@@ -167,7 +167,7 @@ def saved_copy(path: Path, about: dict[str, str], memory: int) -> RowCopy:
         raise InvalidRequest(f"{path} cannot be read ({error}): remove it, and the rows are copied anew") from None
     initializer = Initializer(*json.loads(known["initializer"]))
     version, shards = int(known["version"]), int(known["shards"])
-    copy = RowCopy(WalkBegin(True, version, shards, weights.shape[1], initializer), memory)
+    copy = RowCopy(FeedRoundBegin(True, version, shards, weights.shape[1], initializer), memory)
     for first in range(0, len(ids), _BLOCK):
         part = slice(first, first + _BLOCK)
         copy.take(ReadRowsMessage(None, np.empty(0, np.int64), ids[part].numpy(), weights[part], b""))

@@ -17,6 +17,7 @@ import torch
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.layout import bucket_layout
+from ps_protocol.pieces import pieces_by_name
 from ps_protocol.tables import TableSpec
 from ps_runtime.quantities import number_text, size_text, time_text
 from ps_server.ops.plan import Question, advise, as_json, job_spec, plan, table
@@ -47,10 +48,14 @@ def held_by(address: str) -> dict[str, Any]:
     return dict(job)
 
 
-@pytest.mark.parametrize(("optimizer", "momentum"), cases([("adamw", 0.0)], [("SGD", 0.9)]))
-def test_a_shard_takes_the_memory_that_the_plan_says(server: tuple[str, int], optimizer: str, momentum: float) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "momentum", "group_size"), cases([("adamw", 0.0, 1)], [("SGD", 0.9, 1), ("adamw", 0.0, 3)])
+)
+def test_a_shard_takes_the_memory_that_the_plan_says(
+    server: tuple[str, int], optimizer: str, momentum: float, group_size: int
+) -> None:
     address, pid = server
-    question = replace(QUESTION, optimizer=optimizer, momentum=momentum, transport="grpc")
+    question = replace(QUESTION, optimizer=optimizer, momentum=momentum, transport="grpc", group_size=group_size)
     spec = replace(job_spec(question), name=optimizer)
     memory = plan(question, spec, 1).memory
     empty = resident(pid)
@@ -86,6 +91,26 @@ def test_the_figures_follow_from_the_job() -> None:
 
 def measured(bench: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (BENCHMARKS / f"{bench}.jsonl").read_text().splitlines()]
+
+
+def test_processes_of_a_group_hold_pieces_and_share_the_bytes_of_a_worker() -> None:
+    question = replace(QUESTION, workers=4, tensors=7)
+    alone, *_ = advise(replace(question, shards=1)).plans
+    best, grouped, *_ = advise(replace(question, group_size=3)).plans
+    assert (best.shards, grouped.shards) == (12, 1), "as many shards as processes"
+    assert grouped.shard_bytes == pytest.approx(alone.shard_bytes, rel=0.01)
+    assert grouped.worker_bytes == pytest.approx(alone.worker_bytes / 3, rel=0.02)
+    assert grouped.ddp_seconds == pytest.approx(8 * 1.5 * grouped.worker_bytes / 10e9)
+    assert grouped.memory.weights == pytest.approx(alone.memory.weights, rel=0.01)
+
+    pieces = pieces_by_name(job_spec(replace(question, group_size=3)).parameters)
+    assert len(pieces) == 7
+    for found in pieces.values():
+        assert found[0].piece is not None
+        cut = torch.empty(found[0].piece.whole_shape).chunk(3)  # as fully_shard does it
+        assert [piece.numel for piece in found] == [each.numel() for each in cut]
+    with pytest.raises(InvalidRequest, match="has no tables"):
+        advise(replace(question, group_size=3, tables=(table_question("1Mx64:SGD"),)))
 
 
 def test_the_processors_time_is_what_was_measured_with_many_workers() -> None:

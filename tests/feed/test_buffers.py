@@ -24,7 +24,7 @@ from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import AddWorker
 from ps_server.core.partition import JobPartition
-from ps_server.shard.copied_buckets import typed_bucket
+from ps_server.shard.copied_buckets import as_typed
 from ps_server.shard.editions import TakenEdition, WantedEdition
 from ps_server.shard.weight_feeds import JobSource
 from ps_worker.cluster import reader_buffers
@@ -199,28 +199,28 @@ def test_a_reader_that_shares_an_edition_gets_what_was_told_since_it_was_copied_
     """It may have had newer buffers than those of the copy: they never fall."""
     sharding = lone_shard(workers=1)
     job = sharding.jobs()["sums"]
-    piece = typed_bucket(job.buckets[FROZEN].unit.spec, "float32")
+    typed_bucket = as_typed(job.buckets[FROZEN].unit.spec, "float32")
 
     def tell(clock: int) -> None:
         pushed = (PushedBucket(FROZEN, PushKind.INITIAL_VALUE),)
         sharding.push(PushCall(Identity("sums", 0, 1), clock, pushed, payload(torch.full((8,), clock))))
 
     def asked(reader: Any) -> TakenEdition:
-        wanted = WantedEdition(9, 0, frozenset({piece}))
+        wanted = WantedEdition(9, 0, frozenset({typed_bucket}))
         return JobSource(job).take(reader, wanted, lambda error: None, lambda: 0.0)
 
     tell(3)
     edition = asked("one")
-    before = edition.copy(piece)
+    before = edition.copy(typed_bucket)
     tell(7)
     assert asked("another") is edition
-    after = edition.copy(piece)
+    after = edition.copy(typed_bucket)
     assert (before.version, after.version) == (3, 7)
     assert (bytes(before.payload), bytes(after.payload)) == tuple(
         bytes_of(torch.full((8,), clock)).tobytes() for clock in (3, 7)
     )
     assert asked("a third") is edition
-    assert edition.copy(piece) is after, "it is copied once"
+    assert edition.copy(typed_bucket) is after, "it is copied once"
 
 
 class Told:
@@ -305,7 +305,9 @@ def test_buffers_that_a_shard_has_no_room_for_are_sent_again_ever_later_and_that
 def cut_spec() -> JobSpec:
     """The job of `job_spec`, whose workers are groups of two processes that cut the second tensor."""
     first, second, buffer = job_spec().parameters
-    pieces = [replace(second, shape=(2, 8), member=each, piece=PiecePlace((4, 8), (2 * each, 0))) for each in (0, 1)]
+    pieces = [
+        replace(second, shape=(2, 8), member=each, piece=PiecePlace((4, 8), (2 * each, 0))) for each in (0, 1)
+    ]
     return replace(job_spec(), parameters=(first, *pieces, buffer), group_size=2)
 
 

@@ -15,9 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch import nn
 
+import ps_worker
 from ps_protocol.errors import PSError
 from ps_server.ops import requests, status_text
+from ps_server.storage.checkpoints import CheckpointStore
 from tests.chaos.cluster import free_ports
 from tests.tools.cases import cases
 from tests.tools.cluster import scrape, until
@@ -288,6 +292,27 @@ def test_a_checkpoint_directory_that_cannot_be_made_ends_up_at_once(up: Start, t
     command = up("--shards=2", f"--checkpoint-dir={tmp_path}/file")
     until(lambda: "file cannot be made: File exists" in command.err, "the reason", RETURN_SECONDS)
     assert command.process.wait(PROMPT_SECONDS) == 1
+
+
+@pytest.mark.long
+def test_servers_whose_parent_is_killed_make_a_last_checkpoint(up: Start, tmp_path: Path) -> None:
+    """The coordinator makes it, and both shards stay until then."""
+    command = up("--shards=2", f"--checkpoint-dir={tmp_path / 'kept'}")
+    with ps_worker.connect(ready(command), job="kept", mode="async", connect_timeout=1.0) as session:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            model(torch.ones(64)).sum().backward()
+            optimizer.step()
+        family = command.family()
+        command.process.kill()
+        _, left = psutil.wait_procs(family, timeout=END_SECONDS)
+        assert not left
+        store = CheckpointStore(tmp_path / "kept")
+        [name] = store.names("kept")
+        manifest = store.manifest("kept", name)
+        assert manifest.versions == (3, 3)
+        assert set(manifest.shards) == {0, 1}
 
 
 @pytest.mark.parametrize("number", cases([signal.SIGTERM], [signal.SIGINT]))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -37,20 +37,25 @@ class Options:
     loads:   the folder that it begins with; empty: none
     saves:   the folder that it saves to; empty: none
     groups:  how many there are
+    flat:    the folder has the flat layout: names of the model at the top, settings by parameter
     """
 
     members: int
     loads: str = ""
     saves: str = ""
     groups: int = 1
+    flat: bool = False
 
 
-def load(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
+def load(model: Any, optimizer: torch.optim.Optimizer, folder: str, flat: bool) -> None:
     """Loads what each process has of a model and its optimizer."""
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    found = {"model": of_model, "optimizer": of_optimizer}
+    layout = StateDictOptions(flatten_optimizer_state_dict=flat)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=layout)
+    found: dict[str, Any] = {**(of_model if flat else {"model": of_model}), "optimizer": of_optimizer}
     dcp.load(found, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    of_optimizer = found.pop("optimizer")
+    of_model = found if flat else found["model"]
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer, options=layout)
 
 
 def save(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
@@ -72,7 +77,7 @@ def main() -> None:
         fully_shard(model, mesh=mesh)
     optimizer: Any = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.02)
     if options.loads:
-        load(model, optimizer, options.loads)
+        load(model, optimizer, options.loads, options.flat)
     if mesh is None:
         for when in ("begin", "end"):
             save_file(state(model, optimizer), directory / f"{when}-{name}.safetensors")

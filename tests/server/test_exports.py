@@ -129,7 +129,7 @@ UNDER_WAY = f"{MARK}-under-way"
 
 def test_an_export_replaces_all_files_of_an_earlier_one_and_no_other(two: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    export(two, "job", "000001", output, dcp=True)
+    export(two, "job", "000001", output, dcp="nested")
     (output / "tables").mkdir()  # of the user: the job has none
     (output / UNDER_WAY / "made").mkdir(parents=True)  # of one that was killed
     for name in ("tables/own.csv", "config.json", f"{UNDER_WAY}/made/model.safetensors"):
@@ -156,14 +156,14 @@ def test_an_export_refuses_to_replace_a_folder_that_no_export_has_made(
     (output / name / "own").touch()
     before = files_in(output)
     with pytest.raises(InvalidRequest, match=f"out/{name} has no {MARK}, so no export has made it: move it"):
-        export(two, "job", "000002", output, dcp=True)
+        export(two, "job", "000002", output, dcp="nested")
     assert files_in(output) == before
 
 
 def test_an_export_refuses_to_replace_a_file_that_has_the_name_of_its_folder(two: Path, tmp_path: Path) -> None:
     (tmp_path / "dcp").touch()
     with pytest.raises(InvalidRequest, match="dcp has no"):
-        export(two, "job", "000002", tmp_path, dcp=True)
+        export(two, "job", "000002", tmp_path, dcp="nested")
     export(two, "job", "000002", tmp_path)
     assert (tmp_path / "dcp").is_file()
 
@@ -174,7 +174,7 @@ def test_an_export_that_fails_while_it_replaces_an_earlier_one_puts_that_back(
     two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, wanted: int
 ) -> None:
     output = tmp_path / "out"
-    export(two, "job", "000001", output, dcp=True)
+    export(two, "job", "000001", output, dcp="nested")
     before = files_in(output)
     rename, renames = Path.rename, itertools.count()
 
@@ -196,7 +196,7 @@ def test_an_export_puts_back_what_one_that_was_killed_has_moved_away(
     two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
-    export(two, "job", "000001", output, dcp=True)
+    export(two, "job", "000001", output, dcp="nested")
     before = files_in(output)
     (output / UNDER_WAY / "earlier").mkdir(parents=True)
     for name in ("dcp", "optimizer.json"):
@@ -211,7 +211,7 @@ def test_an_export_that_fails_leaves_an_earlier_one_as_it_was(
     two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
-    export(two, "job", "000001", output, dcp=True)
+    export(two, "job", "000001", output, dcp="nested")
     before = files_in(output)
     save_any = storage_export.save_any
 

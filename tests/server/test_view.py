@@ -301,6 +301,17 @@ def test_what_each_worker_is_doing_is_said_in_words() -> None:
     assert [worker.awaited for worker in view.jobs["job"].workers] == [(3,), (), (), ()]
 
 
+def test_the_members_that_make_a_group_silent_are_named() -> None:
+    """Member 1 is done, and need send nothing more."""
+    heard = {0: 99.0, 1: math.inf, 2: 93.0}
+    groups = [replace(member(rank, expires=103.0), signs=signs) for rank, signs in enumerate([heard, {0: 99.0}])]
+    view = made(ViewMaker(), 100.0, job(groups, group_size=3), Answer(7, ShardStatistics({"job": held({})})))
+    assert [group.activity for group in view.jobs["job"].workers] == [
+        "silent, lease ends in 3 s: no sign of member 2",
+        "silent, lease ends in 3 s: no sign of members 1-2",
+    ]
+
+
 def test_a_shard_that_does_not_answer_is_told_with_how_long_and_its_last_answer_is_kept() -> None:
     answer = Answer(7, ShardStatistics({"job": held({0: 5})}), asked=96.0)
     asked = Answer(7, ShardStatistics({"job": held({0: 6})}), asked=99.5)

@@ -12,7 +12,7 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, TryLater, Unreachable
-from ps_protocol.messages.rows import WalkBegin
+from ps_protocol.messages.rows import FeedRoundBegin
 from ps_protocol.tables import Initializer
 from ps_server.core.limits import Limits
 from ps_server.shard.row_feeds import ShardFeed
@@ -260,13 +260,13 @@ def test_a_reader_that_never_reads_holds_nobody_up_and_is_cut_off(
         assert session.clock == 6
 
 
-def begin(full: bool = True, version: int = 1) -> WalkBegin:
-    return WalkBegin(full, version, 1, 2, Initializer("constant", 9.0))
+def begin(full: bool = True, version: int = 1) -> FeedRoundBegin:
+    return FeedRoundBegin(full, version, 1, 2, Initializer("constant", 9.0))
 
 
 def test_a_full_copy_leaves_what_was_there_readable_until_its_end() -> None:
     def part(
-        *ids: int, begins: WalkBegin | None = None, removed: tuple[int, ...] = (), cursor: bytes = b""
+        *ids: int, begins: FeedRoundBegin | None = None, removed: tuple[int, ...] = (), cursor: bytes = b""
     ) -> ReadRowsMessage:
         numbers = torch.tensor(ids, dtype=torch.int64)
         gone = torch.tensor(removed, dtype=torch.int64).numpy()
