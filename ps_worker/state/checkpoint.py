@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,8 +79,11 @@ class WorkerCheckpoint:
         self._stateful: list[Any] = []
         self.job = JobThings(self._state_of, self._groups)
         self._troubles = Troubles(log, None)  # the metric is ps_checkpoints_without_states_total
-        self._fed: int | None = None  # the loader that yielded last
-        self._taken = 0  # batches since the last step
+        self._yielded: list[int] = []  # the loaders, the one that yielded last at the end
+        self._taken: Counter[int] = Counter()  # by loader, its batches since the last step
+        self._trains = False  # whether gradients were enabled when the last batch was taken
+        self._feeders: set[int] = set()  # loaders in whose loops a step was made
+        self._feeds_itself = False  # a step was made outside of such loops, and without a batch since the step before
         self._step = LastStep()
         self._wanted: int | None = None  # the clock whose state is to be captured
         self._target: WorkerState | None = None  # the state to be restored
@@ -156,7 +160,11 @@ class WorkerCheckpoint:
         self.steps += 1
         if self._model.tells:
             self._model.stepped()
-        self._step, self._taken = LastStep(self._fed, max(1, self._taken)), 0
+        fed = self._feeding()
+        self._feeders |= {loader.index for loader in self.loaders if loader.going}
+        self._feeds_itself = self._feeds_itself or not (self._feeders or self._taken)
+        self._step = LastStep(fed, max(1, self._taken[fed] if fed is not None else 0))
+        self._taken.clear()
         if self._wanted is not None and not self._is_in_loop:
             clock, self._wanted = self._wanted, None
             self._capture_first(clock)
@@ -169,7 +177,7 @@ class WorkerCheckpoint:
         if self._is_in_loop or self._target is not None:
             self._save_at(clock, lambda: self.last_state(clock, counts=False))
         elif has_begun:
-            state = self._state(clock, self._fed)
+            state = self._state(clock, self._feeding())
             self._send(replace(state, at_step=state.script.settings))
         else:
             self._capture_first(clock)
@@ -178,10 +186,22 @@ class WorkerCheckpoint:
     def _is_in_loop(self) -> bool:
         return any(loader.going for loader in self.loaders)
 
+    def _feeding(self) -> int | None:
+        """Returns the loader that feeds the current step; None: none does. An evaluation may take batches of another
+        loader between two steps.
+        """
+        going = [loader for loader in self._yielded if self.loaders[loader].going]
+        if going:
+            return going[-1]
+        if self._step.fed_by in self._feeders:
+            return self._step.fed_by
+        # A step after a loop may have the gradients of the whole loop. An evaluation makes none.
+        return self._yielded[-1] if self._taken and self._trains and not self._feeds_itself else None
+
     def _capture_first(self, clock: int) -> None:
         """Captures the first of the two moments of a clock, if no loop is in progress."""
         self._save_captured(False)
-        self._captured = captured = self._state(clock, self._fed)
+        self._captured = captured = self._state(clock, self._step.fed_by if self.steps else self._feeding())
         # Not from this thread: it is in the script's code, which may be minutes of it.
         timer = threading.Timer(NEXT_STEP_SECONDS, lambda: self._save_captured(False, captured))
         timer.daemon = True
@@ -202,8 +222,15 @@ class WorkerCheckpoint:
         saved_at: the last clock for which the state is valid: the state of a worker that left is valid for all later
         clocks; None: the clock of its capture
         """
-        target = self._target = decode(state)
-        self._wanted, self._taken = None, 0
+        target = decode(state)
+        if target.feeding not in self._feeders:  # captured before a first evaluation, or behind one
+            fed = self._step.fed_by
+            if fed in self._feeders and fed < len(target.script.loaders):
+                target = replace(target, feeding=fed)
+            elif self._feeds_itself:
+                target = replace(target, feeding=None)
+        self._target, self._wanted = target, None
+        self._taken.clear()
         self._captured = self._at_step = None
         self.comes_late()
         missed = clock - (target.clock if saved_at is None else saved_at)
@@ -218,6 +245,9 @@ class WorkerCheckpoint:
             counts = len(target.script.settings.stateful), len(target.script.loaders)
             if counts == (len(self._stateful), len(self.loaders)):  # otherwise more is to be prepared
                 self._restore(target)
+                for position, state in zip(self.loaders, target.script.loaders, strict=True):
+                    if not (position.going or state.going):
+                        position.follow(state)
 
     def forget(self) -> None:
         """Continues from an earlier clock for which there is no saved state."""
@@ -231,20 +261,27 @@ class WorkerCheckpoint:
     @property
     def at_pass_begin(self) -> bool:
         """Whether the current step is the first of a pass over the loader that feeds it, but not of the first pass."""
-        return self._fed is not None and self.loaders[self._fed].is_at_begin
+        fed = self._feeding()
+        return fed is not None and self.loaders[fed].is_at_begin
 
     # -- capture -----------------------------------------------------------------------------------------------------
 
     def loop_begins(self, loader: int) -> None:
         """Captures the requested state at the beginning of a loop, unless another loop in progress will do so."""
-        if not any(position.is_asked_after_step for position in self.loaders):
+        if self._wanted is None or any(position.is_asked_after_step for position in self.loaders):
+            return
+        if self._step.fed_by in (None, loader):
             self.capture(loader)
+        else:  # the loop of an evaluation: the state is restored where a loop trains
+            clock, self._wanted = self._wanted, None
+            self._capture_first(clock)
 
     def yielded(self, loader: int) -> None:
         """Records that a loader yields a batch."""
-        if self._fed != loader:
-            self._fed, self._taken = loader, 0
-        self._taken += 1
+        if self._yielded[-1:] != [loader]:
+            self._yielded = [other for other in self._yielded if other != loader] + [loader]
+        self._taken[loader] += 1
+        self._trains = torch.is_grad_enabled()
 
     def capture(self, loader: int | None = None) -> None:
         """Captures the requested state, if there is a request. loader: the loader whose loop is at this point; None:
@@ -253,7 +290,7 @@ class WorkerCheckpoint:
         if self._wanted is None:
             return
         clock, self._wanted = self._wanted, None
-        self._send(self._state(clock, self._fed if loader is None else loader))
+        self._send(self._state(clock, self._feeding() if loader is None else loader))
 
     def _state(self, clock: int, feeding: int | None) -> WorkerState:
         return WorkerState(
@@ -304,11 +341,12 @@ class WorkerCheckpoint:
         if self._target is not None:
             return encode(self._target)  # it stops before it has gone on from there
         script = self.script_state()
-        feeding = self._fed if counts or self._step.fed_by is None else self._step.fed_by
-        back = self._taken if feeding == self._fed and not counts else 0
+        now = self._feeding()
+        feeding = now if counts or self._step.fed_by is None else self._step.fed_by
+        back = self._taken[feeding] if feeding is not None and not counts else 0
         loaders = [_before_pass(state) for state in script.loaders]
         if feeding is not None:
-            position, is_last = self.loaders[feeding], feeding == self._fed
+            position, is_last = self.loaders[feeding], self._yielded[-1:] == [feeding]
             loaders[feeding] = _rewound(position.state_within() if cut_short and is_last else position.state(), back)
         inner, own = self.inner.now(), self._model.copy(clock)
         script, per_step = replace(script, loaders=loaders), self._step.batches

@@ -119,8 +119,11 @@ class ModelState:
         """Sets the state of a clock. If the residual is not in it, uses the one in memory; without one warns, and
         clears it.
         """
-        for index, tensor in own.frozen.items():
-            self._frozen[index].put(tensor)
+        for index, tensor in self._frozen.items():
+            if index in own.frozen:
+                tensor.put(own.frozen[index])
+            else:
+                tensor.reset()  # it had not changed by then
         residual = self._kept.get(clock) if own.residual is None else own.residual
         if residual is None:
             log.warning(
@@ -159,6 +162,12 @@ class FrozenTensor:
     def copy(self) -> torch.Tensor:
         """Returns its present value on the host, as the parts of its elements."""
         return parts_of(self._tensor).to("cpu", copy=True)
+
+    def reset(self) -> None:
+        """Sets the value at the beginning, of a buffer. A frozen parameter stays: no copy of its first value is kept."""
+        if self._first is not None and not self.trains:
+            with torch.no_grad():
+                self._tensor.copy_(self._first)
 
     def takes(self, value: torch.Tensor) -> bool:
         """Whether a value has the shape and the type of the tensor."""

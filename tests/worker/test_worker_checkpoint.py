@@ -121,9 +121,7 @@ class Worker:
         self.optimizer.step()
         self.clock += 1
         if self.clock == self._keep and self.kept is None:
-            weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
-            self.kept = Kept(self.clock, weights, copy.deepcopy(self.optimizer.state_dict()))
-            self.checkpoint.want(self.clock)
+            self.keep_now()
         self.checkpoint.stepped()
         if self._back and self.clock == self._back:
             self._back = 0
@@ -132,6 +130,13 @@ class Worker:
             assert self.kept is not None
             self.take(self.kept)
         self.optimizer.zero_grad()
+
+    def keep_now(self) -> None:
+        """Begins a checkpoint, which wants this worker's state."""
+        if self.kept is None:
+            weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+            self.kept = Kept(self.clock, weights, copy.deepcopy(self.optimizer.state_dict()))
+            self.checkpoint.want(self.clock)
 
     def take(self, kept: Kept) -> None:
         """Goes on from a checkpoint: the weights at once, the rest in its time."""
@@ -264,6 +269,16 @@ def without_a_loader(worker: Worker) -> None:
         worker.step(worker.model(torch.randn(BATCH, 4)).square().mean())
 
 
+def evaluating_alone(worker: Worker) -> None:
+    """Batches that the script makes by itself, and a loader that only evaluates."""
+    while worker.clock < PASSES * BATCHES:
+        worker.step(worker.model(torch.randn(BATCH, 4)).square().mean())
+        if worker.clock % 4 == 0:
+            for batch in worker.loader:
+                with torch.no_grad():
+                    worker.model(batch)
+
+
 SCRIPTS = [plain, accumulating, evaluating, leaving_early, two_at_once, by_hand, with_a_sampler_of_its_own]
 
 # -- rolled back while it runs ---------------------------------------------------------------------------------------
@@ -278,7 +293,10 @@ PAIRS = [(script, at) for script in SCRIPTS for at in BACK]  # 56: a third of th
 @pytest.mark.parametrize(
     ("script", "keep", "back"),
     cases(
-        [*((script, *at) for script, at in PAIRS[::3]), *((without_a_loader, *at) for at in FEW)],
+        [
+            *((script, *at) for script, at in PAIRS[::3]),
+            *((script, *at) for script in (without_a_loader, evaluating_alone) for at in FEW),
+        ],
         [(script, *at) for number, (script, at) in enumerate(PAIRS) if number % 3],
     ),
 )
@@ -378,6 +396,46 @@ def test_a_new_process_goes_on_where_the_checkpoint_was_made(script: Script, kee
         script(worker)
 
     assert same(Worker().ends(resumed), undisturbed(script))
+
+
+def evaluating_after_a_wait(worker: Worker, keep_after: int | None = None) -> None:
+    """An evaluation before the first pass and behind each. A checkpoint wants a state before one of them."""
+    validation = worker.prepare(DataLoader(Augmented(), BATCH, shuffle=True))
+    for number in range(PASSES + 1):
+        if number:
+            for batch in worker.loader:
+                worker.train_on(batch)
+            worker.passes.step()
+        if number == keep_after:
+            worker.keep_now()
+        worker.model.eval()
+        for batch in validation:
+            with torch.no_grad():
+                worker.model(batch)
+        worker.model.train()
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_state_that_is_wanted_between_two_loops_brings_no_pass_back_and_leaves_none_out(
+    after: int, dies: bool
+) -> None:
+    """As where a worker waits for the others between its training and its evaluation."""
+    worker = Worker(back=after * BATCHES + 3, dies=dies)
+    script = functools.partial(evaluating_after_a_wait, keep_after=after)
+    if not dies:
+        assert same(worker.ends(script), undisturbed(evaluating_after_a_wait))
+        return
+    with pytest.raises(Died):
+        script(worker)
+    kept = worker.kept
+    assert kept is not None
+
+    def resumed(again: Worker) -> None:
+        again.take(kept)
+        evaluating_after_a_wait(again)
+
+    assert same(Worker().ends(resumed), undisturbed(evaluating_after_a_wait))
 
 
 def test_a_process_that_was_away_leaves_out_the_steps_of_the_others() -> None:
