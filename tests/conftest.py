@@ -144,7 +144,13 @@ def _no_process_group_left() -> Iterator[None]:
     """Ends torch's default process group with the test: a session in mode ddp leaves it for the next session."""
     yield
     if dist.is_initialized():
+        # torch joins a gloo group's threads, with the GIL held, where its last reference goes. One of them may need the
+        # GIL then, to free the work of the last collective. So the group outlives its test, until the next one ends.
+        _ended_groups[:] = [dist.group.WORLD]
         dist.destroy_process_group()
+
+
+_ended_groups: list[object] = []
 
 
 @pytest.fixture(scope="session")

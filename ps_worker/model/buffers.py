@@ -392,6 +392,13 @@ class Gradients:
         """Forgets the results of the checks for infinities and NaNs."""
         self._finite.clear()
 
+    def drop(self) -> None:
+        """Removes all gradients, as zero_grad(set_to_none=True) does."""
+        self._late.clear()
+        self.forget()
+        for tensor in self._buffers.trained.values():
+            tensor.grad = None
+
     def move_in(self, before: dict[int, torch.Tensor]) -> None:
         """Moves gradients from earlier buffers into new ones. before: the views of the earlier buffers"""
         self._own.clear()

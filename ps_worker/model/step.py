@@ -309,6 +309,12 @@ class StepMaker:
         for overlap in self._overlaps.values():
             overlap.abandon()
 
+    def drop(self) -> None:
+        """Removes all gradients, of lookups too: they count in no step."""
+        self.model.gradients.drop()
+        self.tables.drop()
+        self.abandon()
+
     def place_lost(self) -> None:
         """Forgets what was sent early of the current step: the next place gets all of it."""
         self.tables.sent()

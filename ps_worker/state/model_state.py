@@ -164,7 +164,7 @@ class FrozenTensor:
         return parts_of(self._tensor).to("cpu", copy=True)
 
     def reset(self) -> None:
-        """Sets the value at the beginning, of a buffer. A frozen parameter stays: no copy of its first value is kept."""
+        """Sets a buffer to its first value. A frozen parameter stays: no copy of its first value is kept."""
         if self._first is not None and not self.trains:
             with torch.no_grad():
                 self._tensor.copy_(self._first)

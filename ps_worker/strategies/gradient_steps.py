@@ -94,10 +94,12 @@ class GradientSteps:
         """Does nothing: the next backward begins a step."""
 
     def losing(self) -> None:
-        """Does nothing: gradients that are in no step yet are of batches that the loader repeats."""
+        """Does nothing: gradients that are in no step yet are for the next one, unless the job is rolled back."""
 
-    def moved(self, is_kept: bool) -> None:
-        """Does nothing: the script goes on with the weights of the new place."""
+    def moved(self, is_kept: bool, is_undone: bool) -> None:
+        """Removes gradients of batches that come again. The script goes on with the weights of the new place."""
+        if is_undone:
+            self._maker.drop()
 
     def leaving(self) -> None:
         """Does nothing: the loop waits for a step under way."""

@@ -142,12 +142,13 @@ class JobTraining:
         if self._closing:
             return
         self._closing = True
+        place = self.participation.membership.place
         undone = None if self._beside else undone_steps(self.rolled_back, self.kind.counted, self.checkpoint, self.data)
         self.kind.leaving()
         self._added.close()
         state = None
         try:
-            state = self._last_state()
+            state = last_state(self.checkpoint, self.clock, self.sent, place, self.model, self._restore_count)
             self.checkpoint.close()
         except Exception:
             log.exception("this worker's state could not be caught")  # the worker leaves all the same
@@ -157,10 +158,6 @@ class JobTraining:
         self.model.release()
         if undone is not None:
             raise undone
-
-    def _last_state(self) -> SavedState:
-        place = self.participation.membership.place
-        return last_state(self.checkpoint, self.clock, self.sent, place, self.model, self._restore_count)
 
     @property
     def clock(self) -> int:
@@ -273,7 +270,8 @@ class JobTraining:
         counts = self.come_back()
         if is_behind and end is not None and self.rolled_back is None and not is_local:
             return self._in_this_place(exchange, end)
-        self._steps.abandon()
+        if end is not None or self.rolled_back is not None:
+            self._steps.abandon()
         return counts
 
     def _broke_off(self, error: BaseException) -> None:
@@ -472,7 +470,7 @@ class JobTraining:
             if not rolled_back:
                 self._checkpoint_in_place(checkpoint_wanted, fate)
             self._restore_count, self._left = place.restore_count, None
-            self.kind.moved(is_kept=self.unfinished is not None)
+            self.kind.moved(is_kept=self.unfinished is not None, is_undone=rolled_back and not is_sent)
             arrive(self.participation)
             if self._together is not None and self.unfinished is not None:
                 self._together.arrived()  # otherwise once what members hold alike is here

@@ -79,8 +79,13 @@ class StepKind(Protocol):
     def losing(self) -> None:
         """Is called when the worker has lost its place and has not yet joined again."""
 
-    def moved(self, is_kept: bool) -> None:
-        """Is called when another place is taken. is_kept: the current step is pushed again from there"""
+    def moved(self, is_kept: bool, is_undone: bool) -> None:
+        """Is called when another place is taken.
+
+        is_kept:   the current step is pushed again from there
+        is_undone: this worker was rolled back between two steps: gradients that are in no step are of batches that come
+                   again
+        """
 
     def leaving(self) -> None:
         """Is called before the worker leaves, while it still has its place and its connections. For any thread."""

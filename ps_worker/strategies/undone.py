@@ -28,5 +28,6 @@ def undone_steps(before: int | None, now: int, checkpoint: WorkerCheckpoint, dat
         return None  # a loop has repeated the steps, or another worker has
     return InvalidRequest(
         f"the job was rolled back from clock {before} to clock {now}, and no loop of this script has repeated that: "
-        f"what it trained after clock {now} is in no weights. Start this worker again, and it continues from there"
+        f"the servers have nothing that it trained after clock {now}. Start this worker again: it continues from there "
+        "while other workers still train, or if the servers restore the job (--restore); otherwise the job begins anew"
     )

@@ -308,6 +308,12 @@ class ServerTables:
         """Forgets the result of `take`: it has been sent, or does not count."""
         self._taken = []
 
+    def drop(self) -> None:
+        """Removes the gradients of all lookups that no optimizer has stepped."""
+        for module in self._modules.values():
+            module.lookups.take(module.weight)
+            module.weight.grad = None
+
     def give_back(self) -> None:
         """Gives the gradients that were not sent back to the modules, because other parameters still have theirs.
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import ps_torch
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import InvalidRequest, Session
 from ps_worker.cluster.participation import Participation
@@ -154,6 +155,60 @@ def test_a_script_whose_last_steps_are_undone_behind_its_loop_ends_with_an_error
     session.close()  # once is enough
     said = "it was in no step" if mode == "sync" else "the data of its last step comes again when the script next asks"
     assert said in caplog.text
+
+
+def accumulating(session: Session, tables: bool, lost_at: int, begun: Callable[[], object], lose: Loses | None) -> Any:
+    """Two batches a step; returns the model. The job is rolled back between the batches of a step, in a call of the
+    session.
+    """
+    model: Any = Rows() if tables else make_net()
+    loader: Any = DataLoader([drawn(number, 6) for number in range(8 * STEPS)], batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, loader = session.prepare(model, adamw(model), loader, bucket_bytes=128)
+    begun()
+    taken = 0
+    for batch in loader:
+        model(batch).square().mean().backward()
+        taken += 1
+        if taken == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            taken = 0
+        elif session.clock == lost_at and lose is not None and not lose.is_over:
+            lose(session)
+            session.barrier()
+            assert session.clock < lost_at
+            taken = 0
+    return model
+
+
+class Rows(torch.nn.Module):
+    """A table whose ids are in the batch, behind a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = ps_torch.Embedding(6, initial="constant", scale=0.5, seed=1, lazy_decay=True)
+        self.net = make_net()
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.net(batch + self.rows((batch[:, 0] * 4).long()))
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_half_of_a_steps_gradient_does_not_outlast_a_rollback(
+    loses: Loses, shared: Cluster, job: str, tables: bool
+) -> None:
+    def ended(session: Session, lose: Loses | None) -> list[torch.Tensor]:
+        model = accumulating(session, tables, 9, loses.begun if lose else lambda: None, lose)
+        assert session.clock == STEPS
+        rows = [model.rows.rows(torch.arange(-20, 20))] if tables else []
+        return [*session.global_weights().values(), *rows]
+
+    with shared.connect("sync", job=job) as session:
+        expected = ended(session, None)
+    with loses.cluster.connect("sync") as session:
+        found = ended(session, loses)
+    assert loses.is_over
+    assert same(found, expected)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -305,9 +305,7 @@ def test_buffers_that_a_shard_has_no_room_for_are_sent_again_ever_later_and_that
 def cut_spec() -> JobSpec:
     """The job of `job_spec`, whose workers are groups of two processes that cut the second tensor."""
     first, second, buffer = job_spec().parameters
-    pieces = [
-        replace(second, shape=(2, 8), member=each, piece=PiecePlace((4, 8), (2 * each, 0))) for each in (0, 1)
-    ]
+    pieces = [replace(second, shape=(2, 8), member=each, piece=PiecePlace((4, 8), (2 * each, 0))) for each in (0, 1)]
     return replace(job_spec(), parameters=(first, *pieces, buffer), group_size=2)
 
 
