@@ -83,6 +83,7 @@ def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
         except Stopped:
             pass
         except PSError as error:
+            on_further_signals(stop_now)  # `say` may wait for its reader
             shards.say(str(error))
             code = 1
         finally:
@@ -166,7 +167,8 @@ class _Shards:
 
     def stop(self) -> bool:
         """Stops the coordinator first, which makes the last checkpoints with the shards' help; then the shards. Returns
-        False if the coordinator had to be killed."""
+        False if the coordinator had to be killed, or the only shard, which asks for last checkpoints itself.
+        """
         if not self._was_ready:
             self.children.stop(STOP_UNREADY_SECONDS)
             return True
@@ -179,7 +181,13 @@ class _Shards:
             self.say(
                 f"the coordinator did not end within {seconds:g} s and was killed: last checkpoints may be missing"
             )
-        self.children.stop(max(SHARDS_STOP_SECONDS, deadline - time.monotonic()))
+        left = max(SHARDS_STOP_SECONDS, deadline - time.monotonic())
+        killed = self.children.stop(left)
+        if killed and self._supervision.only not in (None, COORDINATOR):
+            self.say(
+                f"shard {min(killed)} did not end within {left:g} s and was killed: last checkpoints may be missing"
+            )
+            return False
         return not late
 
     def say(self, text: str) -> None:

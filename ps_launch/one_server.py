@@ -90,7 +90,7 @@ class OneServer:
 
     def stop(self, seconds: float) -> bool:
         """Asks the server to end, and kills it after `seconds`. Returns whether it has ended by itself."""
-        if self._process.stdin is not None:
+        if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(OSError):  # it has ended
                 self._process.stdin.write(STOP + "\n")
                 self._process.stdin.close()  # by this it knows that the signal is that of its parent

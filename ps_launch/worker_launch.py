@@ -52,7 +52,7 @@ from ps_runtime.logs import TEXT
 from ps_runtime.own_program import own_program
 from ps_runtime.quantities import counted, ranges
 from ps_runtime.rank import TORCHRUN
-from ps_runtime.signals import on_signals
+from ps_runtime.signals import on_further_signals, on_signals
 
 STOP_SECONDS = 15.0
 AWAIT_END = "await-end"  # the command of `ps-worker` that ends with the job
@@ -124,8 +124,10 @@ def launch(plan: Launch) -> int:
     """Runs the workers to their end. Returns 0, or the first code other than 0, or 128 + the signal that stopped the
     launch.
 
-    If the launch has servers of its own, they may have checkpoints to write after a signal; a second signal ends all at
-    once. Raises InvalidRequest if the log directory cannot be written, or ddp's processes could not meet.
+    If the launch has servers of its own, they may have checkpoints to write after a signal. A second signal ends all at
+    once, unless it is a SIGTERM within TOGETHER_SECONDS.
+
+    Raises InvalidRequest if the log directory cannot be written, or ddp's processes could not meet.
     """
     with contextlib.ExitStack() as stack:
         workers = _Workers(plan, stack)
@@ -134,14 +136,25 @@ def launch(plan: Launch) -> int:
             workers.kill()
             os._exit(128 + number)
 
-        later = stop_now if plan.servers is not None else signal.SIG_IGN
-        stop_on_signals(then=later)
+        def stop_later() -> None:
+            if plan.servers is None:
+                on_signals(signal.SIG_IGN)
+            else:
+                on_further_signals(stop_now)
+
+        def first(number: int, frame: object) -> None:
+            """Handles the first signal that comes while all are stopped anyway."""
+            workers.code = 128 + number
+            stop_later()
+
+        stop_on_signals(then=signal.SIG_IGN)  # until the stop begins
         try:
             workers.run()
+            on_signals(first)
         except Stopped as stopped:
             workers.code = 128 + stopped.number
+            stop_later()
         finally:
-            on_signals(later)
             workers.stop()
         workers.sum_up()
     return workers.code

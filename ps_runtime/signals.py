@@ -117,6 +117,7 @@ class Ending:
         self._is_due = False  # whether it has not acted yet
         self._acted_at = -math.inf  # when it has acted last
         self._held = False
+        self._holder = 0  # the identifier of the thread that has begun the last `hold`
         self._interrupt: tuple[int, FrameType | None] | None = None  # that came while `_held`
         # The handler of SIGINT, which `_note` replaces while `_held`.
         self._handler: Callable[[int, FrameType | None], object] | None = None
@@ -151,8 +152,16 @@ class Ending:
 
     def forget(self) -> None:
         """Forgets the signals that have come. Called in a forked child: they were its parent's, and its own first one
-        must act. Whether they are held is known by the child's stack, which is a copy of the parent's."""
+        must act.
+
+        A child of the thread that holds them has a copy of that thread's stack, and ends the hold itself. A child of
+        another thread, such as that of a multiprocessing.Pool, has no `hold` that would end.
+        """
         self._signal, self._is_due, self._acted_at, self._interrupt = None, False, -math.inf, None
+        if self._held and self._holder != threading.get_ident():
+            self._held = False
+            if _signal.getsignal(signal.SIGINT) == self._note:
+                _signal.signal(signal.SIGINT, self._handler)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -180,7 +189,7 @@ class Ending:
             self._begin()
 
     def _begin(self) -> None:
-        self._held = True
+        self._held, self._holder = True, threading.get_ident()
         # Of `_signal`: the functions of `signal` look for each handler in an enum, which took a tenth of a small step.
         handler = _signal.getsignal(signal.SIGINT)
         if handler == self._note:  # an `_end` was interrupted

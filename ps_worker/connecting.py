@@ -201,11 +201,20 @@ def refuse_elastic(session: Session, framework: str) -> None:
 
 
 def close_open_sessions() -> None:
-    """Closes the open sessions of this process. Ray Train calls it when a worker's function ends before its process."""
+    """Closes the open sessions of this process, then raises the first error.
+
+    Ray Train calls it when a worker's function ends before its process.
+    """
     with _opening:
         still_open = [opened.session for opened in _open]
+    errors = []
     for session in still_open:
-        session.close()
+        try:
+            session.close()
+        except PSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _close_at_exit(opened: _Opened) -> None:

@@ -48,6 +48,7 @@ from ps_tables.saved import saved_rows
 log = logging.getLogger("ps_server")
 
 FOLDERS = "tables", "dcp"  # of an export
+NEW = "new"  # the file that names the parts of an export that replaces an earlier one
 PARTS = *FOLDERS, "model.safetensors", "optimizer.safetensors", "optimizer.json"
 # A file in each of the folders, by which a later export knows that it may replace the folder.
 MARK = ".ps-server-export"
@@ -123,7 +124,8 @@ def export(
 def _put_together(output: Path, folders: list[str]) -> Iterator[Path]:
     """A `with` block that writes all files of an export into the folder that it gets, from which they go to `output`
     at its end. There they replace those of an earlier export, also those that this one does not have. If anything fails
-    or is interrupted, the earlier export is as it was.
+    or is interrupted, the earlier export is as it was. If the process is killed while it replaces them, the next export
+    puts them back.
 
     folders: those of FOLDERS that this export has
 
@@ -132,9 +134,7 @@ def _put_together(output: Path, folders: list[str]) -> Iterator[Path]:
     work = output / f"{MARK}-under-way"
     made, earlier = work / "made", work / "earlier"
     output.mkdir(parents=True, exist_ok=True)
-    for name in PARTS if earlier.is_dir() else ():  # of an export that was killed while it replaced them
-        if os.path.lexists(earlier / name) and not os.path.lexists(output / name):
-            (earlier / name).rename(output / name)
+    _put_back(output, work)
     foreign = {name for name in PARTS if _is_foreign(output / name)}
     if in_the_way := sorted(foreign.intersection((*folders, *PARTS[len(FOLDERS) :]))):
         raise InvalidRequest(
@@ -147,9 +147,10 @@ def _put_together(output: Path, folders: list[str]) -> Iterator[Path]:
         yield made
         for name in folders:
             (made / name / MARK).write_text("The next `ps-server export` into the folder above replaces this folder.\n")
-        _replace(output, made, earlier, [name for name in PARTS if name not in foreign])
+        _replace(output, work, [name for name in PARTS if name not in foreign])
+        earlier.rename(work / "done")  # in one step: from here on nothing is put back
     except BaseException:
-        if not any(earlier.iterdir()):  # else these could not be put back: the next export does
+        if not (earlier.is_dir() and any(earlier.iterdir())):  # else the next export puts these back
             shutil.rmtree(work, ignore_errors=True)
         raise
     shutil.rmtree(work, ignore_errors=True)
@@ -162,11 +163,13 @@ def _is_foreign(part: Path) -> bool:
     return part.name in FOLDERS and os.path.lexists(part)
 
 
-def _replace(output: Path, made: Path, earlier: Path, names: list[str]) -> None:
+def _replace(output: Path, work: Path, names: list[str]) -> None:
     """Moves the parts of an export from `output` to `earlier`, and those of the next one from `made` to `output`; all
     of them or none.
     """
+    made, earlier = work / "made", work / "earlier"
     new = [name for name in names if (made / name).exists()]
+    (work / NEW).write_text("\n".join(new))
     try:
         for name in names:
             part = output / name
@@ -177,12 +180,21 @@ def _replace(output: Path, made: Path, earlier: Path, names: list[str]) -> None:
             if name in new:
                 (made / name).rename(part)
     except BaseException:
-        for name in names:
-            if name in new and not (made / name).exists():
-                (output / name).rename(made / name)
-            if os.path.lexists(earlier / name):
-                (earlier / name).rename(output / name)
+        _put_back(output, work)
         raise
+
+
+def _put_back(output: Path, work: Path) -> None:
+    """Moves the parts of an earlier export back, if an export has begun to replace them and has not ended."""
+    made, earlier = work / "made", work / "earlier"
+    if not (work / NEW).is_file() or not earlier.is_dir():
+        return
+    new = (work / NEW).read_text().splitlines()
+    for name in PARTS:
+        if name in new and os.path.lexists(output / name) and not os.path.lexists(made / name):
+            (output / name).rename(made / name)
+        if os.path.lexists(earlier / name):
+            (earlier / name).rename(output / name)
 
 
 def model_state_dict(directory: Path) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ import grpc
 
 from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.convert import data_ranges, identity_message, job_spec_message, worker_figures_message
+from ps_protocol.errors import Backlogged, JobFinished, NotFound, PSError, UnknownWorker
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
@@ -40,14 +41,16 @@ log = logging.getLogger("ps_worker")
 
 CALL_SECONDS = 15.0
 ROUND_SECONDS = 30.0  # longer than the coordinator keeps a caller waiting before it has it ask again
-# How a server, or gRPC itself, ends a call whose request is past a limit, or does not arrive in time.
-_UNANSWERED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 LEAVE_PAUSE_SECONDS = 0.5
 # How long a worker that has something to leave tries to. A coordinator that is started again takes a few seconds, and
 # `ps-worker run` kills a worker 15 s after SIGTERM.
 LEAVE_SECONDS = 5.0
 GIVEN_UP_SECONDS = 60.0  # for so long after a farewell was given up, the next ones are tried once, for LEAVE_SECONDS
+# How a server, or gRPC itself, ends a call whose request is past a limit, or does not arrive in time. A server that
+# stops cancels calls, too.
 _TOO_LARGE = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
+# The worker's part in the job has ended already.
+_OVER = (NotFound, UnknownWorker, JobFinished)
 
 
 class RosterWatch:
@@ -262,33 +265,40 @@ class CoordinatorClient:
         repeats = (done or state is not None) and not is_over
         until = time.monotonic() + (LEAVE_SECONDS if repeats else 0.0)
         timeout = LEAVE_SECONDS if is_over else CALL_SECONDS
+        was_cancelled = False
         while True:
             try:
                 self._membership.Leave(request, timeout=timeout)
                 return
             except grpc.RpcError as error:
-                if request.HasField("state") and error.code() in _TOO_LARGE:
-                    log.warning(
-                        "this worker leaves without its state at clock %d: %s", request.state.clock, error.details()
-                    )
-                    request.ClearField("state")
-                elif error.code() not in _UNANSWERED:
-                    return  # the job has ended, or another process has the rank
-                elif time.monotonic() < until:
+                failed, code = error_from(error, str(self._peer)), error.code()
+                is_too_large = code in _TOO_LARGE and not isinstance(failed, Backlogged)
+                if is_too_large and code is grpc.StatusCode.CANCELLED and not was_cancelled and repeats:
+                    was_cancelled = True  # perhaps by a server that stops
                     time.sleep(LEAVE_PAUSE_SECONDS)
-                elif repeats and timeout == CALL_SECONDS and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                elif is_too_large and request.HasField("state"):
+                    log.warning("this worker leaves without its state at clock %d: %s", request.state.clock, failed)
+                    request.ClearField("state")
+                elif isinstance(failed, _OVER):
+                    return  # the job has ended, or another process has the rank
+                elif failed.retryable and time.monotonic() < until:
+                    time.sleep(LEAVE_PAUSE_SECONDS)
+                elif repeats and timeout == CALL_SECONDS and code is grpc.StatusCode.DEADLINE_EXCEEDED:
                     # The answer waits for the job's last checkpoint. If the call was heard, it is now answered at once.
                     timeout = LEAVE_SECONDS
                 else:
-                    if repeats:
-                        self.patience.end()
-                    log.warning(
-                        "the coordinator could not be told that this worker leaves%s: it counts as lost when its lease "
-                        "ends (%s)",
-                        " with its state" if request.HasField("state") else "",
-                        error.details(),
-                    )
+                    self._not_told(request, failed, repeats)
                     return
+
+    def _not_told(self, request: membership_pb2.LeaveRequest, error: PSError, repeats: bool) -> None:
+        """Logs that a farewell was given up. repeats: it was tried again before"""
+        if repeats and error.retryable:
+            self.patience.end()
+        log.warning(
+            "the coordinator could not be told that this worker leaves%s: it counts as lost when its lease ends (%s)",
+            " with its state" if request.HasField("state") else "",
+            error,
+        )
 
     def watch(self, job: str) -> RosterWatch:
         """Watches the roster. The iterator first yields the current roster, then each change."""

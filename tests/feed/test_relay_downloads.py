@@ -382,8 +382,8 @@ def test_an_answer_that_cannot_be_made_holds_nothing(
     end = relay_site._HttpCall.end
 
     def ends(call: relay_site._HttpCall) -> None:
-        over.append(True)
         end(call)
+        over.append(True)
 
     def breaks(*_: object) -> NoReturn:
         assert near.relayed.followed()[0].callers(), "it is held"
@@ -394,6 +394,7 @@ def test_an_answer_that_cannot_be_made_holds_nothing(
         patched.setattr(relay_site, "_reply", breaks)
         assert ask(near, f"/jobs/{job}/latest.safetensors")[0] == 500
     assert "as a fault would" in caplog.text
+    until(lambda: over, "the end of the call")
     assert over == [True]
     assert near.relayed.followed()[0].callers() == []
 

@@ -6,6 +6,7 @@ import contextlib
 import re
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -166,6 +167,43 @@ def test_a_second_signal_ends_all_at_once(commands: Commands, tmp_path: Path) ->
     assert command.process.wait(END_SECONDS) == 128 + signal.SIGINT
     _, left = psutil.wait_procs(family, timeout=END_SECONDS)
     assert not left
+
+
+@pytest.mark.long
+def test_the_first_signal_lets_a_launch_end_in_order_that_ends_anyway(start: Start, tmp_path: Path) -> None:
+    """A worker has failed, so the others are stopped, and then the servers."""
+    text = f"""
+import signal
+from pathlib import Path
+ready, goes_on = Path({str(tmp_path / "ready")!r}), Path({str(tmp_path / "goes_on")!r})
+
+def await_file(path):
+    while not path.exists():
+        time.sleep(0.05)
+
+def told(*_):
+    say("told")
+    await_file(goes_on)
+    say("left in order")
+    sys.exit(0)
+
+if os.environ["PS_RANK"] == "1":
+    await_file(ready)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, told)
+ready.touch()
+time.sleep(600)
+"""
+    flags = ("--shards", "1", "--workers", "2", "--stop-on-failure", "--checkpoint-dir", str(tmp_path / "kept"))
+    command = start(*flags, script(tmp_path, text))
+    command.says("told")
+    command.process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):  # else it would end now
+        command.process.wait(2.0)
+    (tmp_path / "goes_on").touch()
+    command.says("left in order")
+    assert command.process.wait(END_SECONDS) == 128 + signal.SIGTERM
+    assert "INFO stopping" in command.err
 
 
 @pytest.mark.long

@@ -226,6 +226,38 @@ def test_a_signal_of_a_process_is_none_of_a_child_that_it_forks_then(commands: C
     assert command.out == f"child {128 + signal.SIGTERM}\n"
 
 
+# A child that another thread forks while the main thread is in a step. multiprocessing.Pool replaces its workers so.
+FORKS_IN_A_STEP = """
+import os, signal, threading
+from ps_runtime.signals import end_by_signal, undisturbed
+signal.signal(signal.SIGTERM, lambda number, _: end_by_signal(number))
+
+def fork():
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.raise_signal(getattr(signal, NAME))
+        except BaseException as error:
+            os._exit(7 if isinstance(error, KeyboardInterrupt) else error.code)
+        os._exit(0)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+with undisturbed():
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 128 + signal.SIGTERM), ("SIGINT", 7)])
+def test_a_child_that_another_thread_forks_in_a_step_is_ended_by_a_signal(
+    commands: Commands, name: str, code: int
+) -> None:
+    command = commands.start("-c", FORKS_IN_A_STEP.replace("NAME", repr(name)))
+    assert command.process.wait(END_SECONDS) == 0
+    assert command.out == f"child {code}\n"
+
+
 def test_a_signal_at_any_line_acts_once() -> None:
     wanted, ends = 1, 0
     while True:

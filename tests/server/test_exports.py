@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,19 +193,52 @@ def test_an_export_that_fails_while_it_replaces_an_earlier_one_puts_that_back(
     assert weights_in(output) == {2.0}
 
 
+@pytest.mark.parametrize("wanted", range(8))
 def test_an_export_puts_back_what_one_that_was_killed_has_moved_away(
-    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: int
 ) -> None:
     output = tmp_path / "out"
     export(two, "job", "000001", output, dcp="nested")
     before = files_in(output)
-    (output / UNDER_WAY / "earlier").mkdir(parents=True)
-    for name in ("dcp", "optimizer.json"):
-        (output / name).rename(output / UNDER_WAY / "earlier" / name)
+    rename, renames = Path.rename, itertools.count()
+
+    def is_killed(path: Path, to: Path) -> Path:
+        if next(renames) == wanted:
+            raise KeyboardInterrupt
+        return rename(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", is_killed)
+        patch.setattr(storage_export, "_put_back", lambda *_: None)
+        with pytest.raises(KeyboardInterrupt):
+            export(two, "job", "000002", output)
     monkeypatch.setattr(storage_export, "save_any", full_disk)
     with pytest.raises(CheckpointFailed):
         export(two, "job", "000002", output)
     assert files_in(output) == before
+
+
+def test_an_export_that_is_killed_while_it_removes_an_earlier_one_brings_none_of_that_back(
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    export(two, "job", "000001", output, dcp="nested")
+    rmtree = shutil.rmtree
+
+    def is_killed(path: Path, ignore_errors: bool) -> None:
+        if weights_in(output) == {2.0}:
+            for mark in path.rglob(MARK):
+                mark.unlink()
+            raise KeyboardInterrupt
+        rmtree(path, ignore_errors=ignore_errors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", is_killed)
+        with pytest.raises(KeyboardInterrupt):
+            export(two, "job", "000002", output)
+    export(two, "job", "000002", output)
+    assert weights_in(output) == {2.0}
+    assert not (output / "dcp").exists()
 
 
 def test_an_export_that_fails_leaves_an_earlier_one_as_it_was(

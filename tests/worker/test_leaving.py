@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import grpc
 import pytest
 import torch
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from torch import nn
 
+from ps_protocol.errors import Backlogged, Forbidden, PSError, TryLater
 from ps_protocol.identity import Identity
 from ps_protocol.messages.workers import SavedState
+from ps_runtime.grpc_status import status_of
 from ps_server.rpc.permissions import METHODS, REFLECTION_V1
 from ps_server.rpc.receiving import KINDS
+from ps_worker.cluster import coordinator_calls
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.session import Session
 from ps_worker.strategies.job_training import JobTraining
 from tests.tools.cluster import TEST_SECONDS, Cluster, until
 from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.rpc_faults import Broken
 
 SHORT = {"lease_key", "nonce", "cursor", "base_sha256"}  # bytes, of which there are few
 
@@ -34,6 +41,67 @@ def test_a_worker_whose_state_is_too_large_for_a_message_leaves_without_it(
         assert job not in shared.coordinator.jobs(), "it was the last one, and did not just go away"
     client.close()
     assert "this worker leaves without its state at clock 3" in caplog.text
+
+
+class Ended(Broken):
+    """How a server, or gRPC in its place, ends a call."""
+
+    def __init__(self, code: grpc.StatusCode, error: PSError | None = None) -> None:
+        self._code, self._error = code, error
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        if self._error is None:
+            return ()
+        return (("grpc-status-details-bin", status_of(self._error).SerializeToString()),)
+
+
+PASSING = {
+    "a server that stops": Ended(grpc.StatusCode.CANCELLED),
+    "no room yet": Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, Backlogged("too many calls")),
+    "not yet": Ended(grpc.StatusCode.UNAVAILABLE, TryLater("a moment")),
+}
+
+
+@pytest.mark.parametrize("ended", PASSING.values(), ids=PASSING)
+def test_a_farewell_that_is_refused_for_a_moment_is_repeated_with_the_state(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, ended: Ended
+) -> None:
+    client = CoordinatorClient(shared.address, 20.0)
+    leave, tried = client._membership.Leave, 0
+
+    def refused_once(request: Any, timeout: float) -> Any:
+        nonlocal tried
+        tried += 1
+        if tried == 1:
+            raise ended
+        assert request.state.content == b"state"
+        return leave(request, timeout=timeout)
+
+    monkeypatch.setattr(coordinator_calls, "LEAVE_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(client._membership, "Leave", refused_once)
+    with RawWorker(shared.address, vector_job(job, "async", 16, 0), 0) as worker:
+        client.leave(identity_of(worker), SavedState(3, b"state"), done=True)
+        assert job not in shared.coordinator.jobs()
+    client.close()
+    assert tried == 2
+
+
+def test_a_farewell_that_is_refused_for_good_is_logged(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = CoordinatorClient(shared.address, 20.0)
+
+    def refused(request: Any, timeout: float) -> Any:
+        raise Ended(grpc.StatusCode.PERMISSION_DENIED, Forbidden("not with this token"))
+
+    monkeypatch.setattr(client._membership, "Leave", refused)
+    client.leave(Identity(job, 0, 1, b"key"), SavedState(3, b"state"))
+    client.close()
+    said = "could not be told that this worker leaves with its state: it counts as lost when its lease ends (a test"
+    assert said in caplog.text
 
 
 def test_a_worker_leaves_its_state_behind(shared: Cluster, job: str) -> None:
