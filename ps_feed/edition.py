@@ -155,7 +155,9 @@ class EditionArrays:
 
     @property
     def buffers_version(self) -> int:
-        """The lowest version of the buckets whose values rank 0 has sent; 0: it has sent none."""
+        """The version up to which this edition has rank 0's values of everything that no optimizer steps (buffers, frozen
+        parameters): the lowest version of those buckets. 0: rank 0 has sent none.
+        """
         return min((self.versions[index] for index in self.contents.buckets if self.tells(index)), default=0)
 
     def elements(self, index: int) -> npt.NDArray[np.uint8]:

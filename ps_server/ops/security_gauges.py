@@ -9,7 +9,12 @@ from ps_server.rpc.call_limits import CallLimits
 
 
 def security_gauges(call_limits: CallLimits, exposed: bool, encrypted: bool, asks: bool) -> Gauges[dict[str, int]]:
-    """Returns gauges of this process's exposure, and of its calls in flight."""
+    """Returns the gauges of this process's exposure, and of its calls in flight.
+
+    exposed:   plaintext is served beyond this machine
+    encrypted: connections use TLS
+    asks:      callers must identify themselves
+    """
 
     def flag(value: bool) -> Callable[[dict[str, int]], Iterable[Sample]]:
         return lambda _: [((), float(value))]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -203,11 +205,11 @@ class ParameterServer:
             self._kill()
 
     def _kill(self) -> None:
-        for actor in (*self._shards, self._coordinator):
-            if actor is not None:
-                ray.kill(actor)
+        actors = [actor for actor in (*self._shards, self._coordinator) if actor is not None]
         self._shards, self._coordinator = [], None
-        remove_placement_group(self._group)
+        for end in (*(partial(ray.kill, actor) for actor in actors), partial(remove_placement_group, self._group)):
+            with suppress(Exception):  # Ray was shut down meanwhile, and has ended it
+                end()
 
     def _actor(self) -> Any:
         """Returns the coordinator's actor. Raises PSError if there is none any more."""
