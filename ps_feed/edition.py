@@ -155,7 +155,7 @@ class EditionArrays:
 
     @property
     def buffers_version(self) -> int:
-        """The version up to which this edition has rank 0's values of everything that no optimizer steps (buffers, frozen
+        """The version up to which this edition has rank 0's values of what no optimizer steps (buffers, frozen
         parameters): the lowest version of those buckets. 0: rank 0 has sent none.
         """
         return min((self.versions[index] for index in self.contents.buckets if self.tells(index)), default=0)
