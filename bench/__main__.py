@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,7 @@ NAMES = (
     "crowd",
     "flood",
     "memory",
+    "idle",
     "rows",
     "restore",
     "recovery",
@@ -123,7 +125,7 @@ def command_line(words: list[str]) -> str:
     for word in rest:
         name, equals, _ = word.partition("=")
         if name not in PRIVATE:
-            kept.append(word)
+            kept.append(shlex.quote(word))
             continue
         if not equals:
             next(rest, None)  # its value

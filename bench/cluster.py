@@ -171,6 +171,11 @@ class Group:
             end(self._running)
             raise
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes' ids, by rank, if they are on this machine."""
+        return tuple(process.pid for process in self._running)
+
     def answers(self, seconds: float = START_SECONDS) -> list[Any]:
         """Waits so long for the next answer of each; by rank."""
         return [answer(process, seconds) for process in self._running]

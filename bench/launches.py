@@ -168,7 +168,7 @@ def _looked_at(worker: Forked) -> dict[str, Any]:
         states = [_states(worker.pid)]
         worker.ends_within(LOOK_SECONDS)
         states.append(_states(worker.pid))
-        used = [before, round(cpu_seconds([worker.pid]) - before, 2)]
+        used = [round(before, 2), round(cpu_seconds([worker.pid]) - before, 2)]
         return {"cpu_seconds": used, "load": os.getloadavg()[0], "threads": states, "stacks": _stacks(worker)}
     except OSError as error:
         return {"stacks": f"it has ended meanwhile: {error}"}

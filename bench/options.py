@@ -29,3 +29,14 @@ def add(parser: argparse.ArgumentParser, **defaults: float | str | None) -> None
         text = f"{MEANINGS[name]} ({'what the server chooses' if default is None else '%(default)s'})".strip()
         kind = int if default is None else type(default)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
+
+
+def add_only(parser: argparse.ArgumentParser, named_by: str) -> None:
+    """Adds --only, which selects some of our systems. named_by: what the name of a system has"""
+    text = f"of our systems: those whose {named_by} have this text; repeat it for more"
+    parser.add_argument("--only", action="append", metavar="TEXT", help=text)
+
+
+def is_chosen(arguments: argparse.Namespace, name: str) -> bool:
+    """Whether --only selects a system by its name: without it all are."""
+    return any(text in name for text in arguments.only or [""])

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ import ps_worker
 from bench.cluster import job_name
 from bench.compiled_loops import compiled
 from bench.computing import compute
+from bench.machine import cpu_seconds, family
 from bench.results import THREADS
 from bench.row_rpc import RpcTable
 from bench.talk import own_output
@@ -46,7 +48,7 @@ class Served:
 
     computed: ms of computing in a step, between lookup and backward
     ahead:    each step is told of the next one's ids
-    native:   worker and shards use compiled loops
+    native:   worker and shards use the library for tables
     ordinary: the loop is that of most scripts: backward begins at a loss, which is computed of the rows
     """
 
@@ -76,7 +78,7 @@ class Served:
         """What people call it."""
         computed = f", {self.computed} ms of computing" if self.computed else ""
         known = ", next ids known" if self.ahead else ", next ids not known" if self.computed else ""
-        native, ordinary = ", compiled loops" * self.native, ORDINARY * self.ordinary
+        native, ordinary = ", with the library" * self.native, ORDINARY * self.ordinary
         return f"ours {self.mode} {self.optimizer}{computed}{known}{native}{ordinary}"
 
 
@@ -91,7 +93,8 @@ class Order:
     server:    of our job; `rpc` is where torch's RPC meets, or None; `ddp`: whether DDP is beside us
     shards:    that serve the job
     saving:    servers that make checkpoints meanwhile, for the first of `systems` once more; empty: none
-    native:    servers with compiled loops, for those of `systems` that have them
+    native:    servers that use the library, for those of `systems` that do
+    pids:      processes of servers on this machine, by the servers' address
     turn:      steps that a system makes before it is the next one's turn
     compute:   how a step imitates computing, "busy" or "wait": see computing.py
     """
@@ -107,6 +110,7 @@ class Order:
     shards: int = 0
     saving: str = ""
     native: str = ""
+    pids: Mapping[str, Sequence[int]] = field(default_factory=dict)
     turn: int = TURN
     compute: str = "busy"
 
@@ -131,33 +135,25 @@ def zipf(rows: int, ids: int, count: int, seed: int) -> Iterator[np.ndarray]:
 
 
 def main() -> None:
-    """Runs every system's turns; answers with the seconds of a step of the slowest worker, by system and turn."""
+    """Runs every system's turns; answers with what its steps took (see `Measured`), and checks its rows."""
     say = own_output()
     order = Order(**json.loads(sys.stdin.readline()))
     torch.set_num_threads(THREADS)
     dist.init_process_group("gloo")
     batches = list(zipf(order.rows, order.ids, order.steps + order.turn, dist.get_rank()))
     systems = _systems(order)
-    times: dict[str, list[float]] = {name: [] for name in systems}
+    measured = Measured(systems)
     loops = compiled() if order.native else None
     for first in range(0, len(batches), order.turn):
         for name, system in systems.items():
             in_use.use(loops if system.native else None)
-            prepared = [system.ids(batch) for batch in batches[first : first + order.turn]]
-            dist.barrier()
-            started = time.perf_counter()
-            for ids, following in zip(prepared, [*prepared[1:], None], strict=True):
-                system.step(ids, following)
-            longest = torch.tensor((time.perf_counter() - started) / len(prepared), dtype=torch.float64)
-            dist.all_reduce(longest, dist.ReduceOp.MAX)
-            if first:  # the first turn is to warm up
-                times[name].append(longest.item())
+            measured.turn(name, [system.ids(batch) for batch in batches[first : first + order.turn]], counts=first > 0)
     occurred = torch.from_numpy(np.bincount(np.concatenate(batches), minlength=order.rows))
     dist.all_reduce(occurred)
     for name, system in systems.items():
         if system.tolerance:
             _check(name, system, occurred, batches[0])
-    say(times)
+    say((measured.seconds, measured.cpu, measured.faults))
     dist.barrier()
     os._exit(0)  # sessions end with the servers; nothing here needs an orderly end
 
@@ -173,7 +169,8 @@ class System:
     step:      looks a batch up and trains it, and is told of the next one; look_up: returns the rows of a batch
     tolerance: of a row's elements at the end; 0: not checked
     mean:      whether an update is the mean over workers
-    native:    with compiled loops
+    native:    with the library
+    servers:   its processes besides the workers; None: they are not known
     """
 
     ids: Callable[[np.ndarray], torch.Tensor]
@@ -182,6 +179,51 @@ class System:
     tolerance: float
     mean: bool = False
     native: bool = False
+    servers: Sequence[int] | None = ()
+
+
+class Measured:
+    """What turns have taken, by system.
+
+    seconds: of a step of the slowest worker, in each turn
+    cpu:     of a core that a worker's step took, in each turn: of all processes of workers and servers, heartbeats'
+             among them, divided by the workers. Empty where the servers' processes are not known
+    faults:  pages of memory that the kernel gave to a worker in a step, in each turn, without reading them from a disk
+    """
+
+    def __init__(self, systems: Mapping[str, System]) -> None:
+        self._systems = systems
+        self._own = family(os.getpid())
+        self.seconds: dict[str, list[float]] = {name: [] for name in systems}
+        self.cpu: dict[str, list[float]] = {name: [] for name in systems}
+        self.faults: dict[str, list[float]] = {name: [] for name in systems}
+
+    def turn(self, name: str, batches: Sequence[torch.Tensor], counts: bool) -> None:
+        """Trains a system with some batches. counts: false in a first turn, which is to warm up"""
+        system = self._systems[name]
+        servers = system.servers or () if dist.get_rank() == 0 else ()
+        pids = [*self._own, *(each for pid in servers for each in family(pid))]
+        dist.barrier()
+        before, started = _used(pids), time.perf_counter()
+        for ids, following in zip(batches, [*batches[1:], None], strict=True):
+            system.step(ids, following)
+        longest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)  # after it no worker trains any more
+        used = _used(pids) - before
+        dist.all_reduce(used)
+        if not counts:
+            return
+        cpu, faults = (used / dist.get_world_size() / len(batches)).tolist()
+        self.seconds[name].append(longest.item() / len(batches))
+        self.faults[name].append(faults)
+        if system.servers is not None:
+            self.cpu[name].append(cpu)
+
+
+def _used(pids: Sequence[int]) -> torch.Tensor:
+    """Returns what processes have used of the processors' time, and this one of new pages of memory."""
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return torch.tensor([cpu_seconds(pids), faults], dtype=torch.float64)
 
 
 def _systems(order: Order) -> dict[str, System]:
@@ -221,7 +263,7 @@ def _ours(order: Order, served: Served) -> System:
         train(ids)
 
     tolerance = 0.0 if own else TOLERANCE[served.wire]
-    return System(_as_ids, step, table, tolerance, served.mode == "sync", served.native)
+    return System(_as_ids, step, table, tolerance, served.mode == "sync", served.native, order.pids.get(server))
 
 
 def _ddp(order: Order, ordinary: bool = False) -> System:
@@ -248,7 +290,7 @@ def _rpc(order: Order, address: str) -> System:
         table.train(ids, rows.grad)
 
     # It adds each occurrence to its row by itself, so that rows of many occurrences are rounded often.
-    return System(torch.from_numpy, step, table.look_up, 100 * TOLERANCE["float32"])
+    return System(torch.from_numpy, step, table.look_up, 100 * TOLERANCE["float32"], servers=None)
 
 
 def trained(

@@ -5,10 +5,11 @@ optimizer, with nothing else in the model. Some systems know the next batch's id
 rows and asks for the next ones. Some have 10 ms of computing in a step, which keeps a core busy; with fewer cores than
 workers and shards a wait replaces it (`compute`), as where a GPU computes. `ids` of the peers are row numbers; ours are
 hashes of them. The growing table gets new ids alone: how long its longest update takes, and its peak memory over that
-of its rows. Of another table memory holds a quarter, and the rest is in a file: see cold_rows.py. Compiled loops are
-beside numpy's in the same run: whole steps, and each by itself in CPU time, see row_loops.py. In most systems backward
-begins with a gradient that is there, so that little but the table is measured; an ordinary loop has a loss instead, for
-us and for DDP beside us.
+of its rows. Of another table memory holds a quarter, and the rest is in a file: see cold_rows.py. Systems with the
+library are beside numpy's in the same run, and each of its loops by itself in CPU time, see row_loops.py. In most
+systems backward begins with a gradient that is there, so that little but the table is measured; an ordinary loop has a
+loss instead, for us and for DDP beside us. `CPU` is what a worker's step takes: of all processes of workers and shards,
+heartbeats' among them, divided by the number of workers. `page faults` are a worker's: memory that a step gets anew.
 
 On separate hosts (--addresses, see `python -m bench network --help`) only steps on servers are measured, over TCP, and
 DDP's beside them: the first half of the hosts are workers, the second half shards."""
@@ -69,7 +70,11 @@ NATIVE = tuple(
     Served(mode, optimizer, native=True, ahead=ahead)
     for mode, optimizer in (("async", "sgd"), ("sync", "sgd"), ("async", "RowWiseAdagrad"))
     for ahead in (False, True)
-) + tuple(Served("async", "sgd", native=True, ahead=ahead, ordinary=True) for ahead in (False, True))
+) + tuple(
+    Served("async", "sgd", native=True, ahead=ahead, **more)
+    for more in ({"transport": "tcp"}, {"ordinary": True})
+    for ahead in (False, True)
+)
 BETWEEN_HOSTS = tuple(
     Served(mode, "sgd", "tcp", wire) for mode in ("sync", "async") for wire in ("float32", "bfloat16")
 )
@@ -87,9 +92,10 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ids", type=int, default=26_624, help="of a step, with repeats (%(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="of each system, in turns of five (%(default)s)")
     options.add(parser, workers=2, shards=2)
-    parser.add_argument("--only", default="", help="of our systems: those whose title has this text")
+    options.add_only(parser, "title, transport and wire")
     parser.add_argument("--no-peers", action="store_true", help="of the servers: only ourselves")
-    parser.add_argument("--no-native", action="store_true", help="without compiled loops")
+    parser.add_argument("--no-native", action="store_true", help="without the library")
+    parser.add_argument("--no-single", action="store_true", help="no steps in one process, and no loops by themselves")
     parser.add_argument(
         "--checkpoints", type=int, default=5, help="in sync, one every 100 steps; 0: none (%(default)s)"
     )
@@ -111,14 +117,12 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     lines = _on_servers(arguments, NATIVE if loops is not None else ()) if arguments.shards else []
     if arguments.shards and arguments.checkpoints:
         lines += _checkpointed(arguments)
-    for name in OPTIMIZERS:
+    for name in () if arguments.no_single else OPTIMIZERS:
         lines += _steps(arguments, name)
-    if loops is not None:
+    if loops is not None and not arguments.no_single:
         size = 4 * arguments.rows * arguments.dim
         each = row_loops(arguments.rows, arguments.dim, arguments.ids, loops)
-        lines += [
-            result("rows", f"compiled: {what}", workers=1, shards=0, size=size, **of) for what, of in each.items()
-        ]
+        lines += [result("rows", f"library: {what}", workers=1, shards=0, size=size, **of) for what, of in each.items()]
     if arguments.grow:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found = pool.apply(grow, (arguments.grow, arguments.dim))
@@ -138,10 +142,15 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 def _between_hosts(arguments: argparse.Namespace) -> list[Result]:
     """Workers and shards, each on a host of its own, beside DDP on the workers' hosts."""
     workers, shards = halves(arguments, "rows between hosts")
-    chosen = [served for served in BETWEEN_HOSTS if arguments.only in served.title]
+    chosen = _chosen(arguments, BETWEEN_HOSTS)
     with servers(shards, NUMPY) as cluster:
         order = _order(arguments, chosen, cluster.address, shards=len(shards), ddp=not arguments.no_peers)
         return _measured(arguments, order, workers, arguments.port)
+
+
+def _chosen(arguments: argparse.Namespace, systems: Sequence[Served]) -> list[Served]:
+    names = {served: f"{served.title} {served.transport} {served.wire}" for served in systems}
+    return [served for served, name in names.items() if options.is_chosen(arguments, name)]
 
 
 def _order(arguments: argparse.Namespace, chosen: Sequence[Served], server: str, **more: Any) -> Order:
@@ -151,16 +160,18 @@ def _order(arguments: argparse.Namespace, chosen: Sequence[Served], server: str,
 
 def _on_servers(arguments: argparse.Namespace, native: Sequence[Served]) -> list[Result]:
     """Workers and shards, beside what the peers do with as many processes. native: what has servers of its own, with
-    compiled loops"""
+    the library"""
     table = {"rows": arguments.rows, "dim": arguments.dim}
-    chosen = [served for served in (*SERVERS, *native) if arguments.only in served.title]
+    chosen = _chosen(arguments, (*SERVERS, *native))
     workers, shards, peers = arguments.workers, arguments.shards, not arguments.no_peers
     with servers([HERE] * shards, NUMPY) as cluster, contextlib.ExitStack() as stack:
-        faster = ""
+        pids, faster = {cluster.address: cluster.pids}, ""
         if any(served.native for served in chosen):
-            faster = stack.enter_context(servers([HERE] * shards)).address
+            found = stack.enter_context(servers([HERE] * shards))
+            pids[found.address], faster = found.pids, found.address
         rpc = stack.enter_context(rpc_servers("row_rpc", shards, workers=workers, lr=LR, **table)) if peers else None
-        more = {"shards": shards, "native": faster, "ddp": peers, "compute": way_to_compute(workers + shards)}
+        more = {"shards": shards, "native": faster, "pids": pids, "ddp": peers}
+        more["compute"] = way_to_compute(workers + shards)
         order = _order(arguments, chosen, cluster.address, rpc=rpc, **more)
         return _measured(arguments, order, [HERE] * workers)
 
@@ -169,8 +180,8 @@ def _measured(arguments: argparse.Namespace, order: Order, places: Sequence[Host
     """Has workers do what they are told; returns how long a step of each system takes."""
     workers = len(places)
     with Group(places, "bench.row_workers", [asdict(order)] * workers, port or None) as group:
-        times: dict[str, list[float]] = group.answers(TIMEOUT)[0]
-    ms = {name: median_ms(seconds) for name, seconds in times.items()}
+        times, used, faults = group.answers(TIMEOUT)[0]
+    ms, cpu = ({name: median_ms(seconds) for name, seconds in of.items() if seconds} for of in (times, used))
     lines = []
     for name, found in ms.items():
         system, transport, wire, compute = name, "", "", None
@@ -188,7 +199,9 @@ def _measured(arguments: argparse.Namespace, order: Order, places: Sequence[Host
                 shards=0 if system.startswith(DDP) else order.shards,
                 size=4 * arguments.rows * arguments.dim,
                 ms=found,
-                ratios=_ratios(name, ms),
+                ratios=_ratios(name, ms) | _cpu_ratios(name, cpu),
+                cpu_ms=cpu.get(name),
+                page_faults=round(statistics.median(faults[name])),
                 million_ids_per_s=round(workers * arguments.ids / found / 1e3, 2),
                 link_mbit=arguments.link_mbit or None,
                 compute=compute,
@@ -199,7 +212,7 @@ def _measured(arguments: argparse.Namespace, order: Order, places: Sequence[Host
 
 def _ratios(name: str, ms: dict[str, float]) -> dict[str, float]:
     """Returns how long a step takes beside others'; where the next batch's ids are known, beside where they are not;
-    with compiled loops, beside those of numpy."""
+    with the library, beside numpy."""
     if name.startswith("ours:") and Served.of(name).ordinary:
         return {peer: ms[name] / ms[peer] for peer in (DDP + ORDINARY,) if peer in ms}
     if name == DDP + ORDINARY:
@@ -210,6 +223,14 @@ def _ratios(name: str, ms: dict[str, float]) -> dict[str, float]:
         return ratios | ({"numpy": ms[name] / ms[plain]} if plain != name and plain in ms else {})
     served = Served.of(name)
     return {"ids not known": ms[name] / ms[replace(served, ahead=False).name]} if served.ahead else {}
+
+
+def _cpu_ratios(name: str, cpu: dict[str, float]) -> dict[str, float]:
+    """Returns how much CPU a step of ours takes beside DDP's, of as ordinary a loop."""
+    if not name.startswith("ours:") or Served.of(name).computed:
+        return {}
+    peer = DDP + ORDINARY * Served.of(name).ordinary
+    return {f"CPU of {peer}": cpu[name] / cpu[peer]} if name in cpu and peer in cpu else {}
 
 
 def _checkpointed(arguments: argparse.Namespace) -> list[Result]:
@@ -233,7 +254,7 @@ def _checkpointed(arguments: argparse.Namespace) -> list[Result]:
             turn=SAVED_EVERY,
         )
         with Group([HERE] * workers, "bench.row_workers", [asdict(order)] * workers) as group:
-            times: dict[str, list[float]] = group.answers(TIMEOUT)[0]
+            times: dict[str, list[float]] = group.answers(TIMEOUT)[0][0]
         parts = [path.stat().st_size for path in sorted(Path(directory).rglob("shard-*.safetensors"))]
     name = Served("sync", "sgd").name
     without, found = median_ms(times[name]), median_ms(times[SAVING])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +23,7 @@ from bench.flood import ATTACKS, allowed_ms
 from bench.group_member import Order
 from bench.groups import lost_line
 from bench.link import why_no_link
+from bench.machine import cpu_seconds, family, waits
 from bench.peer_part import Part, owned
 from bench.peer_work import Batches, Rounds, Work, check_weights, save_expected
 from bench.peers import reason
@@ -41,9 +44,10 @@ SMALLEST = {
     "scale": "--mib 1 --workers 1 --shards 1 --rounds 1 --transport shm",
     "peers": "--mib 1 --shards 1 --turns 1 --rounds 2 --layers 1 --width 64 --batch 1 --steps 2 --transport tcp"
     " --only gloo,DataParallel",
-    "train": "--vectors 1 --turns 1 --steps 2",
+    "train": "--vectors 3 --vector-kib 1 --turns 1 --steps 2 --only tcp --only async",
     "straggler": "--workers 2 --shards 1 --base-ms 5 --seconds 1 --turns 1",
     "memory": "--layers 1 --width 64 --batch 1 --workers 2 --shards 1 --steps 2 --transport grpc --bucket-kib 64",
+    "idle": "--seconds 0.5 --shards 1 --transport tcp",
     "rows": "--rows 1000 --dim 4 --ids 100 --steps 5 --grow 20000 --only sgd, --beyond 80000 --checkpoints 1",
     "lowcomm": "--samples 4 --layers 1 --width 64 --batch 1 --workers 2 --shards 1 --seeds 1 --systems sync+all-1+0.1",
     "crowd": "--workers 2 --shards 1 --rounds 1 --transport tcp --joins 4 --join-shards 2",
@@ -134,7 +138,67 @@ def check_groups(found: list[Result]) -> None:
         assert ours["difference"] <= max(1e-6, 1.1 * peer["difference"]) < 1e-3
 
 
-SHAPES = {"feed": check_feed, "groups": check_groups}
+def check_train(found: list[Result]) -> None:
+    """The systems that were asked for, beside the peers, train parameters of the size that was asked for."""
+    assert {line["bytes"] for line in found} == {3 * 1024}
+    assert [line["system"] for line in found] == ["ddp", "sync", "async", "independent", "single"]
+
+
+def check_idle(found: list[Result]) -> None:
+    """Of ours both ends are counted."""
+    ddp, ours = found
+    assert (ddp["system"], ddp["shards_wakeups"], ours["system"], ours["transport"]) == ("ddp", 0, "ours", "tcp")
+    assert min(ours[name] for name in ("wakeups", "workers_wakeups", "shards_wakeups", "idle_cpu_ms")) > 0
+
+
+def check_rows(found: list[Result]) -> None:
+    """What a step takes of the processors is there for ours and for DDP, in each way in which ours use the library."""
+    systems = {(line["system"], line["transport"]): line for line in found}
+    assert systems["DDP", ""]["cpu_ms"] > 0
+    for transport in ("auto", "tcp"):
+        for known in ("", ", next ids known"):
+            line = systems[f"ours async sgd{known}, with the library", transport]
+            assert line["ratios"]["CPU of DDP"] == pytest.approx(line["cpu_ms"] / systems["DDP", ""]["cpu_ms"], rel=0.1)
+    assert systems["torch RPC", ""]["cpu_ms"] is None
+
+
+SHAPES = {"feed": check_feed, "groups": check_groups, "train": check_train, "idle": check_idle, "rows": check_rows}
+
+
+# -- what the kernel says of processes -------------------------------------------------------------------------------
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+for line in sys.stdin:
+    sum(range(int(line)))
+    print(flush=True)
+child.communicate()
+"""
+
+
+def test_the_cpu_and_the_waits_of_processes_and_their_children_are_counted() -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", PARENT], text=True, **pipes) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        pids = family(parent.pid)
+        assert pids == [parent.pid, child]
+        used = [cpu_seconds(pids)]
+        for count in (1, 10_000_000):
+            before = waits(pids)
+            assert {(pid, pid) for pid in pids} <= {*before}
+            parent.stdin.write(f"{count}\n")
+            parent.stdin.flush()
+            parent.stdout.readline()
+            until(
+                lambda was=before: waits([parent.pid])[parent.pid, parent.pid] > was[parent.pid, parent.pid], "a wait"
+            )
+            used.append(cpu_seconds(pids))
+        assert used[1] - used[0] < used[2] - used[1]
+        parent.stdin.close()
 
 
 # -- that a wrong result is found, and what cannot be measured is said -----------------------------------------------
