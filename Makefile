@@ -12,11 +12,12 @@ ARGS ?=
 SECONDS ?= 60
 # What `make simulate` runs: so many seeds in each mode, or one seed, in one mode; TRACE=1 prints what happens. TABLES=1: all
 # jobs have tables. READERS=3 RELAYS=2: so many processes follow each job, some of them at relays. MEMBERS=2: each worker is a
-# group of so many. TURN=1: one mode a seed, in turn, not all modes with each seed.
+# group of so many. TURN=1: one mode a seed, in turn, not all modes with each seed. NATIVE=off: with numpy.
 SEEDS ?= 200
 SEED ?=
 MODE ?=
 TURN ?=
+NATIVE ?=
 TRACE ?=
 
 IN_VENV := .venv/bin
@@ -120,7 +121,7 @@ simulate: .venv/dev.stamp ## clusters in virtual time, with faults, a seed each:
 		$(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode '$(MODE)') $(if $(TABLES),--tables) \
 		$(if $(READERS),--readers $(READERS)) $(if $(RELAYS),--relays $(RELAYS)) \
 		$(if $(MEMBERS),--members $(MEMBERS)) \
-		$(if $(TURN),--in-turn) $(if $(TRACE),--trace)
+		$(if $(TURN),--in-turn) $(if $(NATIVE),--native $(NATIVE)) $(if $(TRACE),--trace)
 
 fuzz: .venv/dev.stamp ## throw hostile input at every handler, guided by coverage: make fuzz SECONDS=600
 	@$(PIP) install --constraint constraints.txt --group fuzz --editable . || echo "atheris cannot be installed here"

@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ import torch
 
 from ps_tables.native.libraries import LEVELS, file_name
 from tests.tools.imports import PACKAGES
+from tests.tools.pythons import interpreter, promised
 
 TOOLS = ("build", "twine", "ziglang", "sphinx", "myst_parser", "furo", "check_jsonschema")
 pytestmark = [
@@ -44,6 +46,18 @@ SOME_TESTS = [
     "tests/protocol/test_layout.py",
     "tests/project/test_docs.py::test_the_first_example_runs_as_it_stands[sync]",
 ]
+
+
+ONE_LOOP = """
+import sys
+import numpy as np
+from ps_tables.native.loading import libraries, load
+
+sums = np.zeros((2, 2), np.float32)
+load(libraries()[0]).add(sums, np.array([1, 1]), np.array([[1, 2], [3, 4]], np.float32))
+assert "torch" not in sys.modules
+print("%d.%d" % sys.version_info[:2], sums.tolist(), sep="\\n")
+"""
 
 
 def call(*command: str | Path, folder: Path = ROOT, seconds: float = 200.0, **variables: str) -> str:
@@ -168,6 +182,23 @@ def test_the_wheels_for_a_machine_are_for_every_python_and_an_old_glibc(
         )
         [file] = taken.iterdir()
         assert file.name.endswith("any.whl" if "musl" in wanted else f"-{wanted}.whl")
+
+
+@pytest.mark.parametrize("version", promised())
+def test_each_python_takes_the_wheel_of_its_machine_and_loads_the_library(
+    version: str, dist: Path, tmp_path: Path
+) -> None:
+    """With what the library needs from an index, and without torch."""
+    here, machine = interpreter(version), platform.machine()
+    if here is None or machine not in LEVELS:
+        pytest.skip(f"Python {version}, or a wheel for {machine}, is not here")
+    call(here, "-m", "venv", "--without-pip", tmp_path)
+    python = tmp_path / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install"]
+    call(*install, "--only-binary", ":all:", "--constraint", "constraints.txt", "cffi", "numpy")
+    said = call(*install, "--no-index", "--no-deps", "--find-links", dist, "ps-torch")
+    assert f"manylinux_2_17_{machine}.whl" in said
+    assert call(python, "-I", "-c", ONE_LOOP, folder=tmp_path).splitlines() == [version, "[[0.0, 0.0], [4.0, 6.0]]"]
 
 
 def test_the_page_of_the_index_says_what_it_is_and_where_to_read_on(wheel: Path) -> None:

@@ -39,6 +39,7 @@ def replay(arguments: argparse.Namespace, mode: str, seed: int) -> str:
         "READERS": arguments.readers,
         "RELAYS": arguments.relays,
         "MEMBERS": arguments.members if arguments.members > 1 else 0,
+        "NATIVE": arguments.native if arguments.native != AUTO else "",
     }
     variables = "".join(f" {name}={value}" for name, value in more.items() if value)
     return f"make simulate SEED={seed} MODE='{mode}'{variables}"

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import http.client
 import math
+import os
 import threading
 import time
 import urllib.request
@@ -16,6 +17,7 @@ from typing import TypeVar
 import ps_worker
 from ps_protocol.tensors import bytes_of
 from ps_runtime.free_ports import free_port
+from ps_runtime.settings import NATIVE
 from ps_server.config import ServerConfig
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.ops import requests, status_text
@@ -34,7 +36,8 @@ class Cluster:
     """A coordinator inside shard 0, and more shards, all on free ports."""
 
     def __init__(self, shards: int = 2, lease: float = 10.0, **more: object) -> None:
-        """more: fields of ServerConfig that all servers share."""
+        """more: fields of ServerConfig that all servers share. PS_NATIVE counts, as for servers that are processes."""
+        more = {"native": os.environ.get("PS_NATIVE", NATIVE.default), **more}
         self._first = ServerConfig(shard_count=shards, index=0, lease=lease, **more)  # type: ignore[arg-type]
         first = Server(_at_own_ports(self._first))
         self._rest = ServerConfig(coordinator=first.address, **more)  # type: ignore[arg-type]
