@@ -1,11 +1,13 @@
 """Makes a view of coordinator and shards once a second, and sends it to readers.
 
 Shards are queried in other threads, one query at a time for each, and the view has the last answer: a shard that hangs
-delays nothing.
+delays nothing. A shard whose jobs stay as they are is queried less often while nobody reads the view: each query wakes
+its process, the coordinator's, and threads of gRPC in both for a second afterwards.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -27,6 +29,8 @@ from ps_server.view.view import View
 LOOK_SECONDS = 1.0
 # A shard is queried again after so many times the time that its last answer took: watching costs it a twentieth.
 PAUSES_PER_ANSWER = 20
+REST_SECONDS = 5.0  # between two queries of a shard that rests, while nobody reads the view
+READ_SECONDS = 30.0  # for which a view that was read may be read again
 MOST_PAUSE_SECONDS = 10.0  # the longest such pause: an answer that took long has mostly waited for other work
 
 # Called with each view; with None when the coordinator stops. It must not wait.
@@ -50,6 +54,8 @@ class Watch:
         self._jobs: Mapping[str, CoordinatedJob] = {}  # by run, at the last look
         self._answers: dict[int, Answer] = {}
         self._ask_at: dict[int, float] = {}
+        self._rests_until: dict[int, float] = {}
+        self._read_at = -math.inf
         self._silent: set[int] = set()
         self._readers: list[tuple[Reader, str]] = []  # with their principals
         self._over = False
@@ -94,6 +100,7 @@ class Watch:
     @property
     def view(self) -> View:
         """The last view."""
+        self._read_at = self._clock.now()
         return self._view
 
     def samples(self, after: int, jobs: Collection[str]) -> Samples:
@@ -124,6 +131,7 @@ class Watch:
             over = self._over
             if not over:
                 self._readers.append((reader, caller))
+            self._read_at = self._clock.now()
         reader(None if over else self._view)
 
         def stop() -> None:
@@ -142,11 +150,13 @@ class Watch:
             known = self._answers.get(index)
             if known is None or known.process != shard.process:
                 self._answers[index] = Answer(shard.process)
-                self._ask_at[index] = now
+                self._ask_at[index] = self._rests_until[index] = now
+            is_read = self._readers or now < self._read_at + READ_SECONDS
+            ask_at = self._ask_at[index] if is_read else max(self._ask_at[index], self._rests_until[index])
         if known is not None and known.process != shard.process:
             text = f"shard {index} is served by a new process, {shard.pid} at {shard.address}"
             self._coordinator.events.note("shard", "", text)
-        return now >= self._ask_at[index]
+        return now >= ask_at
 
     def _ask(self, shard: RegisteredShard) -> None:
         """Queries a shard, and keeps its answer."""
@@ -164,6 +174,8 @@ class Watch:
             self._ask_at[shard.index] = now + min(PAUSES_PER_ANSWER * (now - began), MOST_PAUSE_SECONDS)
             if self._answers[shard.index].process == shard.process:  # a new process may serve the shard by now
                 self._answers[shard.index] = Answer(shard.process, statistics)
+                rests = before.statistics is not None and before.statistics.jobs == statistics.jobs
+                self._rests_until[shard.index] = now + REST_SECONDS * rests
 
     def _make(self, running: Mapping[str, CoordinatedJob]) -> View:
         """Makes a view of these jobs, which the caller keeps: one may end before the view is made."""

@@ -332,20 +332,22 @@ class AskedShard(Clock):
     def __init__(self) -> None:
         self.time, self.seconds = 100.0, 0.0
         self.error: PSError | None = None
+        self.asked_at: list[float] = []
+        self.jobs: dict[str, ShardJobStatistics] = {}
 
     def now(self) -> float:
         return self.time
 
     def statistics(self) -> ShardStatistics:
+        self.asked_at.append(self.time)
         self.time += self.seconds
         if self.error is not None:
             raise self.error
-        return ShardStatistics({})
+        return ShardStatistics(dict(self.jobs))
 
 
-def test_a_shard_is_silent_since_it_was_asked_and_not_while_it_is_left_alone() -> None:
-    """One that takes long is asked again after a pause. On a busy machine that was told as a shard that is away."""
-    asked, events = AskedShard(), EventLog(Clock())
+def watch_of(asked: AskedShard, events: EventLog) -> Watch:
+    """The watch of a cluster of one shard, without jobs."""
     shards = {0: replace(registered(0), api=asked)}
     coordinator = SimpleNamespace(
         shards=lambda: shards,
@@ -354,7 +356,43 @@ def test_a_shard_is_silent_since_it_was_asked_and_not_while_it_is_left_alone() -
         lease=10.0,
         events=events,
     )
-    watch = Watch(coordinator, 1, asked)  # type: ignore[arg-type]
+    return Watch(coordinator, 1, asked)  # type: ignore[arg-type]
+
+
+def test_a_shard_on_which_nothing_changes_is_asked_less_often_until_somebody_looks() -> None:
+    asked = AskedShard()
+    watch = watch_of(asked, EventLog(Clock()))
+
+    def asked_in(seconds: int) -> int:
+        """How often, in so many looks, a second apart."""
+        before = len(asked.asked_at)
+        for _ in range(seconds):
+            asked.time += 1.0
+            watch.look()
+        return len(asked.asked_at) - before
+
+    assert asked_in(2) == 2, "the second answer is the first that says nothing new"
+    assert asked_in(20) == 4
+    asked.jobs["j"] = held({0: 1})
+    asked_in(5)  # one of these answers has the job
+    for clock in range(2, 7):
+        asked.jobs["j"] = held({0: clock})
+        assert asked_in(1) == 1
+    asked_in(1)
+    assert asked_in(20) == 4
+    stop = watch.add(lambda view: None)
+    assert asked_in(20) == 20
+    stop()
+    assert asked_in(60) < 45
+    assert asked_in(20) == 4
+    assert watch.view.shards[0].statistics == ShardStatistics(asked.jobs)
+    assert asked_in(20) == 20
+
+
+def test_a_shard_is_silent_since_it_was_asked_and_not_while_it_is_left_alone() -> None:
+    """One that takes long is asked again after a pause. On a busy machine that was told as a shard that is away."""
+    asked, events = AskedShard(), EventLog(Clock())
+    watch = watch_of(asked, events)
 
     def silent() -> float:
         watch.look()
