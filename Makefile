@@ -12,7 +12,8 @@ ARGS ?=
 SECONDS ?= 60
 # What `make simulate` runs: so many seeds in each mode, or one seed, in one mode; TRACE=1 prints what happens. TABLES=1: all
 # jobs have tables. READERS=3 RELAYS=2: so many processes follow each job, some of them at relays. MEMBERS=2: each worker is a
-# group of so many. TURN=1: one mode a seed, in turn, not all modes with each seed. NATIVE=off: with numpy.
+# group of so many. SHARING=1: the workers of all seeds share memory with shards. TURN=1: one mode a seed, in turn, not all modes
+# with each seed. NATIVE=off: with numpy.
 SEEDS ?= 200
 SEED ?=
 MODE ?=
@@ -118,7 +119,7 @@ bench: .venv/dev.stamp ## a short form of every benchmark; writes docs/benchmark
 
 simulate: .venv/dev.stamp ## clusters in virtual time, with faults, a seed each: make simulate SEEDS=1000
 	@$(IN_VENV)/python -m tests.simulation --seeds $(SEEDS) \
-		$(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode '$(MODE)') $(if $(TABLES),--tables) \
+		$(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode '$(MODE)') $(if $(TABLES),--tables) $(if $(SHARING),--sharing) \
 		$(if $(READERS),--readers $(READERS)) $(if $(RELAYS),--relays $(RELAYS)) \
 		$(if $(MEMBERS),--members $(MEMBERS)) \
 		$(if $(TURN),--in-turn) $(if $(NATIVE),--native $(NATIVE)) $(if $(TRACE),--trace)

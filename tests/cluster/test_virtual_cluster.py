@@ -68,7 +68,7 @@ def test_a_seed_replays_exactly_also_in_another_process(mode: str) -> None:
     "flags",
     [
         [],
-        ["--tables", "--native", "off"],
+        ["--tables", "--sharing", "--native", "off"],
         ["--members", "2"],
         ["--readers", "3", "--relays", "2", "--in-turn", "--first", "7"],
     ],
@@ -80,7 +80,7 @@ def test_a_seed_that_failed_is_replayed_as_it_was(flags: list[str]) -> None:
     [line] = [each for each in said.replace("\\\n", "").splitlines() if "-m tests.simulation" in each]
     again = parser().parse_args(shlex.split(line.partition("-m tests.simulation")[2]))
     assert (again.mode, again.seed) == ("sync quorum 2", 7)
-    for name in ("tables", "readers", "relays", "members", "native"):
+    for name in ("tables", "sharing", "readers", "relays", "members", "native"):
         assert getattr(again, name) == getattr(asked, name), name
 
 

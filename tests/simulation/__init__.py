@@ -15,6 +15,7 @@ fragments.py    Its rounds whose buckets leave fragment by fragment
 rows.py         The tables of a job: which rows a step pushes, and what it makes of them
 row_worker.py   A worker's pushes and pulls of rows
 row_oracle.py   What is wrong with rows
+sharing.py      Memory that workers share with the shards on their host, and exchanges
 readers.py      Processes that follow the job's weights, and what is wrong with what they have
 relays.py       Relays between the servers and these
 saving.py       What rank 0 saves, and what is wrong with it
@@ -26,5 +27,6 @@ faults.py       What goes wrong
 promises.py     What must hold
 mutations.py    Clusters that are broken on purpose
 reader_mutations.py Feeds that are broken on purpose
+sharing_mutations.py Exchanges and shared memory that are broken on purpose
 simulator.py    Shards alone, without clock or socket: seeded random interleavings of calls
 """

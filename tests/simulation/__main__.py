@@ -26,6 +26,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--readers", type=int, default=0, help="processes that follow the job (%(default)s)")
     parser.add_argument("--relays", type=int, default=0, help="that some of them follow (%(default)s)")
     parser.add_argument("--members", type=int, default=1, help="of each worker; above 1 they are groups (%(default)s)")
+    parser.add_argument(
+        "--sharing", action="store_true", help="workers of all seeds share memory with shards (of some)"
+    )
     parser.add_argument("--in-turn", action="store_true", help="one mode a seed, in turn, not all modes with each seed")
     parser.add_argument("--native", choices=(AUTO, OFF), default=AUTO, help="the library for tables (%(default)s)")
     parser.add_argument("--trace", action="store_true", help="print what happened")
@@ -36,6 +39,7 @@ def replay(arguments: argparse.Namespace, mode: str, seed: int) -> str:
     """Returns the command that repeats one seed of a run."""
     more = {
         "TABLES": int(arguments.tables),
+        "SHARING": int(arguments.sharing),
         "READERS": arguments.readers,
         "RELAYS": arguments.relays,
         "MEMBERS": arguments.members if arguments.members > 1 else 0,
@@ -59,7 +63,7 @@ def main() -> None:
         for mode in modes[seed % len(modes) :][:1] if arguments.in_turn else modes:
             runs += 1
             more = {"tables": arguments.tables, "wholesale": seed % 3 == 0, "readers": arguments.readers}
-            more |= {"relays": arguments.relays, "members": arguments.members}
+            more |= {"relays": arguments.relays, "members": arguments.members, "sharing": arguments.sharing}
             cluster = Cluster(mode, seed, arguments.trace, **more)
             handler = Log(cluster.world)
             if arguments.trace:

@@ -26,7 +26,8 @@ from tests.simulation.world import Killed, World
 
 ROOMS = (
     *("ps_server.coordinator.", "ps_server.shard.", "ps_server.storage.", "ps_server.core.", "ps_runtime.background"),
-    *("ps_feed.", "ps_server.relay.", "ps_worker.followed_model", "ps_worker.cluster.reader_buffers"),
+    *("ps_feed.", "ps_server.relay.", "ps_server.rpc.data_service"),
+    *("ps_worker.followed_model", "ps_worker.cluster.reader_buffers"),
 )
 
 

@@ -14,6 +14,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ from tests.simulation.readers import NEWEST_WITHIN, Readers, replacements
 from tests.simulation.relays import Relays
 from tests.simulation.rows import WORKERS, draw_tables
 from tests.simulation.runs import NAME, RUNS, Comeback, Run, job_beside, job_under_test
+from tests.simulation.sharing import Segments
 from tests.simulation.supervision import DIRECTORY, Servers, Setup
 from tests.simulation.worker import Place, Worker
 from tests.simulation.world import World
@@ -57,6 +59,7 @@ class Cluster:
     schedules: the scripts of jobs whose workers share a clock have schedules
     readers: how many processes follow its job
     relays: that some of these follow in place of the servers
+    sharing: workers share memory with shards; otherwise the seed says whether
     members: of each worker: more than one where workers are groups, whose job has no tables
     """
 
@@ -72,6 +75,7 @@ class Cluster:
         readers: int = 0,
         members: int = 1,
         relays: int = 0,
+        sharing: bool = False,
     ) -> None:
         self.world = World(f"{mode} {seed}", tracing)
         self.with_readers = readers
@@ -84,6 +88,7 @@ class Cluster:
         self.lease, self.job = LEASE, job_under_test(mode, drawn, members, bool(readers) and not drawn)
         self.violations: list[Violation] = []
         self.network = Network(self.world)
+        self.segments = Segments(self.world, mode, seed, sharing)
         self.runs: list[Run] = []
         self.beside: Run | None = None
         self.holders: dict[tuple[str, int, int], Worker] = {}  # by the servers' run, rank and incarnation
@@ -290,7 +295,7 @@ class Cluster:
         with (
             quiet,
             one_thread(),
-            bound(self.world, self.pace, replacements(self.world, self.network, self.readers)),
+            bound(self.world, self.pace, self._replacements()),
             self.readers.noting() if self.with_readers else contextlib.nullcontext(),
             _small_messages(MESSAGE_BYTES[self.job.rules().averaged]),
         ):
@@ -302,6 +307,9 @@ class Cluster:
             finally:
                 self.world.end()
         return self.violations
+
+    def _replacements(self) -> list[tuple[Any, Any]]:
+        return [*replacements(self.world, self.network, self.readers), *self.segments.replacements()]
 
     def _course(self) -> Iterator[str]:
         draw = self.world.random

@@ -76,8 +76,10 @@ class StreamedRound:
         if fragment == 0:
             worker.attempt(place, number)
         buckets = [bucket for bucket in self._run.buckets if self._fragments.of(bucket) == fragment]
-        works = worker.pulls(place, number, buckets)
-        works += worker.pushes(place, number, worker.gradient(number, number), buckets)
+        gradient = worker.gradient(number, number)
+        works = worker.pulls(place, number, buckets, apart=True)
+        works += worker.pushes(place, number, gradient, buckets)
+        works += worker.exchanges(place, number, gradient, buckets)
         self._pushed += 1
         if self._has_sent_all:
             place.clock = number

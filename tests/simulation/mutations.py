@@ -61,6 +61,7 @@ class Mutation:
     known:   a mode and a seed that find it among these faults; None: none is known
     besides: what is broken too, because it hides this one: without this one, that must show nothing
     tables:  it is looked for in jobs with tables
+    sharing: it is looked for among workers that share memory with shards
     """
 
     breaks: Break
@@ -70,6 +71,7 @@ class Mutation:
     known: tuple[str, int] | None = None
     besides: Break | None = None
     tables: bool = False
+    sharing: bool = False
 
     @property
     def name(self) -> str:
@@ -90,7 +92,7 @@ class Mutation:
         return min(kinds) if kinds and holds else ""
 
     def _cluster(self, mode: str, seed: int, faults: tuple[str, ...] | None) -> Cluster:
-        return Cluster(mode, seed, faults=faults, tables=self.tables)
+        return Cluster(mode, seed, faults=faults, tables=self.tables, sharing=self.sharing)
 
     def find(self, patch: pytest.MonkeyPatch, seeds: range) -> tuple[str, int, str] | None:
         """Returns the first mode and seed that find it among any faults, and what is broken; None: none does."""

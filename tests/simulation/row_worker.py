@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,20 @@ import safetensors.torch
 import torch
 
 from ps_protocol.errors import PSError, TryLater
-from ps_protocol.messages.rows import PulledRows, PulledTable, RowPushKind, RowsPull, RowsPush, TablePull, TablePush
+from ps_protocol.identity import Identity
+from ps_protocol.messages.rows import (
+    PulledRows,
+    PulledTable,
+    PullOffsets,
+    RowPushKind,
+    RowsPull,
+    RowsPush,
+    TablePull,
+    TablePush,
+    write_exchange,
+)
+from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES
+from ps_protocol.segment_layout import PAGE_BYTES, RowMemory, aligned, pulled_bytes, pushed_bytes
 from ps_protocol.tables import Beginning
 from tests.chaos.oracle import Violation
 from tests.simulation.row_oracle import (
@@ -25,6 +38,7 @@ from tests.simulation.row_oracle import (
     wrong_beginning,
 )
 from tests.simulation.rows import COUNTS, START, UPDATES_BEFORE, Part, Rows, Table, nothing
+from tests.simulation.sharing import STALE, SharedMemory
 from tests.simulation.supervision import SHARDS
 
 if TYPE_CHECKING:
@@ -32,7 +46,44 @@ if TYPE_CHECKING:
     from tests.simulation.worker import Place, Worker
 
 STEPS_BETWEEN_LOOKS = 12  # at whole tables
+APART = 0.25  # of the steps of tables in shared memory: their rows are pushed and pulled by calls of their own
 CALL_SECONDS, PULL_SECONDS = 15.0, 60.0  # of ps_worker.cluster
+
+
+@dataclass(frozen=True)
+class StepOfRows:
+    """One step of one table on one shard that shares memory.
+
+    first:  where what is pushed begins; wanted: where the ids begin that are pulled; end: of their rows
+    """
+
+    shared: SharedMemory
+    table: Table
+    shard: int
+    push: RowsPush
+    first: int
+    ids: list[int]
+    wanted: int
+    end: int
+
+    @property
+    def _memory(self) -> RowMemory:
+        assert self.shared.row_memory is not None
+        return self.shared.row_memory
+
+    def pull(self, identity: Identity) -> RowsPull:
+        """Writes the ids into the segment; returns the pull that names them."""
+        count = len(self.ids)
+        self._memory.array(self.wanted, count, np.int64)[:] = self.ids
+        places = PullOffsets(self.wanted, count, self.wanted + ID_BYTES * count)
+        return RowsPull(identity, self.table.number, self.push.clock, b"", places)
+
+    def rows(self) -> Rows:
+        """Overwrites the memory for the rows that are pulled, and returns it."""
+        count, dim = len(self.ids), self.table.dim
+        rows: Rows = self._memory.array(self.wanted + ID_BYTES * count, count * dim, np.float32).reshape(count, dim)
+        rows[:] = STALE
+        return rows
 
 
 class WorkerRows:
@@ -61,13 +112,22 @@ class WorkerRows:
     def pushes(self, place: Place, clock: int, step: int, begun: int) -> list[Callable[[], object]]:
         """Returns what pushes the rows of a step, each message by itself. begun: as in Worker.pushes"""
         works: list[Callable[[], object]] = []
-        for table, shard in self.parts:
-            had = self.has_had(place, table, shard, begun)
-            part = nothing(table) if had else table.pushed(shard, self.row, step, self.run.rules.unit)
+        for table, shard in self._apart(place):
+            part, had = self._part(place, table, shard, step, begun)
             messages = [*self._messages(place, table, clock, part)]
             left = {message.first for message in messages} if table.number == COUNTS and not had else set()
             works += [partial(self._push_rows, place, shard, message, step, left) for message in messages]
         return works
+
+    def _apart(self, place: Place) -> list[tuple[Table, int]]:
+        """Returns each table on each shard that shares no memory for rows."""
+        sharing = () if place.shared is None else place.shared.row_shards
+        return [(table, shard) for table, shard in self.parts if shard not in sharing]
+
+    def _part(self, place: Place, table: Table, shard: int, step: int, begun: int) -> tuple[Part, bool]:
+        """Returns what a step pushes to a table on a shard, and whether that had had it when the place was taken."""
+        had = self.has_had(place, table, shard, begun)
+        return nothing(table) if had else table.pushed(shard, self.row, step, self.run.rules.unit), had
 
     def _push_rows(self, place: Place, shard: int, message: RowsPush, step: int, left: set[int]) -> None:
         """Pushes rows. left: the messages of a step that are not acknowledged, if the saved rows are to have them"""
@@ -82,10 +142,7 @@ class WorkerRows:
         return place.has_had(shard, self.run.job.shape.buckets + table.number, clock)
 
     def _messages(self, place: Place, table: Table, clock: int, part: Part) -> Iterator[RowsPush]:
-        draw, total = self._world.random, len(part.ids)
-        kind = RowPushKind.GRADIENT
-        if not part.present:
-            kind = RowPushKind.NO_GRADIENT if part.in_mean else RowPushKind.SKIP
+        draw, total, kind = self._world.random, len(part.ids), _kind(part)
         order = draw.sample(range(total), total)
         cuts = sorted(draw.sample(range(1, total), min(total - 1, draw.choice([0, 0, 1, 2])))) if total else []
         for first, end in itertools.pairwise([0, *cuts, total]):
@@ -127,19 +184,36 @@ class WorkerRows:
 
     def pulls(self, place: Place, step: int) -> list[Callable[[], object]]:
         """Returns what fetches the rows that are looked at after a step."""
-        return [partial(self._pull, place, table, shard, step) for table, shard in self.parts]
+        return [partial(self._pull, place, table, shard, step) for table, shard in self._apart(place)]
 
     def _pull(self, place: Place, table: Table, shard: int, step: int) -> None:
         ids = table.asked(shard, self.row, step)
         payload = np.array(ids, "<i8").tobytes()
         call = RowsPull(self.worker.identity(place), table.number, place.clock, payload)
+        self._fetch_rows(place, table, shard, ids, partial(self._answers, place, shard, call))
+
+    def _fetch_rows(
+        self,
+        place: Place,
+        table: Table,
+        shard: int,
+        ids: list[int],
+        answers: Callable[[], Iterator[object]],
+        shared: Rows | None = None,
+    ) -> None:
+        """Takes the rows that answers bring. shared: where they lie if an answer says that they are in the segment"""
 
         def attempt() -> None:
             pulled, missing = Pulled(ids, np.empty((len(ids), table.dim), np.float32)), set(range(len(ids)))
-            for answer in self._answers(place, shard, call):
-                if isinstance(answer, PulledRows) and answer.payload is not None:
+            for answer in answers():
+                if isinstance(answer, PulledRows) and (answer.payload is not None or answer.in_segment):
                     some = slice(answer.first, answer.first + answer.rows)
-                    pulled.rows[some] = np.frombuffer(answer.payload, "<f4").reshape(-1, table.dim)
+                    if answer.payload is not None:
+                        pulled.rows[some] = np.frombuffer(answer.payload, "<f4").reshape(-1, table.dim)
+                    elif place.closed or shared is None:
+                        raise TryLater("the connection is closed")
+                    else:
+                        pulled.rows[some] = shared[some]
                     missing -= set(range(len(ids))[some])
                     pulled.trained, pulled.version = pulled.trained + answer.trained, answer.version
                     if answer.save_state:
@@ -159,6 +233,64 @@ class WorkerRows:
             self.worker.retry(attempt, lambda: place.closed)
         finally:
             place.calls = [call for call in place.calls if not call.over]
+
+    # -- in shared memory --------------------------------------------------------------------------------------------
+
+    def exchanges(self, place: Place, clock: int, step: int, begun: int) -> list[Callable[[], object]]:
+        """Returns what pushes the rows of a step to the shards that share memory, and pulls those that are looked at.
+        begun: as in `pushes`"""
+        shared, works, end = place.shared, list[Callable[[], object]](), PAGE_BYTES
+        if shared is None or shared.row_memory is None:
+            return []
+        for table, shard in self.parts:
+            if shard not in shared.row_shards:
+                continue
+            part, had = self._part(place, table, shard, step, begun)
+            ids = table.asked(shard, self.row, step)
+            push, first = self._put(shared.row_memory, place, table, clock, part, end), end
+            wanted = first + aligned(pushed_bytes(push.count, table.dim))
+            end = wanted + aligned(pulled_bytes(len(ids), table.dim))
+            step_of_rows = StepOfRows(shared, table, shard, push, first, ids, wanted, end)
+            works += self._calls(place, step_of_rows, step, table.number == COUNTS and not had)
+        return works
+
+    def _put(self, memory: RowMemory, place: Place, table: Table, clock: int, part: Part, first: int) -> RowsPush:
+        """Writes rows into the segment; returns the push that names them."""
+        count = len(part.ids)
+        memory.array(first, count, np.int64)[:] = part.ids
+        memory.array(first + ID_BYTES * count, count, np.uint32)[:] = part.occurrences
+        gradients = first + (ID_BYTES + COUNT_BYTES) * count
+        memory.array(gradients, count * table.dim, np.float32)[:] = part.gradients.reshape(-1)
+        who = self.worker.identity(place), table.number, clock, _kind(part), b"", 0, count, count, {}
+        return RowsPush(*who, place=first if count else None)  # type: ignore[arg-type]
+
+    def _calls(self, place: Place, of: StepOfRows, step: int, counts: bool) -> list[Callable[[], object]]:
+        """Returns the calls of a step: an exchange, or a push and a pull. counts: saved rows are to have the step"""
+        left, pull = {0} if counts else set[int](), of.pull(self.worker.identity(place))
+        if self._world.random.random() >= APART:
+            request = write_exchange(of.push, pull.places).whole()
+            answers = partial(of.shared.exchanged, of.shard, 0, "exchange_rows", request)
+            return [partial(self._exchange, place, of, answers, step, left)]
+
+        def push_alone() -> None:
+            self._push_rows(place, of.shard, of.push, step, left)
+            of.shared.overwrite_rows(of.first, of.wanted)
+
+        def pull_alone() -> None:
+            self._fetch_rows(
+                place, of.table, of.shard, of.ids, partial(self._answers, place, of.shard, pull), of.rows()
+            )
+            of.shared.overwrite_rows(of.wanted, of.end)
+
+        return [push_alone, pull_alone]
+
+    def _exchange(
+        self, place: Place, of: StepOfRows, answers: Callable[[], Iterator[object]], step: int, left: set[int]
+    ) -> None:
+        self._fetch_rows(place, of.table, of.shard, of.ids, answers, of.rows())
+        if left:
+            self.run.acknowledged.note(len(self.run.buckets) + of.shard, self.worker.life.number, step)
+        of.shared.overwrite_rows(of.first, of.end)
 
     # -- what it finds -----------------------------------------------------------------------------------------------
 
@@ -229,3 +361,9 @@ class WorkerRows:
             said = f"{count} rows are announced, and {len(content.rows)} come"
             self.worker.cluster.violated(Violation("wrong row", said, {"table": table.name, "shard": shard}))
         return content
+
+
+def _kind(part: Part) -> RowPushKind:
+    if part.present:
+        return RowPushKind.GRADIENT
+    return RowPushKind.NO_GRADIENT if part.in_mean else RowPushKind.SKIP

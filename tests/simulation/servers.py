@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from ps_feed.edition_client import KnownShards
-from ps_protocol.errors import Deposed, InvalidRequest, PSError
+from ps_protocol.convert import AnsweringShard
+from ps_protocol.errors import Deposed, InvalidRequest, PSError, TryLater
+from ps_protocol.identity import Identity
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.policy import CheckpointPolicy
@@ -23,10 +26,12 @@ from ps_server.coordinator.shards import SHARD_CALL_SECONDS
 from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS, Clock
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import ShardSnapshot
+from ps_server.rpc.data_service import DataService
 from ps_server.rpc.shard_client import STATUS_SECONDS
 from ps_server.rpc.shard_service import AWAIT_SECONDS, RESTORE_SECONDS
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.outbox import Outbox
 from ps_server.shard.shard import Shard
 from ps_server.shard.terms import CoordinatorTerms
 from ps_server.shard.threads import OwnThreads
@@ -35,7 +40,7 @@ from ps_server.storage.own_disk import take_own_disk
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.network import Network
 from tests.simulation.processes import Host
-from tests.simulation.threads import ThreadPoolExecutor
+from tests.simulation.threads import Lock, ThreadPoolExecutor
 from tests.simulation.world import World
 
 COORDINATOR = "10.0.0.1:7000"
@@ -183,6 +188,29 @@ class CoordinatorProcess:
         return result, {index: shard.address for index, shard in self.coordinator.shards().items()}
 
 
+class Exchanges(DataService):
+    """The real service of data, for exchanges alone: what it knows of those before is kept for a connection."""
+
+    def _outbox(self, call: Any, send: object, write: object) -> Outbox:
+        outbox: Outbox = call.outbox
+        return outbox
+
+    def carry_out(self, method: str, request: bytes, connection: DataConnection, outbox: Outbox) -> None:
+        """Begins an exchange: one after the other, as they come over a connection."""
+        call: Any = SimpleNamespace(worker=connection.worker, kept=connection.kept, outbox=outbox)
+        with connection.reading:
+            self._streams[method](request, call, lambda _: None)
+
+
+@dataclass
+class DataConnection:
+    """A worker's data connection. reading: held by what carries out a request of it; kept: see ServerCall"""
+
+    worker: Identity
+    reading: Lock
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
 class ShardProcess:
     """A process as a shard.
 
@@ -204,6 +232,7 @@ class ShardProcess:
         self.index, self.process = index, process
         self.known_since = math.inf
         self.shard: Shard | None = None
+        self._connections: dict[int, DataConnection] = {}
         self._network, self._store = network, store
         self.host.spawn("main", self._main)
 
@@ -218,6 +247,10 @@ class ShardProcess:
         self.host.methods |= {
             name: getattr(shard, name) for name in (*ASKED_OF_SHARDS, "statistics", "push", "push_rows", "pull")
         }
+        exchanges = Exchanges(shard, AnsweringShard(self.index, self.process))
+        self.host.methods |= {"attach": shard.attach, "open": self._open}
+        self.host.methods["exchange"] = partial(self._exchange, exchanges, "Exchange")
+        self.host.methods["exchange_rows"] = partial(self._exchange, exchanges, "ExchangeRows")
         self.host.methods |= {"await_snapshot": self._await_snapshot, "committed": self._committed}
         self.host.methods |= {"describe_weights": shard.weight_feeds.describe, "pull_edition": shard.weight_feeds.pull}
         self.host.methods["process"] = lambda: self.process
@@ -241,6 +274,23 @@ class ShardProcess:
     def hosted(self) -> dict[str, HostedJob]:
         """Returns the jobs that the shard holds, by name, as they are at this moment: no lock is taken."""
         return self.shard._hosted.jobs if self.shard is not None else {}
+
+    def _open(self, worker: Identity) -> int:
+        """Opens a data connection, and returns its number.
+
+        None is ever closed here: a request that was sent before may be read after that.
+        """
+        assert self.shard is not None
+        self.shard.check_worker(worker)
+        number = next(self.host.world.numbers)
+        self._connections[number] = DataConnection(worker, Lock(self.host.world))
+        return number
+
+    def _exchange(self, exchanges: Exchanges, method: str, number: int, request: bytes, outbox: Outbox) -> None:
+        connection = self._connections.get(number)
+        if connection is None:  # it led to a process before this one
+            raise TryLater("the connection is closed")
+        exchanges.carry_out(method, request, connection, outbox)
 
     def _await_snapshot(self, job: str, checkpoint: str, run: str) -> ShardSnapshot:
         assert self.shard is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from tests.simulation.runs import moved_in
 from tests.simulation.saving import Saver
 from tests.simulation.schedules import Script, rate_of
 from tests.simulation.servers import COORDINATOR
+from tests.simulation.sharing import OFFERED_ANEW, Pushed, SharedMemory, landed
 from tests.simulation.threads import Condition
 from tests.simulation.whole_steps import marks_of
 
@@ -54,7 +55,11 @@ class PlaceLost(Exception):
 
 @dataclass(eq=False)
 class Place:
-    """A worker's place in the job, and its connections from there. closed: they are cut off."""
+    """A worker's place in the job, and its connections from there.
+
+    closed: they are cut off
+    shared: the memory that it shares with shards; None: there is none
+    """
 
     result: JoinedWorker
     addresses: dict[int, str]
@@ -64,6 +69,7 @@ class Place:
 
     def __post_init__(self) -> None:
         self.calls: list[Call] = []
+        self.shared: SharedMemory | None = None
 
     @property
     def incarnation(self) -> int:
@@ -84,6 +90,10 @@ class Place:
         """Whether a bucket or a table there had had what its rank pushes for a clock, when it was taken."""
         counted = self.result.worker.on_shards.get(shard)
         return counted is not None and max(counted.pushed or 0, (counted.further or {}).get(part, 0)) >= clock
+
+    def shares(self, shard: int, member: int) -> bool:
+        """Whether a shard has mapped the segment of a member."""
+        return self.shared is not None and self.shared.has(shard, member)
 
     def cut(self) -> None:
         """Ends every call that is under way."""
@@ -106,6 +116,7 @@ class Worker:
     script:   with a schedule; None: its rate stays what it is
     members:  its processes
     buffers:  what it has of tensors that no optimizer steps
+    beside:   the shards on its host
     """
 
     def __init__(self, cluster: Cluster, run: Run, rank: int, launch: str, life: Life, row: int) -> None:
@@ -137,6 +148,7 @@ class Worker:
         self.script = Script(self) if cluster.with_schedules and run.rules.averaged else None
         self.members = Members(self, run.job.members)
         self.buffers = Buffers(self, run)
+        self.beside = cluster.segments.beside()
         self.host.spawn("train", self._main)
 
     @property
@@ -253,6 +265,8 @@ class Worker:
         self.places.append(place)
         if before is not None:
             before.cut()
+            if before.shared is not None:
+                before.shared.overwrite()
         self.run.whole_steps.joined(place.result.restore_count, place.result.clock)
         self.cluster.took(self, place)
         self.cluster.promises.joined(self, place)
@@ -335,6 +349,7 @@ class Worker:
                         self.saver.save()
                     continue
                 self.saver.between_steps()
+                self._offer_anew()
                 if self._is_to_hold():  # it has moved meanwhile, to where the others hold: they make no further step
                     continue
                 self._made += 1
@@ -360,6 +375,12 @@ class Worker:
         except PSError as error:
             self.world.trace(f"{self.host.name} ends with {type(error).__name__}: {error}")
             self.cluster.ended(self, error)
+
+    def _offer_anew(self) -> None:
+        """Shares other segments with shards, now and then."""
+        if not self.beside or self.is_streaming or self.world.random.random() >= OFFERED_ANEW:
+            return
+        self.in_place(lambda place: [] if place.shared is None else place.shared.offers())
 
     @property
     def _is_to_leave(self) -> bool:
@@ -404,6 +425,9 @@ class Worker:
         self.versions.clear()
         self._made = 0
         self._streamed.begin(place.clock)
+        if self.beside:
+            place.shared = SharedMemory(self, place)
+            self.all(place, place.shared.offers())
         if not self._begun:
             if self.rank == 0:
                 weights = self.pushes(place, 0, self.run.initial)
@@ -492,7 +516,8 @@ class Worker:
         buckets: Collection[int] | None = None,
         begun: int | None = None,
     ) -> list[Callable[[], object]]:
-        """Returns what pushes the same to some buckets, or all: to each shard one after the other, to all at once.
+        """Returns what pushes the same to some buckets, or all: to each shard one after the other, to all at once. A
+        step is not pushed so to shards that share memory: see `exchanges`.
 
         begun: the clock for which it was pushed first; what had come of that then is skipped
         """
@@ -504,8 +529,35 @@ class Worker:
                 had = begun is not None and place.has_had(shard, bucket, begun)
                 self._push(place, shard, bucket, clock, b"" if had else payload)
 
-        homes = self._homes(place, buckets).items()
+        homes = self._homes(place, buckets, apart=clock > 0).items()
         return [Works(member, partial(push, shard, held)) for (shard, member), held in homes]
+
+    def exchanges(
+        self,
+        place: Place,
+        clock: int,
+        gradient: torch.Tensor,
+        buckets: Collection[int] | None = None,
+        begun: int | None = None,
+    ) -> list[Callable[[], object]]:
+        """Returns what pushes a step to the shards that share memory, and pulls some buckets, or all, at its clock. The
+        others: see `pushes` and `pulls`."""
+        if place.shared is None:
+            return []
+        works = list[Callable[[], object]]()
+        for (shard, member), held in self._homes(place, buckets).items():
+            if place.shares(shard, member):
+                had = {bucket for bucket in held if begun is not None and place.has_had(shard, bucket, begun)}
+                pushed = Pushed(gradient, had, self._groups(clock))
+                exchange = partial(place.shared.exchange, shard, member, sorted(held), clock, pushed)
+                works.append(Works(member, partial(self._exchange, exchange, set(held) - had)))
+        return works
+
+    def _exchange(self, exchange: Callable[[], object], pushed: Collection[int]) -> None:
+        number = self._number
+        exchange()
+        for bucket in pushed:
+            self.run.acknowledged.note(bucket, self.life.number, number)
 
     def identity(self, place: Place, member: int = 0) -> Identity:
         """Returns how a member of the worker calls itself in a place."""
@@ -533,40 +585,67 @@ class Worker:
         local = self.run.spec.local
         return {} if local is None else {0: local.outer(clock)}
 
-    def _homes(self, place: Place, wanted: Collection[int] | None) -> dict[tuple[int, int], list[int]]:
-        """Returns the buckets of each shard and member, some or all, in an order of this worker's own."""
+    def _homes(
+        self, place: Place, wanted: Collection[int] | None, apart: bool = False
+    ) -> dict[tuple[int, int], list[int]]:
+        """Returns the buckets of each shard and member, some or all, in an order of this worker's own. apart: without
+        those of shards that share memory"""
         homes: dict[tuple[int, int], list[int]] = {}
         for bucket in self.world.random.sample(self.run.buckets, len(self.run.buckets)):
             if wanted is None or bucket in wanted:
                 homes.setdefault((place.result.placement[bucket], self.members.of(bucket)), []).append(bucket)
-        return homes
+        return {home: held for home, held in homes.items() if not apart or not place.shares(*home)}
 
     def pulls(
-        self, place: Place, clock: int, buckets: Collection[int] | None = None, all_staged: bool = False
+        self,
+        place: Place,
+        clock: int,
+        buckets: Collection[int] | None = None,
+        all_staged: bool = False,
+        apart: bool = False,
     ) -> list[Callable[[], object]]:
-        """Returns what pulls some buckets, or all, at a clock: from all shards at once. all_staged: see PullCall"""
+        """Returns what pulls some buckets, or all, at a clock: from all shards at once.
+
+        all_staged: see PullCall
+        apart:      not from shards that share memory, with which a step is an exchange
+        """
         return [
-            Works(member, partial(self._pull, place, place.addresses[shard], held, clock, all_staged))
-            for (shard, member), held in self._homes(place, buckets).items()
+            Works(member, partial(self._pull, place, shard, held, clock, all_staged))
+            for (shard, member), held in self._homes(place, buckets, apart).items()
         ]
 
-    def _pull(self, place: Place, address: str, buckets: list[int], clock: int, all_staged: bool) -> None:
-        """Fetches buckets; after a failure those that are missing."""
+    def _pull(self, place: Place, shard: int, buckets: list[int], clock: int, all_staged: bool) -> None:
+        member, address = self.members.of(buckets[0]), place.addresses[shard]
+        in_segment, narrow = place.shares(shard, member), self.run.spec.weight_wire in BLOCKS
+        if in_segment and place.shared is not None:
+            place.shared.stale(buckets, member)
+
+        def answers(missing: Sequence[int]) -> Iterator[object]:
+            whole = {bucket for bucket in missing if narrow and self.versions.get(bucket) != clock - 1}
+            which = self.identity(place, member), clock, tuple(missing), in_segment
+            call = PullCall(*which, whole=frozenset(whole), all_staged=all_staged)
+            network = self.cluster.network
+            return network.stream(address, "pull", call, seconds=PULL_SECONDS, begun=place.calls.append)
+
+        self.fetch(place, buckets, answers, clock)
+
+    def fetch(
+        self, place: Place, buckets: Collection[int], answers: Callable[[Sequence[int]], Iterator[object]], clock: int
+    ) -> None:
+        """Fetches buckets; after a failure those that are missing. answers: asks for some of them"""
         missing = dict.fromkeys(buckets)
 
         def attempt() -> None:
-            narrow = self.run.spec.weight_wire in BLOCKS
-            whole = {bucket for bucket in missing if narrow and self.versions.get(bucket) != clock - 1}
-            worker = self.identity(place, self.members.of(buckets[0]))
-            call = PullCall(worker, clock, tuple(missing), whole=frozenset(whole), all_staged=all_staged)
-            network = self.cluster.network
-            for answer in network.stream(address, "pull", call, seconds=PULL_SECONDS, begun=place.calls.append):
+            for answer in answers(tuple(missing)):
                 if place.closed:  # meanwhile, while the member that pulls hung: it lands nothing over later weights
                     raise TryLater("the connection is closed")
-                if isinstance(answer, PulledBucket) and answer.waiting is None:
-                    self._land(answer, answer.payload)
-                    missing.pop(answer.bucket, None)
-                    if answer.save_state:
+                for pulled in landed(answer):
+                    payload = pulled.payload
+                    if place.shared is not None and not payload:
+                        payload = place.shared.pulled(pulled.bucket, self.members.of(pulled.bucket))
+                    self._land(pulled, payload)
+                    missing.pop(pulled.bucket, None)
+                    if pulled.save_state:
                         self._saves.add(clock)
             if missing:
                 raise TryLater("the answer broke off")
@@ -623,9 +702,12 @@ class Worker:
             if self.run.target is not None and is_late and not self.run.rules.late:  # all go on to where that is
                 self.run.target = max(self.run.target, clock)
             try:
-                buckets = self.pushes(place, clock, self.gradient(number, clock), begun=begun)
+                gradient = self.gradient(number, clock)
+                buckets = self.pushes(place, clock, gradient, begun=begun)
                 rows = [*self.rows.pulls(place, number), *self.rows.pushes(place, clock, number, begun)]
-                self.all(place, [*self.pulls(place, clock), *buckets, *rows])
+                works = [*self.pulls(place, clock, apart=True), *buckets, *rows]
+                works += self.exchanges(place, clock, gradient, begun=begun)
+                self.all(place, [*works, *self.rows.exchanges(place, clock, number, begun)])
                 break
             except PlaceLost as lost:
                 self._lose(place, lost)
