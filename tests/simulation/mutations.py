@@ -519,7 +519,8 @@ HALF_STEPS = (
     doubled_halves(("async", "ssp:2"), frozenset({"doubled"}), known=("ssp:2", 384)),
     doubled_halves(("sync", "local:4"), frozenset({"half a step"}), known=("local:4", 40)),
 )
-IN_ROWS = frozenset({"doubled", "lost", "torn", "wrong row", "wrong update", "lost row"})
+# "saved": rank 0 mostly saves at once in a new place, and so finds first what a rollback did to rows.
+IN_ROWS = frozenset({"doubled", "lost", "torn", "wrong row", "wrong update", "lost row", "saved"})
 in_rows = partial(Mutation, kinds=IN_ROWS, tables=True)
 
 ROWS = (
