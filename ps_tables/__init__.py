@@ -6,6 +6,7 @@ one caller at a time.
 beginning.py      The rows that a table begins with, and their encoding in messages
 candidates.py     Ids that are not admitted yet, with the count of each
 changed_rows.py   A walk over the rows that changed after a version
+checked_ids.py    Whether ids are distinct, and of one shard
 choosing.py       Selects the loops of a process: those of the library, or numpy and torch
 cold.py           Keeps the rows that do not fit into memory in a file, until they are trained
 contributions.py  What workers push: gradients of rows, and rows that a script has set

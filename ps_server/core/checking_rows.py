@@ -26,6 +26,7 @@ from ps_server.core.data_commits import check_ranges
 from ps_server.core.placement import TableShare
 from ps_server.core.sums import GoodValues
 from ps_tables.beginning import decoded, row_columns
+from ps_tables.checked_ids import are_distinct, are_of_shard
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.row_sums import are_finite
 
@@ -114,7 +115,7 @@ class RowChecker:
         ids = np.frombuffer(push.payload, "<i8", push.count)
         values = _elements(PLAIN["float32"], push.payload, ID_BYTES * push.count, push.count * dim)
         self._check_place(table, ids)
-        _check_distinct(table, ids)
+        self._check_distinct(table, ids)
         if not are_finite(values):
             raise InvalidRequest(f"table {name!r}: rows of worker {push.worker.rank} that are assigned are not finite")
         unit, rows = self.first + push.table, RowValues(ids, values.view(push.count, dim))
@@ -159,7 +160,7 @@ class RowChecker:
         prefix = "waiting." if push.waiting else ""
         ids, last = part[f"{prefix}ids"].numpy(), part[f"{prefix}last"].numpy()
         self._check_place(table, ids)
-        _check_distinct(table, ids)
+        self._check_distinct(table, ids)
         if len(last) and not 1 <= last.min() <= last.max() <= version:
             raise InvalidRequest(
                 f"table {rows.name!r}: rows were trained by updates 1 to {version}, got {last.min()} to {last.max()}"
@@ -212,21 +213,26 @@ class RowChecker:
         counts = np.frombuffer(payload, "<u4", push.count, ID_BYTES * push.count).astype(np.int64)
         gradients = _elements(codec, payload, (ID_BYTES + COUNT_BYTES) * push.count, push.count * dim)
         self._check_place(table, ids)
-        _check_distinct(table, ids)
+        self._check_distinct(table, ids)
         if not counts.all():
             raise InvalidRequest(f"table {name!r}: expected that each id has occurred, got a count of 0")
         return RowGradients(ids, counts, gradients.view(push.count, dim))
 
     def _check_place(self, table: JobTable, ids: Ids) -> None:
         place = self.place
-        if place.shards == 1:
-            return
-        other = np.flatnonzero(shards_of(ids, place.shards) != place.shard)
-        if len(other):
+        if not are_of_shard(ids, place.shards, place.shard):
+            of = shards_of(ids, place.shards)
+            other = int(np.argmax(of != place.shard))
             raise InvalidRequest(
-                f"table {table.rows.name!r}: id {ids[other[0]]} is on shard "
-                f"{shards_of(ids[other[:1]], place.shards)[0]}, and came to shard {place.shard} of {place.shards}"
+                f"table {table.rows.name!r}: id {ids[other]} is on shard {of[other]}, and came to shard {place.shard} "
+                f"of {place.shards}"
             )
+
+    def _check_distinct(self, table: JobTable, ids: Ids) -> None:
+        if not are_distinct(ids, self.place.salt):
+            ordered = np.sort(ids)
+            twice = ordered[1:][ordered[1:] == ordered[:-1]]
+            raise InvalidRequest(f"table {table.rows.name!r}: expected each id once, got {twice[0]} twice")
 
     def _is_finite(self, table: JobTable, push: RowsPush, gradients: torch.Tensor, known: bool | None) -> bool:
         """Whether the gradients count; False if the step leaves them out. Raises NonFiniteGradient, LimitExceeded.
@@ -253,13 +259,6 @@ class RowChecker:
                     f"with {dict(registered)}, which cannot be switched on in a running job"
                 )
             self._good.note(number, values)
-
-
-def _check_distinct(table: JobTable, ids: Ids) -> None:
-    ordered = np.sort(ids)  # several times as fast as hashing them
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice):
-        raise InvalidRequest(f"table {table.rows.name!r}: expected each id once, got {twice[0]} twice")
 
 
 def _elements(codec: Cast, payload: Buffer, offset: int, count: int) -> torch.Tensor:

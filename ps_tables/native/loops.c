@@ -261,6 +261,36 @@ int64_t ps_insert(uint64_t *slots, uint64_t mask, int64_t salt, const int64_t *i
     return used;
 }
 
+static uint64_t shard_of(int64_t id, int64_t shards)
+{
+    return (mixed(id) >> 32) * (uint64_t)shards >> 32;
+}
+
+int ps_are_of_shard(const int64_t *ids, int64_t n, int64_t shards, int64_t shard)
+{
+    int others = 0;
+    for (int64_t i = 0; i < n; i++)
+        others |= shard_of(ids[i], shards) != (uint64_t)shard;
+    return !others;
+}
+
+int ps_are_distinct(const int64_t *ids, int64_t n, int64_t salt, int32_t *slots, uint64_t mask, int32_t *taken)
+{
+    int64_t m = 0;
+    int are_distinct = 1;
+    for (; m < n && are_distinct; m++) {
+        uint64_t slot = mixed(ids[m] ^ salt) & mask;
+        while (slots[slot] >= 0 && ids[slots[slot]] != ids[m])
+            slot = (slot + 1) & mask;
+        are_distinct = slots[slot] < 0;
+        slots[slot] = (int32_t)m;
+        taken[m] = (int32_t)slot;
+    }
+    for (int64_t i = 0; i < m; i++)
+        slots[taken[i]] = -1;
+    return are_distinct;
+}
+
 int64_t ps_distinct(const int64_t *ids, int64_t n, int64_t salt, int64_t shards, int32_t *slots, uint64_t mask,
                     int32_t *scratch, int64_t *met, int64_t *distinct, int64_t *places, int64_t *counts,
                     int64_t *ends)
@@ -278,7 +308,7 @@ int64_t ps_distinct(const int64_t *ids, int64_t n, int64_t salt, int64_t shards,
             slots[slot] = m;
             slot_of[m] = (int32_t)slot;
             met[m] = ids[i];
-            place[m] = (int32_t)((mixed(ids[i]) >> 32) * (uint64_t)shards >> 32); /* its shard, for now */
+            place[m] = (int32_t)shard_of(ids[i], shards); /* its shard, for now */
             if (place[m] + 1 < shards)
                 ends[place[m] + 1]++;
             m++;

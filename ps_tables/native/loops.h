@@ -44,6 +44,15 @@ void ps_find(const uint64_t *slots, uint64_t mask, int64_t salt, const int64_t *
 /* Gives n distinct ids without a row one each; returns how many empty slots that took. At least n + 1 are free. */
 int64_t ps_insert(uint64_t *slots, uint64_t mask, int64_t salt, const int64_t *ids, const int64_t *given, int64_t n);
 
+/* Returns whether n ids are all of one shard. */
+int ps_are_of_shard(const int64_t *ids, int64_t n, int64_t shards, int64_t shard);
+
+/* Returns whether n ids are distinct.
+
+   slots: mask + 1 of them, at least 2 * n, all -1, before and after
+   taken: memory for n numbers */
+int ps_are_distinct(const int64_t *ids, int64_t n, int64_t salt, int32_t *slots, uint64_t mask, int32_t *taken);
+
 /* Writes the distinct ones of n ids, ordered by shard and then by where each occurs first; the place of every id among
    them, and how often each occurs. Returns how many they are.
 

@@ -18,9 +18,10 @@ Floats = npt.NDArray[np.float32]
 Records = npt.NDArray[np.void]
 T = TypeVar("T", bound=np.generic)
 
-MOST_IDS, MOST_SHARDS = 2**29, 2**16  # the most that `distinct` accepts: it counts with 32 bits
-# Most slots of an array that `distinct` keeps for a later call. It keeps one array, of up to 4 MiB, for each of the
-# calls that ran at the same time.
+# The most that `distinct` accepts, which counts with 32 bits. `are_distinct` accepts as many ids.
+MOST_IDS, MOST_SHARDS = 2**29, 2**16
+# Most slots of an array that `distinct` and `are_distinct` keep for a later call. They keep one array, of up to 4 MiB,
+# for each of the calls that ran at the same time.
 _KEPT_SLOTS = 2**20
 
 
@@ -42,7 +43,7 @@ class Loops:
 
     def __init__(self, foreign: Foreign, library: Any, level: str) -> None:
         self._foreign, self._library, self.level = foreign, library, level
-        self._spare: list[npt.NDArray[np.int32]] = []  # slots of `distinct`, all free, for the next call
+        self._spare: list[npt.NDArray[np.int32]] = []  # slots of `_free_slots`, all free, for the next call
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
@@ -151,6 +152,24 @@ class Loops:
         index = self._slots(slots, written=True), len(slots) - 1, salt
         return int(self._library.ps_insert(*index, self._read(ids), self._read(rows), len(ids)))
 
+    def are_of_shard(self, ids: Longs, shards: int, shard: int) -> bool:
+        """Returns whether all ids are of one shard, out of fewer than 2**32."""
+        return bool(self._library.ps_are_of_shard(self._read(ids), len(ids), shards, shard))
+
+    def are_distinct(self, ids: Longs, salt: int) -> bool:
+        """Returns whether no id comes twice, out of at most MOST_IDS."""
+        count = len(ids)
+        if count > MOST_IDS:
+            raise ValueError(f"expected up to {MOST_IDS} ids, got {count}")
+        needed = 1 << (2 * count).bit_length()
+        slots, taken = self._free_slots(needed), np.empty(count, np.int32)
+        found = self._library.ps_are_distinct(
+            *(self._read(ids), count, salt, self._pointer("int32_t[]", slots), needed - 1),
+            self._pointer("int32_t[]", taken),
+        )
+        self._keep_slots(slots)
+        return bool(found)
+
     def distinct(self, ids: Longs, salt: int, shards: int) -> tuple[Longs, Longs, Longs, Longs]:
         """Returns the fields of distinct.Distinct. Raises ValueError for more than MOST_IDS or MOST_SHARDS."""
         count = len(ids)
@@ -166,9 +185,13 @@ class Loops:
             self._pointer("int32_t[]", scratch[1].view(np.int32)),
             *(self._longs(each) for each in (met, found, places, counts, ends)),
         )
+        self._keep_slots(slots)
+        return found[:many].copy(), places, counts[:many].copy(), ends
+
+    def _keep_slots(self, slots: npt.NDArray[np.int32]) -> None:
+        """Keeps an array of slots, which are all free again, for a later call."""
         if len(slots) <= _KEPT_SLOTS:
             self._spare.append(slots)
-        return found[:many].copy(), places, counts[:many].copy(), ends
 
     def _free_slots(self, count: int) -> npt.NDArray[np.int32]:
         """Returns an array of slots that are all free. The array of an earlier call is used again if it is large
@@ -228,6 +251,7 @@ def check_complete(library: Any) -> None:
     _ = library.ps_gather, library.ps_rows_at, library.ps_scatter, library.ps_are_finite, library.ps_copy
     _ = library.ps_add, library.ps_sum, library.ps_sgd, library.ps_adagrad
     _ = library.ps_find, library.ps_insert, library.ps_distinct
+    _ = library.ps_are_of_shard, library.ps_are_distinct
 
 
 def _as_c_has_it(array: npt.NDArray[T]) -> npt.NDArray[T]:

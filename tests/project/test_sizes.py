@@ -99,6 +99,7 @@ LARGER_CLASSES = {
     "JobTraining": "the step loop of all modes on servers",
     "LocalRound": "the buffers of a round of local steps: begun, pushed, pulled and mixed in",
     "LocalRounds": "implements StepKind for rounds of local steps",
+    "Loops": "a method for each loop of the library",
     "Membership": "the pure rules of joins, leaves and leases",
     "Objects": "implements Files for an object store",
     "ParameterServerGroupStrategy": "implements Lightning's Strategy: it has no method that is not Lightning's",

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ps_protocol.row_ids import Ids, mix, shards_of
 from ps_protocol.tables import Initializer, TableSpec
 from ps_tables import index, row_sums, steps
+from ps_tables.checked_ids import are_distinct, are_of_shard
 from ps_tables.contributions import RowGradients
 from ps_tables.distinct import distinct
 from ps_tables.native import in_use
@@ -86,11 +87,45 @@ def test_a_large_batch_has_the_same_distinct_ids(loops: Loops) -> None:
             assert np.array_equal(expected.ids[expected.places], each)
 
 
+@given(
+    ids=st.lists(st.one_of(st.sampled_from(EDGES), st.integers(-20, 20), st.integers(-(2**63), 2**63 - 1))),
+    salt=st.integers(-(2**63), 2**63 - 1),
+    shards=st.integers(1, 5),
+    shard=st.integers(0, 4),
+)
+def test_ids_are_checked_alike(loops: Loops, ids: list[int], salt: int, shards: int, shard: int) -> None:
+    batch, shard = np.array(ids, np.int64), shard % shards
+    once = np.unique(batch)
+    here = once[shards_of(once, shards) == shard]
+    for each, is_here, is_distinct in ((batch, False, len(once) == len(ids)), (once, False, True), (here, True, True)):
+        for use in (None, loops):
+            in_use.use(use)
+            assert are_distinct(each, salt) == is_distinct
+            assert are_of_shard(each, shards, shard) == (is_here or bool((shards_of(each, shards) == shard).all()))
+
+
+def test_an_id_that_comes_twice_is_found_wherever_it_is(loops: Loops) -> None:
+    """Also right after another refusal, in the same memory, where ids share slots."""
+    crowd = np.arange(400_000)
+    crowd = crowd[mix(crowd ^ 7) % 1024 == 5]
+    ids = np.concatenate([crowd, np.array(EDGES), np.arange(2_000, 7_000)[::-1] * 2**40])
+    in_use.use(loops)
+    assert are_distinct(ids, 7)
+    for first, second in ((0, 1), (0, len(ids) - 1), (200, 300), (len(ids) - 2, len(ids) - 1)):
+        again = ids.copy()
+        again[second] = again[first]
+        assert not are_distinct(again, 7)
+        assert are_distinct(ids, 7)
+        assert np.array_equal(loops.distinct(ids, 7, 1)[0], ids)
+
+
 def test_more_shards_or_ids_than_the_library_counts_are_refused(loops: Loops) -> None:
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.int64), (2**29 + 1,), (0,))
     for ids, shards in ((huge, 1), (np.arange(3), 0), (np.arange(3), 2**16 + 1)):
         with pytest.raises(ValueError, match="expected up to 536870912 ids of up to 65536 shards, got "):
             loops.distinct(ids, 0, shards)
+    with pytest.raises(ValueError, match="expected up to 536870912 ids, got 536870913"):
+        loops.are_distinct(huge, 0)
     with pytest.raises(ValueError, match="expected fewer ids than the 8 slots, got 8"):
         loops.insert(np.zeros(8, np.uint64), 0, np.arange(8), np.arange(8))
 
