@@ -98,12 +98,15 @@ class Entries:
 
     def use(self, numbers: RowNumbers, version: int | npt.NDArray[np.int64]) -> None:
         """Records the use of entries by a version, or by one version each."""
-        highest = int(np.max(version, initial=0)) - self._base
+        highest = (version if isinstance(version, int) else int(np.max(version, initial=0))) - self._base
         if highest > _HIGHEST:
             self._rebase(highest - _HIGHEST // 2)
         if self._observer is not None:
             self._observer(numbers)
-        self._used[numbers] = np.maximum(version - np.int64(self._base), self._threshold)
+        if isinstance(version, int):
+            self._used[numbers] = max(version - self._base, self._threshold)
+        else:
+            self._used[numbers] = np.maximum(version - np.int64(self._base), self._threshold)
 
     def remove(self, ids: Ids, numbers: RowNumbers) -> None:
         """Removes distinct entries."""

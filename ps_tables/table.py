@@ -13,7 +13,7 @@ the shard.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -154,21 +154,42 @@ class Table:
         self._values.update(values or {})
         self.version = version
         self._rows.limit = self._places.limit
+        numbers, sums, applied = self._used(update, version)
+        self._optimizer.step(self._weights, self._places.of(numbers), sums, count, self._values, version)
+        expired = self._expire(version)
+        self._places.settle(self._rows, version)
+        return replace(applied, expired=expired) if expired else applied
+
+    def _used(self, update: RowGradients, version: int) -> tuple[RowNumbers, torch.Tensor, Applied]:
+        """Finds the rows of an update, and records their use.
+
+        Returns their numbers, the sums of their gradients, and the result of the update so far.
+        """
         numbers = self._rows.find(update.ids)
         unknown = np.flatnonzero(numbers < 0)
+        if len(unknown) or len(self._rows) > self._rows.limit:
+            return self._made_and_used(update, numbers, unknown, version)
+        self._rows.use(numbers, version)  # most updates of a table that has been filled end here
+        return numbers, update.gradients, Applied(len(numbers), 0)
+
+    def _made_and_used(
+        self, update: RowGradients, numbers: RowNumbers, unknown: np.ndarray, version: int
+    ) -> tuple[RowNumbers, torch.Tensor, Applied]:
+        """As `_used`, where some ids have no row, or more rows are there than may be: makes rows, and room for them.
+
+        numbers: of the rows that the update finds; gets those of the new rows
+        unknown: the positions in the update of ids without a row
+        """
         new = self._admitted(update, unknown, version)
         waiting = len(unknown) - len(new)
-        self._rows.use(numbers[numbers >= 0] if len(unknown) else numbers, version)
+        self._rows.use(numbers[numbers >= 0], version)
         made, evicted = self._make(update.ids, numbers, new, version)
         if len(made):
             places = self._places.of_new(numbers[made])
             self._weights.write(places, initial_rows(self.spec.initializer, update.ids[made], self.spec.dim))
             self._optimizer.reset(places, self._values)
         numbers, sums = _of_rows(numbers, update.gradients)
-        self._optimizer.step(self._weights, self._places.of(numbers), sums, count, self._values, version)
-        expired = self._expire(version)
-        self._places.settle(self._rows, version)
-        return Applied(len(numbers), len(made), waiting, len(new) - len(made), expired, evicted)
+        return numbers, sums, Applied(len(numbers), len(made), waiting, len(new) - len(made), 0, evicted)
 
     def assign(self, rows: RowValues, version: int) -> Applied:
         """Sets rows, and resets their optimizer state. An id without a row gets one, even if it waits for admission.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -66,7 +66,6 @@ class TableRows:
     An update without any gradient or assigned row does not count as an update of the table: expiry counts only the
     others.
 
-    counts: counts of ids and rows; replaced as a whole, as other threads read it
     """
 
     def __init__(self, table: JobTable, capacity: int, salt: int, beyond: Beyond | None = None) -> None:
@@ -82,7 +81,7 @@ class TableRows:
         self._made, self._table = made, made(table.rows)
         self._open: list[RowsContribution] = []
         self._in_use = ValuesInUse()
-        self.counts = RowCounts()
+        self._counts = dict.fromkeys((each.name for each in fields(RowCounts)), 0)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -98,7 +97,7 @@ class TableRows:
     def add(self, contribution: RowsContribution, is_last: bool = False) -> None:
         """Adds one contribution to the open update. The order of calls is the order of the sums."""
         self._open.append(contribution)
-        self.counts += RowCounts(pushed=sum(len(rows) for rows in contribution.rows))
+        self._counts["pushed"] += sum(len(rows) for rows in contribution.rows)
 
     def step(self) -> None:
         """Applies the open update, with the mean of its contributions."""
@@ -121,21 +120,27 @@ class TableRows:
         self._count(self._table.apply(update, count, version, values))
 
     def _count(self, done: Applied) -> None:
-        self.counts += RowCounts(
-            admitted=done.admitted,
-            expired=done.expired,
-            evicted=done.evicted,
-            waiting=done.waiting,
-            no_room=done.no_room,
-        )
+        counts = self._counts
+        counts["admitted"] += done.admitted
+        counts["expired"] += done.expired
+        counts["evicted"] += done.evicted
+        counts["waiting"] += done.waiting
+        counts["no_room"] += done.no_room
 
     def pull(self, ids: Ids, out: torch.Tensor) -> int:
         """Reads rows; see Table.pull."""
         before = self._table.in_file.read
         found = self._table.pull(ids, out)
-        cold = self._table.in_file.read - before
-        self.counts += RowCounts(found=found, missing=len(ids) - found, cold=cold)
+        counts = self._counts
+        counts["cold"] += self._table.in_file.read - before
+        counts["found"] += found
+        counts["missing"] += len(ids) - found
         return found
+
+    @property
+    def counts(self) -> RowCounts:
+        """Counts of ids and rows. Another thread may read them at any time."""
+        return RowCounts(**self._counts)
 
     @property
     def spec(self) -> TableSpec:
@@ -198,7 +203,7 @@ class TableRows:
         self._in_use = ValuesInUse()
         fitting = newest(tensors, self._table.capacity)
         self._table.restore(fitting, values)
-        self.counts += RowCounts(evicted=len(tensors["ids"]) - len(fitting["ids"]))
+        self._counts["evicted"] += len(tensors["ids"]) - len(fitting["ids"])
 
 
 @dataclass(frozen=True)

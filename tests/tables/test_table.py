@@ -14,7 +14,9 @@ from ps_protocol.tables import Initializer, TableSpec
 from ps_tables.contributions import RowGradients
 from ps_tables.distinct import distinct
 from ps_tables.entries import Entries
+from ps_tables.increments import in_order
 from ps_tables.initial import initial_rows
+from ps_tables.row_arrays import RowNumbers
 from ps_tables.table import Applied, Table
 from tests.tools.row_gradients import summed
 
@@ -49,6 +51,51 @@ def test_a_pull_reads_rows_and_makes_none() -> None:
     start = initial_rows(SPEC.initializer, np.arange(-10, 10), 4)
     trained = [(row != first).all().item() for row, first in zip(before, start, strict=True)]
     assert [number for number, is_trained in zip(range(-10, 10), trained, strict=True) if is_trained] == [-7, 7]
+
+
+class LongWay(Table):
+    """A table that updates rows that are all there as it does where some must be made."""
+
+    def _used(self, update: RowGradients, version: int) -> tuple[RowNumbers, torch.Tensor, Applied]:
+        numbers = self._rows.find(update.ids)
+        return self._made_and_used(update, numbers, np.flatnonzero(numbers < 0), version)
+
+
+def history(kind: type[Table], optimizer: str) -> tuple[list[Applied], list[torch.Tensor]]:
+    """Returns what became of updates, and what copies and readers got meanwhile.
+
+    Some have only ids that have rows. From version 20 on ids wait for admission, and rows expire.
+    """
+    rows, results, seen = kind(SPEC, optimizer, {"lr": 0.1}, 200), [], []
+    copy, walk = rows.copy(), rows.changes(0)
+    for version in range(1, 81):
+        random = np.random.default_rng(version)
+        ids = random.permutation(300 if version % 3 == 0 else 40)[:25] - 20
+        values = torch.from_numpy(random.standard_normal((25, 4), "f4"))
+        results.append(rows.apply(RowGradients(ids, random.integers(1, 3, 25), values), version % 2 + 1, version))
+        copy.take(9)
+        seen += [*walk.take(9)[1:], torch.from_numpy(walk.take_removed(9)), pulled(rows, ids)]
+        if version == 20:
+            saved, rows = rows.snapshot(), kind(replace(SPEC, admit_after=2, expire_after=16), optimizer, {}, 200)
+            rows.restore(saved, {"lr": 0.1})
+        if version % 10 == 0:
+            seen += [tensor for _, tensor in sorted(in_order(copy.tensors()).items())] if copy.is_over else []
+            copy, walk = rows.copy(version - 10 if version > 30 else None), rows.changes(version - 5)
+    return results, seen + [tensor for _, tensor in sorted(rows.snapshot().items())]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "RowWiseAdagrad", "Adam"])
+def test_an_update_whose_ids_all_have_rows_does_as_one_that_makes_some(optimizer: str) -> None:
+    """Its way is shorter. Rows, their expiry, a copy that is under way, and what readers get are the same."""
+    results, seen = history(Table, optimizer)
+    long_results, long_seen = history(LongWay, optimizer)
+    assert results == long_results
+    assert len(seen) == len(long_seen)
+    assert all(torch.equal(*pair) for pair in zip(seen, long_seen, strict=True))
+    short = [each for each in results if not each.admitted + each.waiting + each.no_room]
+    assert len(short) > 30
+    assert sum(each.expired for each in results) > 10
+    assert any(each.expired for each in short)
 
 
 def test_an_id_that_is_refused_expired_or_unknown_shifts_no_other_ids_gradient() -> None:
@@ -121,6 +168,16 @@ def test_beyond_the_most_rows_those_trained_longest_ago_go_and_those_of_the_upda
     applied = rows.apply(gradients(*range(2_000, 2_300)), 1, 12)
     assert (applied.stepped, applied.no_room, len(rows)) == (100, 200, 100), "more than fit at all"
     assert rows.apply(gradients(*range(3_000, 3_100)), 1, 13) == Applied(100, 100, evicted=100)
+
+
+def test_a_table_that_has_room_for_fewer_rows_than_before_makes_room_also_in_an_update_without_new_ids() -> None:
+    """As one whose file is on a disk that has become full."""
+    rows = table(capacity=100)
+    rows.apply(gradients(*range(100)), 1, 1)
+    rows._places._capacity = 60  # type: ignore[attr-defined]
+    applied = rows.apply(gradients(*range(50)), 1, 2)
+    assert (applied.stepped, applied.evicted, len(rows)) == (50, 40, 60)
+    assert rows.pull(np.arange(50), torch.empty(50, 4)) == 50
 
 
 @pytest.mark.parametrize("updates", [1, 2, 4, 16])
