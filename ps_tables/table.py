@@ -138,9 +138,10 @@ class Table:
         """
         numbers = self._rows.find(ids)
         self._places.read(numbers, {"weights": out})
+        if _all_found(numbers):
+            return len(ids)
         untrained = np.flatnonzero(numbers < 0)
-        if len(untrained):
-            out[torch.from_numpy(untrained)] = initial_rows(self.spec.initializer, ids[untrained], self.spec.dim)
+        out[torch.from_numpy(untrained)] = initial_rows(self.spec.initializer, ids[untrained], self.spec.dim)
         return len(ids) - len(untrained)
 
     def apply(self, update: RowGradients, count: int, version: int, values: HyperParameters | None = None) -> Applied:
@@ -166,20 +167,19 @@ class Table:
         Returns their numbers, the sums of their gradients, and the result of the update so far.
         """
         numbers = self._rows.find(update.ids)
-        unknown = np.flatnonzero(numbers < 0)
-        if len(unknown) or len(self._rows) > self._rows.limit:
-            return self._made_and_used(update, numbers, unknown, version)
-        self._rows.use(numbers, version)  # most updates of a table that has been filled end here
-        return numbers, update.gradients, Applied(len(numbers), 0)
+        if _all_found(numbers) and len(self._rows) <= self._rows.limit:
+            self._rows.use(numbers, version)  # most updates of a table that has been filled
+            return numbers, update.gradients, Applied(len(numbers), 0)
+        return self._made_and_used(update, numbers, version)
 
     def _made_and_used(
-        self, update: RowGradients, numbers: RowNumbers, unknown: np.ndarray, version: int
+        self, update: RowGradients, numbers: RowNumbers, version: int
     ) -> tuple[RowNumbers, torch.Tensor, Applied]:
         """As `_used`, where some ids have no row, or more rows are there than may be: makes rows, and room for them.
 
         numbers: of the rows that the update finds; gets those of the new rows
-        unknown: the positions in the update of ids without a row
         """
+        unknown = np.flatnonzero(numbers < 0)
         new = self._admitted(update, unknown, version)
         waiting = len(unknown) - len(new)
         self._rows.use(numbers[numbers >= 0], version)
@@ -364,6 +364,11 @@ class Table:
         if self._candidates is not None:
             self._candidates.entries.sweep()
         return expired
+
+
+def _all_found(numbers: RowNumbers) -> bool:
+    """Returns whether each of these is the number of a row."""
+    return bool(numbers.min(initial=0) == 0)
 
 
 def _of_rows(numbers: RowNumbers, gradients: torch.Tensor) -> tuple[RowNumbers, torch.Tensor]:

@@ -57,8 +57,7 @@ class LongWay(Table):
     """A table that updates rows that are all there as it does where some must be made."""
 
     def _used(self, update: RowGradients, version: int) -> tuple[RowNumbers, torch.Tensor, Applied]:
-        numbers = self._rows.find(update.ids)
-        return self._made_and_used(update, numbers, np.flatnonzero(numbers < 0), version)
+        return self._made_and_used(update, self._rows.find(update.ids), version)
 
 
 def history(kind: type[Table], optimizer: str) -> tuple[list[Applied], list[torch.Tensor]]:
