@@ -366,6 +366,8 @@ class DataListener:
             raise InvalidRequest(
                 f"cannot listen for data connections on {host}:{port} ({error.strerror}); choose another --data-port"
             ) from None
+        if tls is not None:
+            log.info("data connections are encrypted by this Python's %s", ssl.OPENSSL_VERSION)
         contexts = None if tls is None else ReloadingFiles(tls.paths(), lambda: server_context(tls, "data connections"))
         self._handshakes.listen(listener, None if contexts is None else contexts.get)
         return int(listener.getsockname()[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -68,9 +69,9 @@ class Gauges(Collector, Generic[S]):
 
 
 def build_gauge() -> Gauges[dict[str, str]]:
-    """Returns a gauge that is always 1 and whose labels are the versions of this software, the protocol, and torch."""
-    built = {"version": version(), "protocol": str(VERSION), "torch": version("torch")}
-    text = "What this process runs: its version, that of the protocol, and torch's."
+    """Returns a gauge that is always 1 and whose labels are the versions of what this process runs."""
+    built = {"version": version(), "protocol": str(VERSION), "torch": version("torch"), "openssl": ssl.OPENSSL_VERSION}
+    text = "What this process runs: its version, that of the protocol, torch's, and that of Python's OpenSSL."
     return Gauges(
         lambda: built, [("ps_build_info", text, tuple(built), lambda labels: [(tuple(labels.values()), 1.0)])]
     )

@@ -21,6 +21,7 @@ def server_context(tls: Tls, what: str) -> ssl.SSLContext:
         raise InvalidRequest(f"{what} over TLS need --tls-cert and --tls-key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION  # or a client of TLS 1.2 could ask for one handshake after the other
     try:
         context.load_cert_chain(tls.cert, tls.key)
         if tls.ca is not None:
@@ -41,6 +42,7 @@ def client_context(tls: Tls) -> ssl.SSLContext:
     roots = material.ca or material.cert
     try:
         context = ssl.create_default_context(cadata=None if roots is None else roots.decode("ascii", "ignore"))
+        context.options |= ssl.OP_NO_RENEGOTIATION
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         context.verify_flags &= ~getattr(ssl, "VERIFY_X509_STRICT", 0)  # gRPC is not strict either
         if tls.cert is not None:

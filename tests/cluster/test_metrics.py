@@ -390,7 +390,8 @@ def test_every_process_says_what_it_runs(shared: Cluster, job: str) -> None:
         trained(session, 1)
         for address in (*(server.metrics_address for server in shared.servers), session.metrics_address):
             runs = {name: number for name, number in scrape(address).items() if name.startswith("ps_build_info")}
-            labels = f'protocol="{VERSION}",torch="{version("torch")}",version="{version()}"'
+            labels = f'openssl="{ssl.OPENSSL_VERSION}",protocol="{VERSION}",'
+            labels += f'torch="{version("torch")}",version="{version()}"'
             assert runs == {f"ps_build_info{{{labels}}}": 1.0}
             assert "# TYPE ps_background_errors_total counter" in page(address, "/metrics")
     running = requests.fetch(shared.address)
@@ -524,7 +525,7 @@ LABELS |= {"name"}  # of what a script logs
 LABELS |= {"table", "level"}
 LABELS |= {"grpc_type", "grpc_service", "grpc_method", "grpc_code"}
 LABELS |= {"implementation", "major", "minor", "patchlevel", "version"}  # of python_info
-LABELS |= {"protocol", "torch"}  # of ps_build_info
+LABELS |= {"protocol", "torch", "openssl"}  # of ps_build_info
 UNITS = ("_seconds", "_bytes", "_clocks")
 
 

@@ -144,6 +144,11 @@ def show(port: int, tls: Tls | None) -> None:
         end.recv(1)
 
 
+def test_neither_end_may_ask_for_a_new_handshake(certs: Path) -> None:
+    for context in (server_context(server_tls(certs), "tests"), client_context(client(certs).tls)):
+        assert context.options & ssl.OP_NO_RENEGOTIATION
+
+
 def test_what_is_lent_to_an_encrypted_connection_arrives_as_it_was(certs: Path) -> None:
     """The sender gives way in the middle of what OpenSSL has begun, and goes on with a copy."""
     memory, loans = bytearray(b"x" * 2**24), Loans()
