@@ -194,6 +194,7 @@ def test_a_worker_that_joins_while_all_others_evaluate_has_their_schedule_once_t
     late = Trainer(shared, job, mode)
     trainers.append(late)
     until(lambda: "asks again with later steps" in caplog.text, "a first step without an answer")
+    monkeypatch.setattr(participation, "SCRIPT_SECONDS", 60.0)
     first.goes_on.set()
     if mode == "sync":
         assert begins_at(late) == 21
