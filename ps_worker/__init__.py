@@ -17,6 +17,7 @@ group.py        A worker that is a group of processes: how its members agree
 neighbours.py   The other members of a group: whether they have come, and whether they go on
 prepared.py     Maps the arguments of `prepare` to its results
 row_feed.py     A live copy of a table in a process that does not train
+reading_blocks.py Blocks in which readers see no change, and the changes that wait for their end
 followed_model.py `subscribe`: a job's weights in a process that does not train
 edition_tensors.py A job's weights at one version: as tensors, as files, and for models with other names
 config.py       A worker's settings: arguments first, then PS_* variables, then a launcher's, then defaults

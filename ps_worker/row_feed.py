@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -24,6 +26,7 @@ from ps_protocol.errors import (
     Unauthenticated,
     Unreachable,
     Unsupported,
+    anew,
 )
 from ps_protocol.row_ids import shards_of
 from ps_runtime.background import guarded, join_within, start
@@ -32,6 +35,7 @@ from ps_runtime.memory import free_bytes
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.feeds import RowWatch, shard_addresses
 from ps_worker.config import check, reading_from
+from ps_worker.reading_blocks import ReadingBlocks
 from ps_worker.tables.ahead import flat_ids
 from ps_worker.tables.row_copy import ReadRowsMessage, RowCopy, saved_copy
 
@@ -78,13 +82,16 @@ class _Source:
 class _Follower:
     """Follows one of several shards, in its own thread, until `end`.
 
+    blocks: in which nothing is added to the copy
     copy: its rows; None before the first message
     thread: its thread
     heard: the time.monotonic() at which the copy was last known to equal the shard's rows; None: not in this process
     """
 
-    def __init__(self, source: _Source, shard: int, shards: int, changed: Callable[[], None]) -> None:
-        self.shard, self.shards = shard, shards
+    def __init__(
+        self, source: _Source, shard: int, shards: int, blocks: ReadingBlocks, changed: Callable[[], None]
+    ) -> None:
+        self.shard, self.shards, self._blocks = shard, shards, blocks
         self.copy: RowCopy | None = None
         self.heard: float | None = None
         self.trouble: PSError | None = None
@@ -110,6 +117,7 @@ class _Follower:
     def end(self, wait: bool = True) -> None:
         """Ends the thread, which saves its rows first."""
         self._ending.set()
+        self._blocks.wake()
         if (watch := self._watch) is not None:
             watch.cancel()
         if wait and self.thread.is_alive():
@@ -151,28 +159,37 @@ class _Follower:
                 for part in self._watch:
                     self._take(part)
         except PSError as error:
-            self.trouble = error
+            self.trouble = trouble = anew(error)  # its traceback would keep all rows, where somebody keeps the error
             if isinstance(error, InvalidRequest) and self.copy is not None:
                 self.copy.cursor = b""  # the shard does not know this cursor: it sends all rows again
-            self._troubles.met(source.table, "feed of table %r: %s", source.table, error)
+            self._troubles.met(source.table, "feed of table %r: %s", source.table, trouble)
         finally:
             if (watch := self._watch) is not None:
                 watch.cancel()
 
     def _take(self, part: ReadRowsMessage) -> None:
+        """Adds a message to the copy, as soon as nobody reads in a block."""
+        came, self._spoke = time.monotonic(), math.inf  # it is not the shard that is waited for
+        with self._blocks.change(self._ending.is_set) as may_change:
+            is_added = may_change and self._add(part)
         self._spoke = time.monotonic()
-        copy = self.copy
-        if part.begin is not None and (copy is None or copy.begin.dim != part.begin.dim):
-            copy = self.copy = RowCopy(part.begin, self._source.memory)
-        if copy is None:
-            return  # a message outside of a round: the table is gone, and the stream ends
-        copy.take(part)
-        if part.cursor:
-            self.heard, self.trouble = time.monotonic(), None
+        if is_added and part.cursor:
+            self.heard, self.trouble = came, None
             self._troubles.over(self._source.table)
             if time.monotonic() - self._saved >= self._source.save_every:
                 self._save()
             self._changed()
+
+    def _add(self, part: ReadRowsMessage) -> bool:
+        """Adds a message to the copy. Returns False for one outside of a round: the table is gone, and the stream
+        ends.
+        """
+        copy = self.copy
+        if part.begin is not None and (copy is None or copy.begin.dim != part.begin.dim):
+            copy = self.copy = RowCopy(part.begin, self._source.memory)
+        if copy is not None:
+            copy.take(part)
+        return copy is not None
 
     def _save(self) -> None:
         self._saved = time.monotonic()
@@ -233,6 +250,7 @@ class RowFeed:
         self._source = _Source(address, shown, check("job", job), table, period, where, save_every)
         self._condition = threading.Condition()
         self._closing = threading.Event()
+        self.blocks = ReadingBlocks()
         self._serving: tuple[_Follower, ...] = ()  # complete: `rows` reads their copies
         self._coming: tuple[_Follower, ...] = ()  # incomplete: they replace `_serving` once all are complete
         self._trouble: PSError | None = None  # the error of the last request for the number of shards
@@ -308,7 +326,24 @@ class RowFeed:
                 found = torch.empty(len(flat), values.shape[1], dtype=torch.float32, device="cpu")
             found[torch.from_numpy(places)] = values
         assert found is not None
-        return found.view(*ids.shape, -1)
+        return found.view(*ids.shape, found.shape[1])
+
+    @contextmanager
+    def reading(self) -> Iterator[int]:
+        """Gives a block in which no row changes, and returns the version of the rows.
+
+        Changes that arrive wait until no thread is in such a block. A block that begins while some wait lets them in
+        first, for a second at most.
+
+        Example:
+            with feed.reading():
+                rows = feed.rows(users), feed.rows(items)
+        """
+        self.blocks.enter()
+        try:
+            yield self.version
+        finally:
+            self.blocks.leave()
 
     def wait_for(self, version: int = 0, timeout: float = 60.0) -> int:
         """Waits until the copy is complete and has reached a version. Returns its version.
@@ -336,6 +371,7 @@ class RowFeed:
     def _end_now(self) -> None:
         """Ends the feed at the exit of the interpreter, and waits EXIT_SECONDS at most for its threads."""
         self._closing.set()
+        self.blocks.wake()
         followers = {*self._serving, *self._coming}
         for each in followers:
             each.end(wait=False)
@@ -344,6 +380,7 @@ class RowFeed:
     def close(self) -> None:
         """Ends the feed, and saves its rows if it has a directory. The rows stay readable."""
         self._closing.set()
+        self.blocks.wake()
         with self._condition:
             self._condition.notify_all()
         self._thread.join()
@@ -388,7 +425,7 @@ class RowFeed:
         self._settle()
 
     def _followers(self, shards: int) -> tuple[_Follower, ...]:
-        made = tuple(_Follower(self._source, shard, shards, self._settle) for shard in range(shards))
+        made = tuple(_Follower(self._source, shard, shards, self.blocks, self._settle) for shard in range(shards))
         try:
             for each in made:
                 each.start()
@@ -400,9 +437,15 @@ class RowFeed:
 
     def _settle(self) -> None:
         """Serves the new followers once all of them are complete, and wakes waiters."""
+        if self._are_complete(self._coming):
+            with self.blocks.change(self._closing.is_set) as may_change, self._condition:
+                if may_change and self._are_complete(self._coming):  # another thread may have been first
+                    before, self._serving, self._coming = self._serving, self._coming, ()
+                    for each in before:
+                        each.end(wait=False)
         with self._condition:
-            if self._coming and all(each.version >= 0 for each in self._coming):
-                before, self._serving, self._coming = self._serving, self._coming, ()
-                for each in before:
-                    each.end(wait=False)
             self._condition.notify_all()
+
+    @staticmethod
+    def _are_complete(followers: tuple[_Follower, ...]) -> bool:
+        return bool(followers) and all(each.version >= 0 for each in followers)

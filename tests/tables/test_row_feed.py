@@ -287,6 +287,27 @@ def test_a_full_copy_leaves_what_was_there_readable_until_its_end() -> None:
     assert (len(copy), copy.version, copy.cursor) == (2, 1, b"c")
 
 
+def test_no_row_changes_in_a_block_of_reading_and_a_closed_feed_does_not_wait_for_its_end(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    feed = RowFeed("rows", shared.address, job, period=0.1)
+    feed.wait_for(trainer.steps(3))
+    with feed.reading() as version:
+        before = feed.rows(IDS)
+        clock = trainer.steps(3)
+        until(lambda: feed.blocks.gives_way, "changes that wait")
+        assert torch.equal(feed.rows(IDS), before)
+        assert (version, feed.version) == (3, 3)
+    assert feed.wait_for(clock) == clock
+    assert trainer.is_had_by(feed)
+    with feed.reading():
+        trainer.steps(3)
+        until(lambda: feed.blocks.gives_way, "changes that wait")
+        feed.close()
+        assert feed.version == clock
+    assert feed.rows(torch.empty(0, 2, dtype=torch.int64)).shape == (0, 2, 3)
+
+
 def test_rows_are_read_while_others_come(shared: Cluster, job: str, trainer: Trainer) -> None:
     """Each row is as of one update: its elements belong together."""
     done, torn = threading.Event(), []
