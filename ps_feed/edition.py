@@ -27,6 +27,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout, ParameterSpec, bucket_layout, space_of
 from ps_protocol.messages.editions import EditionBucket
 from ps_protocol.pieces import validate_pieces
+from ps_protocol.tables import TableSpec
 from ps_runtime.memory_files import MemoryFile
 
 log = logging.getLogger("ps_feed")
@@ -68,9 +69,10 @@ class Damaged(Exception):
 class Contents:
     """Which tensors an edition has, and where they lie.
 
-    parameters: names of those that are wanted; None: all
+    parameters: names of those that are wanted, and of tables; None: all
     wire:       the type in which float32 elements of trained parameters travel
     tensors:    by name, its pieces among the job's parameters; of most jobs one each
+    tables:     the tables of rows that are wanted, by name: no edition has their rows
     is_part:    only some are wanted
     """
 
@@ -83,13 +85,19 @@ class Contents:
         for index, each in enumerate(spec.parameters):
             if parameters is None or each.name in parameters:
                 self.tensors.setdefault(each.name, []).append(index)
+        tables = {each.rows.name: each.rows for each in spec.tables}
         if parameters is not None:
-            unknown = sorted(set(parameters) - self.tensors.keys())
+            # A table is asked for by its own name, or by that of its handle.
+            tables = {name: rows for name, rows in tables.items() if {name, f"{name}.weight"} & set(parameters)}
+            handles = {f"{name}.weight" for name in tables}
+            unknown = sorted(set(parameters) - self.tensors.keys() - tables.keys() - handles)
             if unknown:
+                names = [*(each.name for each in spec.parameters), *(each.rows.name for each in spec.tables)]
                 raise InvalidRequest(
-                    f"job {spec.name!r} has no parameter {', '.join(unknown[:3])}; it has {len(spec.parameters)}, such "
-                    f"as {', '.join(each.name for each in spec.parameters[:3])}"
+                    f"job {spec.name!r} has no parameter {', '.join(unknown[:3])}; it has {len(names)}, such "
+                    f"as {', '.join(names[:3])}"
                 )
+        self.tables: dict[str, TableSpec] = tables
         wanted = {index for pieces in self.tensors.values() for index in pieces}
         self.buckets: dict[int, BucketSpec] = {
             bucket.index: bucket

@@ -113,7 +113,7 @@ class Subscription:
     job:    the job's name
     every:  updates between two editions, at least
     wire:   the type in which float32 weights travel, and lie in an edition
-    parameters: names of the tensors that are wanted, as in the model's state_dict; None: all
+    parameters: names of the tensors that are wanted, as in the model's state_dict, and of tables; None: all
     period: seconds between two editions, at least
     access: needs the role of a reader
     changes: True: changes of buckets in place of whole ones; False: never; None: while the network is slow

@@ -100,6 +100,7 @@ class MadeOf:
     def __init__(self, names: str | Sequence[str], make: Callable[..., torch.Tensor] | None = None) -> None:
         self.names = (names,) if isinstance(names, str) else tuple(names)
         self._make = make
+        self.is_one = len(self.names) == 1 and make is None  # a tensor of the job as it is
         if not self.names:
             raise InvalidRequest("a tensor is made of at least one tensor of the job")
 

@@ -7,39 +7,35 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, Unreachable
+from ps_worker import reading_blocks
 from ps_worker.config import check, reading_from
-from ps_worker.edition_tensors import Edition, MadeOf
+from ps_worker.edition_tensors import Edition
+from ps_worker.fitted_model import Fit, Names, Slot, fit
+from ps_worker.followed_tables import Claim, FollowedTables, SharedRowFeed, bind
+from ps_worker.reading_blocks import enter_all, leave_all
 
 M = TypeVar("M", bound=nn.Module)
 LOOK_SECONDS = 0.01  # between two looks for a newer edition in `async for`
-
-Names = Mapping[str, str | MadeOf] | Callable[[str], str | MadeOf]
-
-
-class _Slot(NamedTuple):
-    """A tensor of a model, and the job's tensors that it is made of."""
-
-    name: str
-    target: torch.Tensor
-    source: MadeOf
+ROW_PERIOD, SHORTEST_ROW_PERIOD = 1.0, 0.1  # seconds between two looks for changes of rows
 
 
 class _Loaded:
-    """A loaded model: its tensors, their version, and the number of its readers."""
+    """A loaded model: its tensors, their version, the feeds of its rows, and the number of its readers."""
 
-    def __init__(self, model: nn.Module, slots: list[_Slot]) -> None:
+    def __init__(self, model: nn.Module, slots: list[Slot], row_feeds: Mapping[str, SharedRowFeed]) -> None:
         self.model, self.slots = weakref.ref(model), slots
+        self.row_blocks = [feed.blocks for feed in row_feeds.values()]
         self.edition: Edition | None = None
         self.readers = 0
         self.changed = threading.Condition()
@@ -56,8 +52,31 @@ class _Loaded:
             slot.target.data = tensor
         self.edition = edition
 
+    @property
+    def gives_way(self) -> bool:
+        """Whether changes of rows wait for other readers, which `give_way` lets in."""
+        return any(blocks.gives_way for blocks in self.row_blocks)
+
+    def give_way(self, seconds: float) -> None:
+        """Lets changes of rows in that wait for other readers."""
+        deadline = time.monotonic() + seconds
+        for blocks in self.row_blocks:
+            blocks.give_way(max(0.0, deadline - time.monotonic()))
+
+    def hold_rows(self) -> None:
+        """Has no row change until `leave`, for a reader that is counted."""
+        try:
+            enter_all(self.row_blocks)
+        except BaseException:
+            self._count_out()
+            raise
+
     def leave(self) -> None:
-        """Counts a reader out."""
+        """Counts a reader out, and lets rows change."""
+        leave_all(self.row_blocks)
+        self._count_out()
+
+    def _count_out(self) -> None:
         with self.changed:
             self.readers -= 1
             self.changed.notify_all()
@@ -70,8 +89,10 @@ class WeightFeed:
     that are started again or moved, and jobs that are rolled back.
     """
 
-    def __init__(self, subscription: Subscription, job: str, names: Names | None) -> None:
-        self._subscription, self._job, self._names = subscription, job, names
+    def __init__(
+        self, subscription: Subscription, job: str, names: Names | None, tables: FollowedTables | None = None
+    ) -> None:
+        self._subscription, self._job, self._names, self._tables = subscription, job, names, tables
         self._models: weakref.WeakKeyDictionary[nn.Module, _Loaded] = weakref.WeakKeyDictionary()
         self._loading = threading.Lock()
 
@@ -95,8 +116,11 @@ class WeightFeed:
 
     @property
     def age(self) -> float:
-        """Seconds since the newest edition was last known to equal the servers' weights; inf: never."""
-        return self._subscription.age
+        """Seconds since the newest edition was last known to equal the servers' weights; inf: never.
+
+        With tables the copy of their rows counts, too: the older one of the two.
+        """
+        return max(self._subscription.age, 0.0 if self._tables is None else self._tables.age)
 
     @property
     def restores(self) -> int:
@@ -110,8 +134,11 @@ class WeightFeed:
 
     @property
     def trouble(self) -> PSError | None:
-        """The error that keeps editions from arriving; None: no error is known."""
-        return self._subscription.trouble
+        """The error that keeps editions, or rows of loaded tables, from arriving; None: no error is known."""
+        trouble = self._subscription.trouble
+        if trouble is None and self._tables is not None and not self.ended:
+            trouble = self._tables.trouble
+        return trouble
 
     def wait_for(self, version: int = 0, timeout: float = 60.0) -> Edition:
         """Waits for an edition that contains at least `version` updates, and returns it.
@@ -163,24 +190,37 @@ class WeightFeed:
         The model may have any element types and be on any device. Its parameters become views of the edition where type
         and device are the same, so do not train it. `reading` brings newer weights later.
 
+        The modules of its tables read a copy of the job's rows, which follows training: all rows are here when `load`
+        returns. All models that one feed has loaded share this copy.
+
         Args:
-            model: Any module whose parameters and persistent buffers the job has, under the same names, or under those
-                that `names` makes of them. If the feed has `parameters`, the model has to have these, and may have
-                others, which stay as they are.
+            model: Any module whose parameters, persistent buffers and tables the job has, under the same names, or
+                under those that `names` makes of them. It may lack tables. If the feed has `parameters`, the model has
+                to have these, and may have others, which stay as they are.
             timeout: Seconds to wait.
 
         Raises:
-            InvalidRequest: Names or shapes differ. The message has the first three of each; nothing is loaded.
+            InvalidRequest: Names, shapes or tables differ. The message has the first three of each; nothing is loaded.
+            Unsupported: The model has a table, and the feed's server is a relay; or the model is in training.
             Unreachable, NotFound and others: As `wait_for`.
         """
+        deadline = time.monotonic() + timeout
         edition = self.wait_for(timeout=timeout)
-        with self._loading:  # another thread may load the same model, and read it then
-            if model not in self._models:
-                loaded = _Loaded(model, self._slots(model, edition))
-                loaded.put(edition, loaded.made(edition))
-                self._models[model] = loaded
-                return model
-        with self.reading(model, timeout=timeout):
+        if model not in self._models:
+            fitted, row_feeds, claim = self._fit(model, edition), dict[str, SharedRowFeed](), Claim()
+            if fitted.tables:
+                assert self._tables is not None
+                row_feeds = self._tables.complete(fitted.tables, claim, deadline - time.monotonic())
+                edition = self.wait_for()  # the newest, where the rows took long
+                fitted = self._fit(model, edition)
+            with self._loading:  # another thread may load the same model, and read it then
+                if model not in self._models:
+                    loaded = _Loaded(model, fitted.slots, row_feeds)
+                    loaded.put(edition, loaded.made(edition))
+                    bind(fitted.tables, row_feeds)
+                    self._models[model] = loaded
+                    return model
+        with self.reading(model, timeout=deadline - time.monotonic()):
             return model
 
     @contextmanager
@@ -188,7 +228,9 @@ class WeightFeed:
         """Gives a block in which a loaded model does not change, and returns the version of its weights.
 
         The newest edition is put into the model before the block begins, unless another thread is in such a block: then
-        both read the same version.
+        both read the same version. Rows of its tables do not change either, nor do those of other models with the same
+        table: changes wait until no thread is in a block. A block that begins while some wait lets them in first, for a
+        second at most.
 
         Args:
             model: A model that `load` has returned.
@@ -205,8 +247,9 @@ class WeightFeed:
             with feed.reading(model, max_behind=4) as version:
                 answer = model(question)
         """
-        loaded = self._loaded(model)
-        edition = self._enter(loaded, max_behind, time.monotonic() + timeout)
+        loaded, deadline = self._loaded(model), time.monotonic() + timeout
+        loaded.give_way(min(reading_blocks.GIVE_WAY_SECONDS, timeout))
+        edition = self._begin(loaded, max_behind, deadline)
         try:
             yield edition.version
         finally:
@@ -227,11 +270,13 @@ class WeightFeed:
                 async with feed.reading_async(model, max_behind=4) as version:
                     answer = await asyncio.to_thread(model, question)
         """
-        loaded, deadline = self._loaded(model), time.monotonic() + timeout
+        loaded, began = self._loaded(model), time.monotonic()
         while True:
-            is_last = self._subscription.closed or self.ended or time.monotonic() >= deadline
-            if is_last or self._may_enter(loaded, max_behind):
-                entering = asyncio.ensure_future(asyncio.to_thread(self._enter, loaded, max_behind, 0.0))
+            waited = time.monotonic() - began
+            is_last = self._subscription.closed or self.ended or waited >= timeout
+            gives_way = loaded.gives_way and waited < reading_blocks.GIVE_WAY_SECONDS
+            if is_last or (self._may_enter(loaded, max_behind) and not gives_way):
+                entering = asyncio.ensure_future(asyncio.to_thread(self._begin, loaded, max_behind, 0.0))
                 try:
                     edition = await asyncio.shield(entering)
                     break
@@ -261,6 +306,8 @@ class WeightFeed:
     def close(self) -> None:
         """Ends the feed. Editions and loaded models stay as they are."""
         self._subscription.close()
+        if self._tables is not None:
+            self._tables.close()
 
     def _loaded(self, model: nn.Module) -> _Loaded:
         loaded = self._models.get(model)
@@ -286,12 +333,18 @@ class WeightFeed:
             return math.inf
         return self.behind + newest.version - current.version
 
+    def _begin(self, loaded: _Loaded, max_behind: int | None, deadline: float) -> Edition:
+        """Begins a block of `reading`, which `loaded.leave` ends; see `_enter`."""
+        edition = self._enter(loaded, max_behind, deadline)
+        loaded.hold_rows()
+        return edition
+
     def _enter(self, loaded: _Loaded, max_behind: int | None, deadline: float) -> Edition:
         """Returns the edition in the model once it is new enough, and counts a reader in."""
         while True:
             newest, before = self.wait_for(timeout=max(0.0, deadline - time.monotonic())), loaded.edition
             is_newer = before is None or before.arrays is not newest.arrays
-            self._fit(loaded, newest)
+            self._fit_again(loaded, newest)
             tensors = loaded.made(newest) if is_newer else []
             with loaded.changed:
                 if is_newer and not loaded.readers:
@@ -318,68 +371,22 @@ class WeightFeed:
                     raise Unreachable(f"job {self._job!r}: version {current.version} is too old: {why}")
                 loaded.changed.wait(min(left, 0.05) if not loaded.readers else left)
 
-    def _fit(self, loaded: _Loaded, edition: Edition) -> None:
+    def _fit_again(self, loaded: _Loaded, edition: Edition) -> None:
         """Checks again whether the model fits if another run of the job has begun. Raises InvalidRequest."""
         before, model = loaded.edition, loaded.model()
         if before is not None and model is not None and before.arrays.contents is not edition.arrays.contents:
-            slots = self._slots(model, edition)
+            slots = self._fit(model, edition).slots
             with loaded.changed:
                 loaded.slots = slots
 
-    def _slots(self, model: nn.Module, edition: Edition) -> list[_Slot]:
-        """Returns where each tensor of the model comes from. Raises InvalidRequest if the two do not fit."""
-        contents = edition.arrays.contents
-        known = set(edition.names())
-        targets: dict[str, torch.Tensor] = dict(model.named_parameters())  # each once, tied ones too
-        persistent = model.state_dict(keep_vars=True)
-        targets |= {name: buffer for name, buffer in model.named_buffers() if contents.is_part or name in persistent}
-        slots = [_Slot(name, target, self._source(name)) for name, target in targets.items()]
-        if contents.is_part:
-            slots = [slot for slot in slots if not known.isdisjoint(slot.source.names)]  # the others stay as they are
-        nowhere = next((slot.name for slot in slots if slot.target.is_meta), None)
-        if nowhere is not None:
-            raise InvalidRequest(
-                f"{nowhere} is on the meta device, where it has no memory: call to_empty(device=...) first"
-            )
-        wanted = {name for slot in slots for name in slot.source.names}
-        missing = [name for slot in slots for name in slot.source.names if name not in known]
-        more = [name for name in (edition.names() if contents.is_part else edition.state_dict()) if name not in wanted]
-        there = [slot for slot in slots if known.issuperset(slot.source.names)]
-        unlike = [why for slot in there if (why := _differs(slot, edition))]
-        lacks = "`parameters` lack" if contents.is_part else "the job has no"
-        problems = (lacks, missing), ("the model has no", more), ("the shapes differ of", unlike)
-        said = [f"{problem} {_first_three(names)}" for problem, names in problems if names]
-        if said:
-            raise InvalidRequest(f"the model does not fit job {self._job!r}: {'; '.join(said)}")
-        return slots
-
-    def _source(self, name: str) -> MadeOf:
-        """Returns the job's tensors that a tensor of the model is made of."""
-        if self._names is None:
-            found: str | MadeOf = name
-        else:
-            found = self._names.get(name, name) if isinstance(self._names, Mapping) else self._names(name)
-        return MadeOf(found) if isinstance(found, str) else found
+    def _fit(self, model: nn.Module, edition: Edition) -> Fit:
+        return fit(model, edition, self._job, self._names)
 
 
 def _leave(loaded: _Loaded, entering: asyncio.Future[Edition]) -> None:
     """Leaves the `reading` block of a coroutine that was cancelled while it entered."""
     if not entering.cancelled() and entering.exception() is None:
         loaded.leave()
-
-
-def _first_three(names: Sequence[str]) -> str:
-    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + others
-
-
-def _differs(slot: _Slot, edition: Edition) -> str:
-    """Returns why the job's tensor, or the one made of several, does not fit the model; empty: it fits."""
-    try:
-        shape = slot.source.tensor(edition).shape
-    except Exception as error:  # the function is a user's
-        return f"{slot.name}, which cannot be made of {', '.join(slot.source.names)} ({error})"
-    return "" if shape == slot.target.shape else f"{slot.name} {list(slot.target.shape)} for {list(shape)}"
 
 
 def subscribe(
@@ -405,20 +412,21 @@ def subscribe(
 
     Args:
         server: HOST:PORT of the coordinator or a relay (PS_SERVER). Several relays have commas between them: where one
-            does not answer, the feed goes on from the next.
+            does not answer, the feed goes on from the next. Relays hand on no rows of tables.
         job: The job's name (PS_JOB); "default" by default.
         every: The smallest number of updates between two editions. In sync and local modes editions have versions that
             it divides, unless these were missed and the job makes no update for a while.
-        period: The smallest number of seconds between two editions.
+        period: The smallest number of seconds between two editions, and between two looks for changes of rows, which
+            are at least 0.1 seconds apart. 0: editions as fast as possible, rows once a second.
         wire: The element type in which float32 weights are transferred and kept: "float32", "bfloat16" or "float16".
             Other types stay as they are.
         changes: Whether to ask for what changed since the last edition, where that is less than the whole. The weights
             have the same bits either way. None: where editions arrive at less than 200 MB a second.
-        parameters: The names of the tensors to transfer, in the job. None: all. `load` then needs these alone, and
-            leaves the rest of a model as it is.
+        parameters: The names of the tensors to transfer, in the job, and of tables whose rows are to follow it. None:
+            all. `load` then needs these alone, and leaves the rest of a model as it is.
         names: The job's name of a tensor by the model's name, as a mapping or a function. Names that a mapping lacks
             are the same in both. In place of a name it may have a `MadeOf`, for tensors that are fused, split or
-            transposed.
+            transposed. A table goes by the name of its `weight`.
         tls_cert, tls_key, tls_ca, token_file, insecure: As for `connect`.
 
     Raises:
@@ -445,4 +453,16 @@ def subscribe(
         changes=changes,
         shared_directory=shared_directory,
     )
-    return WeightFeed(subscription, name, names)
+    tables = FollowedTables(
+        address,
+        access,
+        lambda: subscription.ended,
+        job=name,
+        period=max(SHORTEST_ROW_PERIOD, period or ROW_PERIOD),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_ca=tls_ca,
+        token_file=token_file,
+        insecure=insecure,
+    )
+    return WeightFeed(subscription, name, names, tables)

@@ -7,7 +7,6 @@ comes while changes wait lets them in first. It waits for that only so long, bec
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -26,13 +25,17 @@ class ReadingBlocks:
 
     @property
     def gives_way(self) -> bool:
-        """Whether a reader that came now would wait for changes that wait for other readers."""
+        """Whether `give_way` would wait."""
         return bool(self._waiting and self._readers)
 
-    def enter(self, patience: float | None = None) -> None:
-        """Begins a block, which `leave` ends. patience: seconds to let changes in first; None: GIVE_WAY_SECONDS"""
+    def give_way(self, seconds: float | None = None) -> None:
+        """Lets changes in that wait for other readers. seconds: to wait at most; None: GIVE_WAY_SECONDS"""
         with self._condition:
-            self._condition.wait_for(lambda: not self._waiting, GIVE_WAY_SECONDS if patience is None else patience)
+            self._condition.wait_for(lambda: not self._waiting, GIVE_WAY_SECONDS if seconds is None else seconds)
+
+    def enter(self) -> None:
+        """Begins a block, which `leave` ends."""
+        with self._condition:
             self._entering += 1
             try:
                 self._condition.wait_for(lambda: not self._changing)
@@ -76,12 +79,12 @@ class ReadingBlocks:
             self._condition.notify_all()
 
 
-def enter_all(blocks: Sequence[ReadingBlocks], patience: float | None = None) -> None:
-    """Begins a block of each; `leave_all` ends them. patience: see ReadingBlocks.enter"""
-    deadline, entered = time.monotonic() + (GIVE_WAY_SECONDS if patience is None else patience), list[ReadingBlocks]()
+def enter_all(blocks: Sequence[ReadingBlocks]) -> None:
+    """Begins a block of each; `leave_all` ends them."""
+    entered = list[ReadingBlocks]()
     try:
         for each in blocks:
-            each.enter(max(0.0, deadline - time.monotonic()))
+            each.enter()
             entered.append(each)
     except BaseException:
         leave_all(entered)

@@ -334,11 +334,8 @@ class RowFeed:
 
         Changes that arrive wait until no thread is in such a block. A block that begins while some wait lets them in
         first, for a second at most.
-
-        Example:
-            with feed.reading():
-                rows = feed.rows(users), feed.rows(items)
         """
+        self.blocks.give_way()
         self.blocks.enter()
         try:
             yield self.version
@@ -392,9 +389,18 @@ class RowFeed:
 
     def _look_after(self) -> None:
         """Follows each shard, learns how many there are, and restarts calls to silent ones."""
-        while not self._closing.is_set():
+        while not self._closing.is_set() and self._is_needed():
             guarded("row-feed", self._look)
             self._closing.wait(1.0 if self._serving or self._coming else 0.2)
+        self._closing.set()
+        for each in {*self._serving, *self._coming}:
+            each.end(wait=False)
+        with self._condition:
+            self._condition.notify_all()
+
+    def _is_needed(self) -> bool:
+        """Whether a feed that is not closed goes on. The feed's own thread asks about once a second."""
+        return True
 
     def _look(self) -> None:
         for each in {*self._serving, *self._coming}:

@@ -33,12 +33,21 @@ def shard_addresses(server: str, access: Access = PLAINTEXT) -> tuple[dict[int, 
 
     Raises PSError.
     """
+    status = _status(server, access)
+    return {shard.index: shard.address for shard in status.shards}, status.coordinator.shard_count
+
+
+def upstream_of(server: str, access: Access = PLAINTEXT) -> str:
+    """Returns the addresses that a relay follows; empty: the server is a coordinator. Raises PSError."""
+    return str(_status(server, access).coordinator.upstream)
+
+
+def _status(server: str, access: Access) -> Any:
     with open_channel(server, access) as channel:
         try:
-            status = ClusterServiceStub(channel).GetStatus(cluster_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
+            return ClusterServiceStub(channel).GetStatus(cluster_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
         except grpc.RpcError as error:
             raise Peer("coordinator", server, access).error(error) from None
-    return {shard.index: shard.address for shard in status.shards}, status.coordinator.shard_count
 
 
 class RowWatch:

@@ -2,6 +2,7 @@
 
 ahead.py       The ids of a batch, and the announced ids of the next one, whose rows are pulled ahead
 assigned.py    Rows that a script has set, until a step includes them
+followed_rows.py The rows of a module in a process that does not train, which follow a job
 freezing.py    A copy of a model for serving, with plain modules of torch in place of tables
 frozen.py      Modules for serving: torch's plain embeddings, with a map from ids to rows
 given_rows.py  Vectors that a script gives a table, from tensors, arrays and files

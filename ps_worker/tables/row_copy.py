@@ -46,7 +46,7 @@ class ReadRowsMessage(NamedTuple):
 
 
 class RowCopy:
-    """The rows of one shard. `read` and `len` are for any thread, all else is for one.
+    """The rows of one shard. `read`, `all_rows` and `len` are for any thread, all else is for one.
 
     begin:   the description in the last round's first message
     memory:  bytes that rows may take
@@ -75,6 +75,14 @@ class RowCopy:
         if len(untrained):
             out[torch.from_numpy(untrained)] = initial_rows(self.begin.initializer, ids[untrained], self.begin.dim)
         return out
+
+    def all_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a copy of all ids that have a row, [n], and of their rows, [n, dim]."""
+        with self._lock:
+            ids, numbers = self._entries.entries()
+            out = torch.empty(len(ids), self.begin.dim, dtype=torch.float32, device="cpu")
+            self._weights.read(numbers, out)
+        return torch.from_numpy(ids), out
 
     def take(self, part: ReadRowsMessage) -> None:
         """Adds the next message of a round. Raises LimitExceeded if rows do not fit into memory."""
