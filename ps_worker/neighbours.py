@@ -111,7 +111,11 @@ class Neighbours:
                 self._changed.wait(min(notice_at, began + seconds) - now)
 
     def all_go_on(self) -> None:
-        """Counts as a sign of all members that have not left. For the thread that has had an answer to a heartbeat."""
+        """Records a sign of each member that has not left.
+
+        The heartbeats' thread calls it when the coordinator has accepted one. The coordinator accepts heartbeats only
+        while no member's lease has run out.
+        """
         with self._changed:
             self._silent = {other: silent if self._has_left(other) else 0.0 for other, silent in self._silent.items()}
 

@@ -258,8 +258,8 @@ class _KnownExchange:
                 return None
             again, values = changed
         push, pull = replace(self.push, clock=clock, groups=values), replace(self.pull, clock=clock)
-        # Once, and only of one that repeats: not of each where steps differ in more. All steps that follow have their
-        # hyper-parameters in the same place, and the rest as it is here.
+        # Checked once, when an exchange first repeats the one before: where steps differ in more, each check would be
+        # wasted. The exchanges that follow have their hyper-parameters in the same place, and the same bytes elsewhere.
         if not self.is_compared and not (
             repeated.says_no_more(head, push, pull) and repeated.write_groups(values) == again.groups
         ):

@@ -8,7 +8,7 @@ own_disk.py     A shard's own disk, for servers without a shared directory
 directory_lock.py  Locks a directory of checkpoints for one coordinator
 files.py        The interface of a storage backend, and the names of the object stores that there are
 disk.py         The backend for a file system
-objects.py      The backend for object stores, by fsspec; another store of fsspec is one entry here and one in files.py
+objects.py      The backend for object stores, by fsspec; another store of fsspec is one entry of `_PACKAGES`
 lock_lease.py   The lock of a directory in an object store: a lease that its holder renews
 dcp_folder.py   A checkpoint as a folder of torch.distributed.checkpoint
 export.py       Exports a checkpoint as plain PyTorch files

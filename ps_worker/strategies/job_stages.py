@@ -45,7 +45,7 @@ class JobStages:
         self._added = added
         self._checkpoint = checkpoint
         self._numbers = len(steps.stage.optimizers)  # that optimizers have had
-        self._known = 0  # the stage that the shards have been told, from the present place
+        self._known = 0  # the last stage that the shards were told since this worker joined last; 0: none
 
     @property
     def rows_of(self) -> Mapping[str, str]:

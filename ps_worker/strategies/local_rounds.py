@@ -103,7 +103,8 @@ class LocalRounds:
         """Sends parameters that members of the group hold alike from their owners to the others, after own weights were
         restored.
         """
-        if self._model.base.alike is None:  # nobody is waited for: a signal acts where a worker without a group has it
+        # No other member is waited for then, so signals need not be let through: one acts at the end of `undisturbed`.
+        if self._model.base.alike is None:
             return
         with interruptible(), in_call(self._loop.participation.group, LOADING):
             self._model.base.share_alike()
