@@ -143,14 +143,15 @@ def launch(plan: Launch) -> int:
                 on_further_signals(stop_now)
 
         def first(number: int, frame: object) -> None:
-            """Handles the first signal that comes while all are stopped anyway."""
-            workers.code = 128 + number
+            """Handles the first signal that comes while all are stopped anyway: it changes nothing."""
             stop_later()
 
         stop_on_signals(then=signal.SIG_IGN)  # until the stop begins
         try:
-            workers.run()
-            on_signals(first)
+            try:
+                workers.run()
+            finally:
+                on_signals(first)
         except Stopped as stopped:
             workers.code = 128 + stopped.number
             stop_later()

@@ -91,7 +91,11 @@ class FollowedTables:
         self._is_closed = False
 
     def _used(self) -> list[SharedRowFeed]:
-        return [feed for feed in list(self._feeds.values()) if feed.is_used]
+        return [feed for feed in self._all() if feed.is_used and feed.version >= 0]
+
+    def _all(self) -> list[SharedRowFeed]:
+        # A list of references is made in one step; another thread may add a feed while one iterates over values.
+        return [feed for each in self._feeds.valuerefs() if (feed := each()) is not None]
 
     @property
     def age(self) -> float:
@@ -119,7 +123,7 @@ class FollowedTables:
             for feed in feeds.values():
                 feed.wait_for(timeout=max(0.0, deadline - time.monotonic()))
         except BaseException:  # its traceback may keep `user` in memory
-            for feed in list(self._feeds.values()):
+            for feed in self._all():
                 feed.give_back(user)
             raise
         return feeds
@@ -167,7 +171,10 @@ class FollowedTables:
         """Ends all feeds. Rows stay readable."""
         with self._lock:
             self._is_closed = True
-        for feed in list(self._feeds.values()):
+        feeds = self._all()
+        for feed in feeds:  # all of them first: one that waits for its server keeps no other
+            feed._begin_close()
+        for feed in feeds:
             feed.close()
 
 

@@ -83,15 +83,22 @@ class _Follower:
     """Follows one of several shards, in its own thread, until `end`.
 
     blocks: in which nothing is added to the copy
+    is_needed: whether rows may still be added; False ends the thread
     copy: its rows; None before the first message
     thread: its thread
     heard: the time.monotonic() at which the copy was last known to equal the shard's rows; None: not in this process
     """
 
     def __init__(
-        self, source: _Source, shard: int, shards: int, blocks: ReadingBlocks, changed: Callable[[], None]
+        self,
+        source: _Source,
+        shard: int,
+        shards: int,
+        blocks: ReadingBlocks,
+        changed: Callable[[], None],
+        is_needed: Callable[[], bool],
     ) -> None:
-        self.shard, self.shards, self._blocks = shard, shards, blocks
+        self.shard, self.shards, self._blocks, self._is_needed = shard, shards, blocks, is_needed
         self.copy: RowCopy | None = None
         self.heard: float | None = None
         self.trouble: PSError | None = None
@@ -123,6 +130,9 @@ class _Follower:
         if wait and self.thread.is_alive():
             self.thread.join()
 
+    def _is_over(self) -> bool:
+        return self._ending.is_set() or not self._is_needed()
+
     def look(self) -> None:
         """Cancels the call if the shard has been silent for long: its process may be stopped, or its host gone."""
         watch = self._watch
@@ -131,7 +141,7 @@ class _Follower:
 
     def _run(self) -> None:
         pause = FIRST_PAUSE_SECONDS
-        while not self._ending.is_set():
+        while not self._is_over():
             begun = self.heard
             guarded("row-feed", self._follow)
             if self.heard != begun:
@@ -155,7 +165,7 @@ class _Follower:
             where = self.shard, addresses[self.shard], source.access
             self._spoke = time.monotonic()
             self._watch = RowWatch(*where, source.job, source.table, cursor, source.period)
-            if not self._ending.is_set():
+            if not self._is_over():
                 for part in self._watch:
                     self._take(part)
         except PSError as error:
@@ -170,8 +180,8 @@ class _Follower:
     def _take(self, part: ReadRowsMessage) -> None:
         """Adds a message to the copy, as soon as nobody reads in a block."""
         came, self._spoke = time.monotonic(), math.inf  # it is not the shard that is waited for
-        with self._blocks.change(self._ending.is_set) as may_change:
-            is_added = may_change and self._add(part)
+        with self._blocks.change(self._is_over) as may_change:
+            is_added = may_change and not self._is_over() and self._add(part)
         self._spoke = time.monotonic()
         if is_added and part.cursor:
             self.heard, self.trouble = came, None
@@ -374,12 +384,18 @@ class RowFeed:
             each.end(wait=False)
         join_within([self._thread, *(each.thread for each in followers)], EXIT_SECONDS)
 
-    def close(self) -> None:
-        """Ends the feed, and saves its rows if it has a directory. The rows stay readable."""
+    def _begin_close(self) -> None:
+        """Tells the feed's threads to end."""
         self._closing.set()
         self.blocks.wake()
         with self._condition:
             self._condition.notify_all()
+        for each in {*self._serving, *self._coming}:
+            each.end(wait=False)
+
+    def close(self) -> None:
+        """Ends the feed, and saves its rows if it has a directory. The rows stay readable."""
+        self._begin_close()
         self._thread.join()
         for each in {*self._serving, *self._coming}:
             each.end()
@@ -431,7 +447,10 @@ class RowFeed:
         self._settle()
 
     def _followers(self, shards: int) -> tuple[_Follower, ...]:
-        made = tuple(_Follower(self._source, shard, shards, self.blocks, self._settle) for shard in range(shards))
+        made = tuple(
+            _Follower(self._source, shard, shards, self.blocks, self._settle, self._is_needed)
+            for shard in range(shards)
+        )
         try:
             for each in made:
                 each.start()

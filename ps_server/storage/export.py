@@ -195,6 +195,7 @@ def _put_back(output: Path, work: Path) -> None:
             (output / name).rename(made / name)
         if os.path.lexists(earlier / name):
             (earlier / name).rename(output / name)
+    (work / NEW).unlink()  # before anything is removed: it is put back once
 
 
 def model_state_dict(directory: Path) -> dict[str, torch.Tensor]:

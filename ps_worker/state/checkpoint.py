@@ -51,10 +51,14 @@ NEXT_STEP_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class LastStep:
-    """The last step: the loader that fed it, and the number of its batches."""
+    """The last step: the loader that fed it, and the number of its batches.
+
+    loaders: all that yielded a batch for it, in loops with steps
+    """
 
     fed_by: int | None = None
     batches: int = 1
+    loaders: frozenset[int] = frozenset()
 
 
 class WorkerCheckpoint:
@@ -163,7 +167,8 @@ class WorkerCheckpoint:
         fed = self._feeding()
         self._feeders |= {loader.index for loader in self.loaders if loader.going}
         self._feeds_itself = self._feeds_itself or not (self._feeders or self._taken)
-        self._step = LastStep(fed, max(1, self._taken[fed] if fed is not None else 0))
+        batches = self._taken[fed] if fed is not None else 0
+        self._step = LastStep(fed, max(1, batches), frozenset(self._taken) & self._feeders)
         self._taken.clear()
         if self._wanted is not None and not self._is_in_loop:
             clock, self._wanted = self._wanted, None
@@ -270,7 +275,7 @@ class WorkerCheckpoint:
         """Captures the requested state at the beginning of a loop, unless another loop in progress will do so."""
         if self._wanted is None or any(position.is_asked_after_step for position in self.loaders):
             return
-        if self._step.fed_by in (None, loader):
+        if self._step.fed_by in (None, loader) or loader in self._feeders:
             self.capture(loader)
         else:  # the loop of an evaluation: the state is restored where a loop trains
             clock, self._wanted = self._wanted, None
@@ -290,7 +295,10 @@ class WorkerCheckpoint:
         if self._wanted is None:
             return
         clock, self._wanted = self._wanted, None
-        self._send(self._state(clock, self._feeding() if loader is None else loader))
+        if self._target is not None:  # this process has not gone on from there
+            self._save_at(clock, lambda: self.last_state(clock, counts=False))
+        else:
+            self._send(self._state(clock, self._feeding() if loader is None else loader))
 
     def _state(self, clock: int, feeding: int | None) -> WorkerState:
         return WorkerState(
@@ -343,11 +351,13 @@ class WorkerCheckpoint:
         script = self.script_state()
         now = self._feeding()
         feeding = now if counts or self._step.fed_by is None else self._step.fed_by
-        back = self._taken[feeding] if feeding is not None and not counts else 0
-        loaders = [_before_pass(state) for state in script.loaders]
-        if feeding is not None:
-            position, is_last = self.loaders[feeding], self._yielded[-1:] == [feeding]
-            loaders[feeding] = _rewound(position.state_within() if cut_short and is_last else position.state(), back)
+        # Those in whose loops the script is: a script may take batches of several in step.
+        present = frozenset(self._taken) & self._feeders or self._step.loaders
+        loaders, last = [_before_pass(state) for state in script.loaders], next(iter(self._yielded[-1:]), None)
+        for index in {*present, *(() if feeding is None else (feeding,))}:
+            position, is_last = self.loaders[index], last == index or {index, last} <= present
+            back = 0 if counts else self._taken[index]
+            loaders[index] = _rewound(position.state_within() if cut_short and is_last else position.state(), back)
         inner, own = self.inner.now(), self._model.copy(clock)
         script, per_step = replace(script, loaders=loaders), self._step.batches
         return encode(WorkerState(clock, script, feeding, per_step, own, inner, self._at_step))

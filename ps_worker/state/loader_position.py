@@ -142,6 +142,8 @@ class LoaderPosition:
         """
         if self.going or (state.going and self._script < state.begun):
             self._target = state
+            if not self.going:  # the next loop is the one of the saved pass
+                self._script = max(self._script, state.begun - 1)
         elif state.going:
             raise Unsupported(
                 "the job was rolled back into a loop over another loader, and this script is past that: start it again"

@@ -142,12 +142,12 @@ class JobTraining:
         if self._closing:
             return
         self._closing = True
-        place = self.participation.membership.place
-        undone = None if self._beside else undone_steps(self.rolled_back, self.kind.counted, self.checkpoint, self.data)
+        undone = None if self._beside else undone_steps(self.rolled_back, self.kind.counted, self.data)
         self.kind.leaving()
         self._added.close()
         state = None
         try:
+            place = self.participation.membership.place
             state = last_state(self.checkpoint, self.clock, self.sent, place, self.model, self._restore_count)
             self.checkpoint.close()
         except Exception:
@@ -470,7 +470,8 @@ class JobTraining:
             if not rolled_back:
                 self._checkpoint_in_place(checkpoint_wanted, fate)
             self._restore_count, self._left = place.restore_count, None
-            self.kind.moved(is_kept=self.unfinished is not None, is_undone=rolled_back and not is_sent)
+            comes_again = self.checkpoint.waits_for_loader or bool(self.data.accounts)
+            self.kind.moved(is_kept=self.unfinished is not None, is_undone=rolled_back and not is_sent and comes_again)
             arrive(self.participation)
             if self._together is not None and self.unfinished is not None:
                 self._together.arrived()  # otherwise once what members hold alike is here

@@ -11,10 +11,9 @@ from __future__ import annotations
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.signals import is_cut_short
 from ps_worker.data.leased import StepData
-from ps_worker.state.checkpoint import WorkerCheckpoint
 
 
-def undone_steps(before: int | None, now: int, checkpoint: WorkerCheckpoint, data: StepData) -> InvalidRequest | None:
+def undone_steps(before: int | None, now: int, data: StepData) -> InvalidRequest | None:
     """Returns the error of a script that ends without the steps that a rollback has undone; None if none are missing,
     or if the script is interrupted.
 
@@ -23,9 +22,8 @@ def undone_steps(before: int | None, now: int, checkpoint: WorkerCheckpoint, dat
     """
     if before is None or before <= now or is_cut_short():
         return None
-    asks = checkpoint.loaders or data.accounts
-    if asks and not (checkpoint.waits_for_loader or (data.accounts and data.is_behind)):
-        return None  # a loop has repeated the steps, or another worker has
+    if data.accounts and not data.is_behind:
+        return None  # another worker has made up for it
     return InvalidRequest(
         f"the job was rolled back from clock {before} to clock {now}, and no loop of this script has repeated that: "
         f"the servers have nothing that it trained after clock {now}. Start this worker again: it continues from there "
