@@ -256,6 +256,24 @@ def test_without_a_loader_the_undone_steps_are_missed_unless_the_script_steps_ag
         session.close()
 
 
+def test_a_loader_that_only_evaluates_repeats_no_step(loses: Loses) -> None:
+    session = loses.cluster.connect("sync")
+    model = make_net()
+    validation: Any = DataLoader([drawn(number, 6) for number in range(8)], batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, validation = session.prepare(model, adamw(model), validation, bucket_bytes=128)
+    loses.begun()
+    while session.clock < STEPS:
+        step(model, optimizer, drawn(session.clock, 4, 6))
+        if session.clock % 4 == 0:
+            with torch.no_grad():
+                for batch in validation:
+                    model(batch)
+    loses(session)
+    session.barrier()
+    with pytest.raises(InvalidRequest, match=f"rolled back from clock {STEPS} to"):
+        session.close()
+
+
 def test_a_script_without_a_loader_that_stops_by_its_own_count_is_not_an_error(loses: Loses) -> None:
     """It sees the rollback in the clock."""
     with loses.cluster.connect("sync") as session:

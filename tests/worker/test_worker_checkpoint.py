@@ -398,6 +398,47 @@ def test_a_new_process_goes_on_where_the_checkpoint_was_made(script: Script, kee
     assert same(Worker().ends(resumed), undisturbed(script))
 
 
+def two_in_step(worker: Worker) -> None:
+    """Two loaders in step. The loop ends with the first of them."""
+    other = worker.prepare(DataLoader(Augmented(), BATCH, shuffle=True))
+    for _ in range(PASSES):
+        for batch, second in zip(worker.loader, other, strict=False):
+            worker.step((worker.model(batch) - worker.model(second)).square().mean())
+            worker.cycle.step()
+        worker.passes.step()
+
+
+@pytest.mark.parametrize("keep", [3, BATCHES + 3, 2 * BATCHES + 5])
+def test_a_new_process_goes_on_in_both_of_two_loops_that_are_in_step(keep: int) -> None:
+    kept = kept_by_one_that_dies(two_in_step, keep, keep + 2)
+
+    def resumed(worker: Worker) -> None:
+        worker.take(kept)
+        two_in_step(worker)
+
+    assert Worker().ends(resumed)[-1].equal(undisturbed(two_in_step)[-1])
+
+
+@pytest.mark.parametrize("at", [3, BATCHES + 3])
+def test_a_process_that_stops_in_two_loops_in_step_loses_no_batch_of_either(at: int) -> None:
+    def samples(worker: Worker, stop: int | None = None) -> list[tuple[int, int]]:
+        other = worker.prepare(DataLoader(Augmented(), BATCH, shuffle=True))
+        seen: list[tuple[int, int]] = []
+        for _ in range(PASSES):
+            for one, two in zip(worker.loader, other, strict=False):
+                if len(seen) == stop:
+                    return seen
+                seen.append((int(one[0, 0]), int(two[0, 0])))
+                worker.step((worker.model(one) - worker.model(two)).square().mean())
+        return seen
+
+    first, later = Worker(), Worker()
+    before = samples(first, at)
+    later.clock = at
+    later.checkpoint.rollback(first.checkpoint.last_state(at, counts=False), at, at)
+    assert [*before, *samples(later)] == samples(Worker())
+
+
 def evaluating_after_a_wait(worker: Worker, keep_after: int | None = None) -> None:
     """An evaluation before the first pass and behind each. A checkpoint wants a state before one of them."""
     validation = worker.prepare(DataLoader(Augmented(), BATCH, shuffle=True))
