@@ -79,7 +79,7 @@ class TakenEdition:
         self.used = 0.0
         # Its lowest version, if an optimizer steps any of it, and when a reader had all that it wants:
         self.completed: tuple[int | None, float] | None = None
-        # What is to be copied, and nobody has asked whether there is memory for:
+        # The typed buckets that are to be copied, before `_check_room` has looked for memory for them:
         self.unchecked: set[TypedBucket] = set()
         self._copied: dict[TypedBucket, CopiedBucket] = {}
         self._missing: dict[int, set[str]] = {}  # by bucket, the types in which somebody wants it

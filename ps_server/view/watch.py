@@ -1,7 +1,7 @@
 """Makes a view of coordinator and shards once a second, and sends it to readers.
 
 Shards are queried in other threads, one query at a time for each, and the view has the last answer: a shard that hangs
-delays nothing. A shard whose jobs stay as they are is queried less often while nobody reads the view: each query wakes
+delays nothing. While no reader asks for the view, a shard whose jobs do not change is queried less often: a query wakes
 its process, the coordinator's, and threads of gRPC in both for a second afterwards.
 """
 
@@ -29,7 +29,7 @@ from ps_server.view.view import View
 LOOK_SECONDS = 1.0
 # A shard is queried again after so many times the time that its last answer took: watching costs it a twentieth.
 PAUSES_PER_ANSWER = 20
-REST_SECONDS = 5.0  # between two queries of a shard that rests, while nobody reads the view
+REST_SECONDS = 5.0  # between two queries of a shard whose jobs do not change, while no reader asks for the view
 READ_SECONDS = 30.0  # for which a view that was read may be read again
 MOST_PAUSE_SECONDS = 10.0  # the longest such pause: an answer that took long has mostly waited for other work
 

@@ -121,6 +121,18 @@ def files_in(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def renaming_but(wanted: int, error: BaseException) -> Callable[[Path, Path], Path]:
+    """Path.rename, which raises an error at one of its calls, from 0."""
+    rename, renames = Path.rename, itertools.count()
+
+    def renamed(path: Path, to: Path) -> Path:
+        if next(renames) == wanted:
+            raise error
+        return rename(path, to)
+
+    return renamed
+
+
 def full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -177,15 +189,8 @@ def test_an_export_that_fails_while_it_replaces_an_earlier_one_puts_that_back(
     output = tmp_path / "out"
     export(two, "job", "000001", output, dcp="nested")
     before = files_in(output)
-    rename, renames = Path.rename, itertools.count()
-
-    def fails_once(path: Path, to: Path) -> Path:
-        if next(renames) == wanted:
-            raise error
-        return rename(path, to)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", fails_once)
+        patch.setattr(Path, "rename", renaming_but(wanted, error))
         with pytest.raises((CheckpointFailed, KeyboardInterrupt)):
             export(two, "job", "000002", output)
     assert files_in(output) == before
@@ -200,15 +205,8 @@ def test_an_export_puts_back_what_one_that_was_killed_has_moved_away(
     output = tmp_path / "out"
     export(two, "job", "000001", output, dcp="nested")
     before = files_in(output)
-    rename, renames = Path.rename, itertools.count()
-
-    def is_killed(path: Path, to: Path) -> Path:
-        if next(renames) == wanted:
-            raise KeyboardInterrupt
-        return rename(path, to)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", is_killed)
+        patch.setattr(Path, "rename", renaming_but(wanted, KeyboardInterrupt()))
         patch.setattr(storage_export, "_put_back", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
             export(two, "job", "000002", output)

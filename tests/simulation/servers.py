@@ -197,7 +197,7 @@ class Exchanges(DataService):
 
     def carry_out(self, method: str, request: bytes, connection: DataConnection, outbox: Outbox) -> None:
         """Begins an exchange: one after the other, as they come over a connection."""
-        call: Any = SimpleNamespace(worker=connection.worker, kept=connection.kept, outbox=outbox, is_alone=True)
+        call: Any = SimpleNamespace(worker=connection.worker, kept=connection.kept, outbox=outbox)
         with connection.reading:
             self._streams[method](request, call, lambda _: None)
 
