@@ -265,6 +265,21 @@ def _keep_pool(wrapped: Callable[..., Any], behaviour: Callable[..., Any]) -> No
 
 
 def _error_of(error: Exception, metrics: _MethodMetrics) -> PSError:
+    """Returns the error for the caller, and drops the traceback of the one that a method raised.
+
+    A frame that raises an error from a variable refers to it, and the error's traceback to the frame. That cycle would
+    keep the whole call until the garbage collector runs. gRPC counts such calls, and refuses new ones on a connection
+    that has STREAMS_OF_A_CONNECTION of them: a worker that asks again and again would shut itself out.
+    """
+    known = _known(error, metrics)
+    raised: BaseException | None = error
+    while raised is not None:
+        raised.__traceback__ = None
+        raised = raised.__context__
+    return known
+
+
+def _known(error: Exception, metrics: _MethodMetrics) -> PSError:
     if isinstance(error, Refused):
         return error.error
     if isinstance(error, PSError):
