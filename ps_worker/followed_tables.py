@@ -14,7 +14,7 @@ from ps_protocol.errors import NotFound, PSError, Unreachable, Unsupported
 from ps_runtime.credentials import Access
 from ps_worker.cluster.feeds import upstream_of
 from ps_worker.fitted_model import TableSlot, first_three
-from ps_worker.row_feed import RowFeed
+from ps_worker.row_feed import RowFeed, RowFollower
 from ps_worker.tables.followed_rows import FollowedRows
 from ps_worker.tables.own_rows import LocalRows, Rows
 from ps_worker.tables.row_copy import RowCopy
@@ -24,9 +24,12 @@ class Claim:
     """What keeps a feed going while its first rows come, until modules read it."""
 
 
+LAST_ROWS_SECONDS = 30.0  # for which the last rows of an ended job are waited for: a shard offers them as long
+
+
 class SharedRowFeed(RowFeed):
     """The feed of one table, for all modules that read it. It ends by itself when none of them is left, and when the
-    job has ended: the rows of another run of the job belong to other weights.
+    job has ended and its last rows are here: the rows of another run of the job belong to other weights.
 
     user:      what needs it: see `claim`
     has_ended: whether the job has ended
@@ -36,6 +39,7 @@ class SharedRowFeed(RowFeed):
     def __init__(self, table: str, user: object, has_ended: Callable[[], bool], **more: Any) -> None:
         self._users: weakref.WeakSet[object] = weakref.WeakSet([user])
         self._is_over = False
+        self._ended_at: float | None = None  # when the job's end was first seen
         self._has_ended, self._claims = has_ended, threading.Lock()
         super().__init__(table, **more)
 
@@ -71,8 +75,19 @@ class SharedRowFeed(RowFeed):
 
     def _is_needed(self) -> bool:
         with self._claims:
-            self._is_over = not self._users or self._has_ended()
+            has_all = self._has_ended() and all(self._has_last_rows(each) for each in self._followed())
+            self._is_over = has_all or not self._users
             return not self._is_over
+
+    def _goes_on(self, follower: RowFollower) -> bool:
+        return self._is_needed() and not self._has_last_rows(follower)
+
+    def _has_last_rows(self, follower: RowFollower) -> bool:
+        """Whether the job has ended and nothing more comes from a shard, which ends its stream behind the last rows."""
+        if not self._has_ended():
+            return False
+        self._ended_at = time.monotonic() if self._ended_at is None else self._ended_at
+        return isinstance(follower.trouble, NotFound) or time.monotonic() >= self._ended_at + LAST_ROWS_SECONDS
 
 
 class FollowedTables:

@@ -79,11 +79,11 @@ class _Source:
         return 0 if newest is None else int(newest.stem.rpartition("-")[2])
 
 
-class _Follower:
+class RowFollower:
     """Follows one of several shards, in its own thread, until `end`.
 
     blocks: in which nothing is added to the copy
-    is_needed: whether rows may still be added; False ends the thread
+    goes_on: whether rows may still be added to this follower's copy; False ends the thread
     copy: its rows; None before the first message
     thread: its thread
     heard: the time.monotonic() at which the copy was last known to equal the shard's rows; None: not in this process
@@ -96,9 +96,9 @@ class _Follower:
         shards: int,
         blocks: ReadingBlocks,
         changed: Callable[[], None],
-        is_needed: Callable[[], bool],
+        goes_on: Callable[[RowFollower], bool],
     ) -> None:
-        self.shard, self.shards, self._blocks, self._is_needed = shard, shards, blocks, is_needed
+        self.shard, self.shards, self._blocks, self._goes_on = shard, shards, blocks, goes_on
         self.copy: RowCopy | None = None
         self.heard: float | None = None
         self.trouble: PSError | None = None
@@ -131,7 +131,7 @@ class _Follower:
             self.thread.join()
 
     def _is_over(self) -> bool:
-        return self._ending.is_set() or not self._is_needed()
+        return self._ending.is_set() or not self._goes_on(self)
 
     def look(self) -> None:
         """Cancels the call if the shard has been silent for long: its process may be stopped, or its host gone."""
@@ -261,8 +261,8 @@ class RowFeed:
         self._condition = threading.Condition()
         self._closing = threading.Event()
         self.blocks = ReadingBlocks()
-        self._serving: tuple[_Follower, ...] = ()  # complete: `rows` reads their copies
-        self._coming: tuple[_Follower, ...] = ()  # incomplete: they replace `_serving` once all are complete
+        self._serving: tuple[RowFollower, ...] = ()  # complete: `rows` reads their copies
+        self._coming: tuple[RowFollower, ...] = ()  # incomplete: they replace `_serving` once all are complete
         self._trouble: PSError | None = None  # the error of the last request for the number of shards
         saved = self._source.saved_shards()
         if saved:
@@ -379,7 +379,7 @@ class RowFeed:
         """Ends the feed at the exit of the interpreter, and waits EXIT_SECONDS at most for its threads."""
         self._closing.set()
         self.blocks.wake()
-        followers = {*self._serving, *self._coming}
+        followers = self._followed()
         for each in followers:
             each.end(wait=False)
         join_within([self._thread, *(each.thread for each in followers)], EXIT_SECONDS)
@@ -390,14 +390,14 @@ class RowFeed:
         self.blocks.wake()
         with self._condition:
             self._condition.notify_all()
-        for each in {*self._serving, *self._coming}:
+        for each in self._followed():
             each.end(wait=False)
 
     def close(self) -> None:
         """Ends the feed, and saves its rows if it has a directory. The rows stay readable."""
         self._begin_close()
         self._thread.join()
-        for each in {*self._serving, *self._coming}:
+        for each in self._followed():
             each.end()
         _open.discard(self)
 
@@ -409,7 +409,7 @@ class RowFeed:
             guarded("row-feed", self._look)
             self._closing.wait(1.0 if self._serving or self._coming else 0.2)
         self._closing.set()
-        for each in {*self._serving, *self._coming}:
+        for each in self._followed():
             each.end(wait=False)
         with self._condition:
             self._condition.notify_all()
@@ -418,8 +418,15 @@ class RowFeed:
         """Whether a feed that is not closed goes on. The feed's own thread asks about once a second."""
         return True
 
+    def _goes_on(self, follower: RowFollower) -> bool:
+        """Whether rows of a shard may still be added. The follower's own thread asks."""
+        return True
+
+    def _followed(self) -> set[RowFollower]:
+        return {*self._serving, *self._coming}
+
     def _look(self) -> None:
-        for each in {*self._serving, *self._coming}:
+        for each in self._followed():
             each.look()
         current = self._coming or self._serving
         if current and all(each.shards == len(current) for each in current):
@@ -446,9 +453,9 @@ class RowFeed:
             each.end(wait=False)
         self._settle()
 
-    def _followers(self, shards: int) -> tuple[_Follower, ...]:
+    def _followers(self, shards: int) -> tuple[RowFollower, ...]:
         made = tuple(
-            _Follower(self._source, shard, shards, self.blocks, self._settle, self._is_needed)
+            RowFollower(self._source, shard, shards, self.blocks, self._settle, self._goes_on)
             for shard in range(shards)
         )
         try:
@@ -472,5 +479,5 @@ class RowFeed:
             self._condition.notify_all()
 
     @staticmethod
-    def _are_complete(followers: tuple[_Follower, ...]) -> bool:
+    def _are_complete(followers: tuple[RowFollower, ...]) -> bool:
         return bool(followers) and all(each.version >= 0 for each in followers)

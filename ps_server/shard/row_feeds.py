@@ -68,6 +68,7 @@ def row_cursor(data: bytes) -> RowCursor:
 
 SHORTEST_PERIOD, LONGEST_PERIOD = 0.1, 3600.0
 SIGN_OF_LIFE_SECONDS = 10.0
+LAST_ROWS_SECONDS = 30.0  # in which a reader takes the last rows of a job that has ended; then their memory is freed
 
 
 class ShardFeed:
@@ -97,6 +98,7 @@ class ShardFeed:
         self._sent_version = 0  # the version of the last round
         self._waits = False  # for the time of the next round, or for changes
         self._due = self._sign_due = 0.0
+        self._ending: tuple[PSError, float] | None = None  # the job has ended: the error for the reader, and a deadline
 
     def begin(self) -> None:
         """Sends the first round, or waits for it until the table has its initial rows."""
@@ -109,15 +111,36 @@ class ShardFeed:
         """Begins the next round if one is due: the table has changed, or the reader needs a keep-alive message. For one
         thread.
         """
-        hosted = self._hosted
-        if not self._waits or hosted is None or now < self._due or not hosted[1].rule.initialised:
+        hosted, ending = self._hosted, self._ending
+        if hosted is None:
+            return
+        if ending is not None:
+            self._tick_last(hosted[1], *ending, now)
+            return
+        if not self._waits or now < self._due or not hosted[1].rule.initialised:
             return
         if hosted[1].rule.version != self._sent_version or now >= self._sign_due:
             self._waits = False
             self.outbox.lend(self._next)
 
+    def _tick_last(self, table: HostedTable, error: PSError, deadline: float, now: float) -> None:
+        """Ends the feed of a job that has ended, once its reader has the last rows or the deadline is over."""
+        has_all = self._waits and (table.rule.version == self._sent_version or not table.rule.initialised)
+        if has_all or now >= deadline:
+            self._over(error)
+        elif self._waits:
+            self._waits = False
+            self.outbox.lend(self._next)
+
     def end(self, error: PSError) -> None:
-        """Ends the feed with an error, and drops its reference to the table."""
+        """Ends the feed with an error. NotFound: the job has ended, and the reader gets its last rows first."""
+        if isinstance(error, NotFound):
+            self._ending = error, self._clock() + LAST_ROWS_SECONDS
+        else:
+            self._over(error)
+
+    def _over(self, error: PSError) -> None:
+        """Ends the stream, and drops the reference to the table."""
         self._hosted = self._walk = None
         self.outbox.fail(error)
 

@@ -408,6 +408,21 @@ def test_trouble_and_age_tell_of_rows_too(
     assert feed.age > 900
 
 
+def test_a_loaded_model_has_the_last_rows_of_its_job(shared: Cluster, job: str) -> None:
+    """Also where the next period would begin long after the end of the job."""
+    with ps.subscribe(shared.address, job, period=3600.0) as feed:
+        with shared.connect("sync", job=job) as session:
+            trainer = Trainer(session)
+            trainer.steps(3)
+            model = feed.load(Model())
+            feeds = [row_feed(model.item), row_feed(model.tags)]
+            trainer.steps(9)
+            expected = trainer.answer()
+        until(lambda: feed.ended and not any(each._thread.is_alive() for each in feeds), "the end of all feeds")
+        assert torch.equal(answer(feed, model), expected)
+        assert feed.trouble is None
+
+
 def test_rows_of_another_run_do_not_come_to_a_model_of_one_that_has_ended(
     shared: Cluster, job: str, feed: ps.WeightFeed
 ) -> None:

@@ -264,7 +264,7 @@ ELSEWHERE = {
         "tests/security/test_no_thread.py",
         "test_a_worker_without_a_thread_for_its_place_leaves_and_says_why",
     ),
-    "ps_worker/row_feed.py _Follower.__init__": (
+    "ps_worker/row_feed.py RowFollower.__init__": (
         "tests/security/test_no_thread.py",
         "test_a_feed_follows_shards_when_there_are_threads_again",
     ),

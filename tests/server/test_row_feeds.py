@@ -23,7 +23,7 @@ from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import Lent
 from ps_server.shard.pulls import MESSAGE_BYTES
-from ps_server.shard.row_feeds import SIGN_OF_LIFE_SECONDS, RowCursor, row_cursor
+from ps_server.shard.row_feeds import LAST_ROWS_SECONDS, SIGN_OF_LIFE_SECONDS, RowCursor, row_cursor
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 
@@ -250,11 +250,38 @@ def test_periods_tables_and_too_many_feeds_are_refused() -> None:
     feeding.watch()
 
 
+def test_a_reader_gets_the_last_rows_of_a_job_that_has_ended(feeding: Feeding) -> None:
+    feeding.train(np.arange(10))
+    in_a_round, waits, has_all, unread = (feeding.watch(period=3600.0) for _ in range(4))
+    waits.round()
+    unread.round()
+    feeding.train(np.arange(5, 15))
+    has_all.round()
+    last = feeding.held()
+    feeding.shard.drop_job("job")
+    feeding.pass_time(0.1)
+    assert isinstance(has_all.error, NotFound)
+    in_a_round.round()
+    waits.round()
+    assert (in_a_round.rows, waits.rows) == (last, last)
+    feeding.pass_time(0.1)
+    assert isinstance(in_a_round.error, NotFound)
+    assert isinstance(waits.error, NotFound)
+    assert unread.error is None
+    feeding.pass_time(LAST_ROWS_SECONDS)
+    assert isinstance(unread.error, NotFound), "nobody keeps a table in memory by not reading"
+    assert unread.take() == RowsMessage(0)
+
+
 def test_feeds_end_with_their_job(feeding: Feeding) -> None:
-    reader = feeding.watch()
+    reader, other = feeding.watch(), feeding.watch()
     reader.round()
     feeding.shard.drop_job("job")
+    feeding.pass_time(0.1)
     assert isinstance(reader.error, NotFound)
+    other.round()
+    feeding.pass_time(0.1)
+    assert isinstance(other.error, NotFound)
     with pytest.raises(NotFound):
         feeding.watch()
     feeding.make()
