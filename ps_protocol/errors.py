@@ -74,6 +74,7 @@ class PSError(Exception):
 
 
 Error = TypeVar("Error", bound=PSError)
+AnyError = TypeVar("AnyError", bound=BaseException)
 
 
 def anew(error: Error) -> Error:
@@ -84,6 +85,19 @@ def anew(error: Error) -> Error:
     same = type(error)(*error.args)
     vars(same).update(vars(error))
     return same
+
+
+def without_traceback(error: AnyError) -> AnyError:
+    """Drops the tracebacks of an error and of those before it, and returns the error itself.
+
+    Its traceback refers to the frames that it has passed, and these to the callers' frames. Where one of them keeps the
+    error in a variable, this is a cycle that only the garbage collector frees, with all that the frames have.
+    """
+    raised: BaseException | None = error
+    while raised is not None:
+        raised.__traceback__ = None
+        raised = raised.__context__
+    return error
 
 
 class InvalidRequest(PSError, ValueError):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from ps_protocol.errors import PSError, TryLater, anew
+from ps_protocol.errors import PSError, TryLater, anew, without_traceback
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -69,7 +69,8 @@ class Together(Generic[T, R]):
         try:
             outcomes = self._work([entry.wanted for entry in turn])
         except Exception as error:
-            outcomes = [error] * len(turn)
+            # The traceback refers to this frame: a cycle would keep the caller's call. That of a bug is logged.
+            outcomes = [without_traceback(error) if isinstance(error, PSError) else error] * len(turn)
         finally:
             with self._changed:
                 self._is_busy = False

@@ -8,7 +8,7 @@ import logging
 import threading
 
 from ps_protocol.batches import BatchLease, LeaseReport, LeaseRequest
-from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater
+from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater, without_traceback
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.job_workers import JobWorkers
@@ -105,6 +105,7 @@ class JobData:
                 raise
             what = "job %s: the committed data is not known yet: %s"
             self._troubles.met("", what, self._spec.name, error, level=logging.INFO)
+            without_traceback(error)  # else it keeps the worker's call, and this ends well
         finally:
             with self._lock:
                 self._looking.remove(leases)

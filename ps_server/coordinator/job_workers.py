@@ -20,10 +20,10 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, TryLater
+from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, TryLater, without_traceback
 from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.cluster import Cluster
-from ps_server.coordinator.refusals import refusal, try_soon
+from ps_server.coordinator.refusals import refusal, still_joining, try_soon
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.membership import Arrival, LiveWorker, Membership, NamedProcess, ShardProgress, check_key
@@ -208,7 +208,7 @@ class JobWorkers:
         with self._lock:
             for reservation in self._joining:
                 if request.attempt and reservation.attempt == request.attempt:
-                    raise try_soon(f"worker {reservation.rank} is joining job {self._name!r} at this moment")
+                    raise still_joining(self._name, reservation.rank, self._clock.now() - reservation.since)
             worker = self._membership.repeated(request.attempt, self._clock.now())
         is_known = worker is not None and (request.previous is None or bool(worker.on_shards))
         return worker if is_known else None
@@ -223,9 +223,9 @@ class JobWorkers:
         with self._lock:
             if self._closed:
                 raise TryLater("the cluster is stopping")
-            membership = self._membership
-            rank = membership.claim(rank, request, self._joining.ranks(), self._clock.now())
-            rivals = membership.rivals(rank, request, self._clock.now())
+            membership, now = self._membership, self._clock.now()
+            rank = membership.claim(rank, request, self._joining.ranks(), now)
+            rivals = membership.rivals(rank, request, now)
             if rivals is not None:
                 raise refusal(self._name, rivals, request, membership.lease)
             if self._joining.are_strange(rank, request):
@@ -237,7 +237,7 @@ class JobWorkers:
             if older is not None and _may_be_late(request):
                 raise try_soon(f"worker {rank} of job {self._name!r} is live: a successor has to ask again")
             number, is_new = membership.next_incarnation(), request.previous is None
-            reservation = Reservation(rank, number, request.attempt, request.launch, key, older, is_new)
+            reservation = Reservation(rank, number, request.attempt, request.launch, key, older, is_new, now)
             before = self._joining.add(reservation)
             if before is not None:  # shards may count the worker of the void reservation
                 self.removals.add((before.rank, before.incarnation))
@@ -309,7 +309,7 @@ class JobWorkers:
             try:
                 self._joining.check(reservation)
             except PSError as overtaken:
-                return overtaken
+                return without_traceback(overtaken)
         # A rollback has fenced later incarnations on the shard than this coordinator knows. The next attempt of the
         # worker gets a higher one.
         return TryLater(f"job {self._name!r}: {fenced}")
@@ -531,8 +531,8 @@ class Reservation:
     """The rank and incarnation of a worker that is about to join.
 
     launch: the launch that started it; empty: unknown
-    older:  the live worker that it replaces
-    is_new: its process was not a worker of the job before
+    older:  the live worker that it replaces. is_new: its process was not a worker of the job before
+    since:  when it was made, in seconds
     """
 
     rank: int
@@ -542,6 +542,7 @@ class Reservation:
     key: bytes = field(repr=False)
     older: LiveWorker | None
     is_new: bool
+    since: float
 
 
 class Reservations:

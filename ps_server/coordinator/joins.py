@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import PSError, without_traceback
 from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.cluster import Registry
 from ps_server.coordinator.coalesced import Together
@@ -93,7 +93,7 @@ class JobJoins:
         try:
             worker = self._workers.admit(arriving.reservation, request, joined)
         except PSError as error:
-            return error
+            return without_traceback(error)
         before = None if request.previous is None else request.clock
         self._accounting.joined(worker.rank, worker.clock, before, worker.pushed)
         return worker
@@ -104,7 +104,7 @@ class JobJoins:
         try:
             return self._workers.begin_lease(worker)
         except PSError as error:
-            return error
+            return without_traceback(error)
 
     def _abort(self, reservations: Sequence[Reservation]) -> None:
         """Undoes joins that failed half way."""

@@ -57,6 +57,7 @@ class Rollback:
     def __init__(self, job: str, run: str, checkpoint: str, incarnation: int) -> None:
         self.job, self.run, self.checkpoint, self.incarnation = job, run, checkpoint, incarnation
         self._shards: dict[int, RestoreProgress] = {}
+        self._most = 0  # bytes that were ever read
 
     def note(self, shard: int, progress: RestoreProgress) -> bool:
         """Records the progress of a shard's restore. Returns whether it has advanced."""
@@ -73,8 +74,11 @@ class Rollback:
         return f"{text}: {reading}" if reading else text
 
     def done_bytes(self) -> int:
-        """Returns the bytes that all shards have read."""
-        return sum(progress.done for progress in self._shards.copy().values())
+        """Returns the most bytes that all shards have ever read: a shard that begins again makes no progress until it
+        is as far as before.
+        """
+        self._most = max(self._most, sum(progress.done for progress in self._shards.copy().values()))
+        return self._most
 
 
 class Recovery:

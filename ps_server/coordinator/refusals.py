@@ -13,6 +13,7 @@ HOSTS_NAMED = 4  # in an error; further hosts are counted
 PIDS_NAMED = 4
 ASK_AGAIN_PER_LEASE = 16  # four times as often as a heartbeat comes
 LONGEST_ASK_AGAIN_SECONDS = 1.0
+HANGS_SECONDS = 5.0  # a join that takes longer waits for a disk or for a shard
 SOON_SECONDS = 0.05  # after which the caller tries again, if the cause passes within a moment
 
 
@@ -21,6 +22,20 @@ def try_soon(text: str) -> TryLater:
     later = TryLater(text)
     later.retry_after = SOON_SECONDS
     return later
+
+
+def still_joining(job: str, rank: int, seconds: float) -> TryLater:
+    """Returns the error for a repeat of a request to join that has been carried out for so many seconds.
+
+    A pause in an error restarts the caller's time limit. So an error for a join that hangs has none, and says what the
+    join may wait for.
+    """
+    if seconds < HANGS_SECONDS:
+        return try_soon(f"worker {rank} is joining job {job!r} at this moment")
+    return TryLater(
+        f"worker {rank} has been joining job {job!r} for {seconds:.0f} s: the coordinator writes its state file, or a "
+        "shard does not answer"
+    )
 
 
 def refusal(job: str, rivals: Rivals, request: JoinRequest, lease: float) -> PSError:

@@ -292,9 +292,12 @@ class Shards:
 def answers_of(futures: Sequence[Future[T]]) -> list[T]:
     """Returns the results of calls. Raises the first error after all have ended."""
     errors = [error for error in (future.exception() for future in futures) if error is not None]
-    if errors:
-        raise errors[0]
-    return [future.result() for future in futures]
+    try:
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
+    finally:
+        del errors, futures  # the error's traceback refers to this frame: a cycle would keep the call that asked
 
 
 def _check_index(index: int, count: int) -> None:

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from ps_frames.frames import nothing
 from ps_frames.server import CallBroken, FrameCall, ServerCall
 from ps_frames.server import Method as FrameMethod
-from ps_protocol.errors import InvalidRequest, PSError, Unsupported
+from ps_protocol.errors import InvalidRequest, PSError, Unsupported, without_traceback
 from ps_protocol.framing import Parts
 from ps_runtime.metrics import LATENCY_BUCKETS
 from ps_runtime.troubles import Troubles
@@ -267,15 +267,12 @@ def _keep_pool(wrapped: Callable[..., Any], behaviour: Callable[..., Any]) -> No
 def _error_of(error: Exception, metrics: _MethodMetrics) -> PSError:
     """Returns the error for the caller, and drops the traceback of the one that a method raised.
 
-    A frame that raises an error from a variable refers to it, and the error's traceback to the frame. That cycle would
-    keep the whole call until the garbage collector runs. gRPC counts such calls, and refuses new ones on a connection
-    that has STREAMS_OF_A_CONNECTION of them: a worker that asks again and again would shut itself out.
+    Else a call whose frames refer to the error would stay until the garbage collector runs. gRPC counts such calls, and
+    refuses new ones on a connection that has STREAMS_OF_A_CONNECTION of them: a worker that asks again and again would
+    shut itself out.
     """
     known = _known(error, metrics)
-    raised: BaseException | None = error
-    while raised is not None:
-        raised.__traceback__ = None
-        raised = raised.__context__
+    without_traceback(error)
     return known
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from ps_protocol.convert import job_spec_message
-from ps_protocol.errors import Deposed, Fenced, Unreachable
+from ps_protocol.errors import Deposed, Fenced, PSError, Unreachable
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import shard_pb2
 from ps_protocol.v1.shard_pb2_grpc import ShardServiceStub
@@ -152,7 +152,12 @@ class ShardClient:
         try:
             return method(request, timeout=seconds or self._seconds)
         except grpc.RpcError as error:
-            refused = error_from(error, f"shard {self.index} at {self.address}")
-            if isinstance(refused, Deposed):
-                self._charge.refused(refused)
-            raise refused from None
+            raise self._refused(error) from None
+
+    def _refused(self, call: grpc.RpcError) -> PSError:
+        # Not a variable of `_call`: its frame and the error would refer to each other, and keep all frames of the
+        # caller alive, with the call of a worker that it serves.
+        error = error_from(call, f"shard {self.index} at {self.address}")
+        if isinstance(error, Deposed):
+            self._charge.refused(error)
+        return error

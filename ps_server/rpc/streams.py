@@ -19,7 +19,7 @@ import grpc
 
 from ps_frames.frames import nothing
 from ps_frames.server import AuthContext, CallBroken, Metadata, ServerCall
-from ps_protocol.errors import PSError
+from ps_protocol.errors import PSError, without_traceback
 from ps_protocol.framing import Parts
 from ps_runtime.background import guarded, note_error
 from ps_runtime.grpc_status import STATUS_KEY, code_of, status_of
@@ -68,7 +68,9 @@ class GrpcCall(ServerCall):
         """Returns the next request; None: there is no more. Raises CallBroken."""
         try:
             return None if self._requests is None else next(self._requests, None)
-        except grpc.RpcError:
+        except grpc.RpcError as error:
+            # gRPC keeps the error with the call, and its traceback refers to the call: see `_error_of`.
+            without_traceback(error)
             raise CallBroken from None
 
     def fail(self, error: PSError) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ps_protocol.changes import BucketDelta
-from ps_protocol.errors import LimitExceeded, OutOfOrder, PSError, TryLater, anew
+from ps_protocol.errors import LimitExceeded, OutOfOrder, PSError, TryLater, anew, without_traceback
 from ps_protocol.tensors import PLAIN
 from ps_runtime.background import guarded, note_error
 from ps_runtime.memory import free_bytes
@@ -191,7 +191,7 @@ class TakenEdition:
             places = {dtype: None if files is None else files.place((index, dtype)) for dtype in dtypes}
             copied = {(index, dtype): CopiedBucket(bucket, dtype, place) for dtype, place in places.items()}
         except PSError as error:
-            self.fail(error)
+            self.fail(without_traceback(error))
             return
         except Exception:  # training goes on, whatever a copy for a reader meets
             note_error("edition")
@@ -320,7 +320,7 @@ class Editions:
         """
         with self._lock:
             if self._closed is not None:
-                raise self._closed
+                raise anew(self._closed)  # several threads may raise it
             self._followed = now
             self._typed_buckets |= wanted.typed_buckets
             self._keeps_newest |= wanted.changes
@@ -491,7 +491,7 @@ class Editions:
             if is_first:
                 raise
             self.tally.refused(error)
-            edition.refuse(added, error)
+            edition.refuse(added, without_traceback(error))
 
     def _give_up(self, now: float) -> list[TakenEdition]:
         """Takes out the editions that go for a new one: first the oldest that nobody reads, then the oldest that is

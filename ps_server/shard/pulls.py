@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.errors import InvalidRequest, PSError, without_traceback
 from ps_protocol.framing import Buffer
 from ps_protocol.messages.data import BucketTimes, Notice, PullCall, PulledBucket, PulledState
 from ps_protocol.messages.rows import PulledRows, PulledTable, RowsPull, TablePull
@@ -391,7 +391,7 @@ class Pulls:
                     if pull.worker.incarnation != READER:
                         job.state.check_worker(pull.worker)
                 except PSError as error:
-                    lost.append((pull, error))
+                    lost.append((pull, without_traceback(error)))
                 else:
                     there[number] = waiter
             pulls = [(waiter.pull.worker.rank, waiter.pull.clock) for waiter in there.values()]

@@ -56,18 +56,24 @@ _OVER = (NotFound, UnknownWorker, JobFinished)
 class RosterWatch:
     """An iterator over the roster's changes, for one thread. It ends with the job, with the connection, or after
     `stop`.
+
+    error: the text of the error with which it ended; empty: none
     """
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self._call: Any = None
+        self.error = ""
         with contextlib.suppress(ChannelClosed):
             self._call = ask()
 
     def __iter__(self) -> Iterator[Roster]:
-        with contextlib.suppress(grpc.RpcError):
+        try:
             for response in self._call or ():
                 asked = (response.script_rank, response.script_request) if response.script_request else None
                 yield Roster(tuple(response.ranks), response.world_size, response.started, asked)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.CANCELLED:  # as by `stop`
+                self.error = str(error.details())
 
     def stop(self) -> None:
         """Cancels the call. For any thread; may be called more than once."""

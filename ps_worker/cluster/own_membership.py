@@ -25,6 +25,7 @@ from ps_protocol.errors import (
     TryLater,
     Unauthenticated,
     UnknownWorker,
+    anew,
 )
 from ps_protocol.messages.workers import Continued, JoinResult, SavedState, write_heartbeat
 from ps_runtime.background import guarded, join_within, start
@@ -106,6 +107,7 @@ class OwnMembership:
         self._roster_of: JoinResult | None = None  # the place with which the roster was requested
         self.lost: JoinResult | None = None
         self.error: PSError | None = None
+        self._watch_error = ""  # with which the last watch of the roster ended; empty: none
         self._joining = False
         self._is_unknown = False  # the last heartbeat showed no token or certificate that the coordinator knows
         self._watching: RosterWatch | None = None
@@ -158,7 +160,7 @@ class OwnMembership:
     def raise_lost(self) -> None:
         """Raises the error that ended this worker's part in the job, if there is one."""
         if self.error is not None:
-            raise self.error
+            raise anew(self.error)  # it may be raised again and again
 
     def has_lost(self, place: JoinResult, error: BaseException) -> bool:
         """Whether a call failed because its place was lost. Then `renewed` returns the next place."""
@@ -256,6 +258,7 @@ class OwnMembership:
         return (
             f"waiting for {what}: {len(present)} of {count or 'any number of'} workers are there (ranks "
             f"{ranges(sorted(present))}), waiting for {seconds:.0f} s"
+            + (f"; the coordinator's list of workers does not arrive: {self._watch_error}" if self._watch_error else "")
         )
 
     def _missing_ranks(self) -> list[int]:
@@ -380,11 +383,13 @@ class OwnMembership:
         if current:
             for roster in watching:
                 with self._changed:
-                    self.roster, self._roster_of = roster, place
+                    self.roster, self._roster_of, self._watch_error = roster, place, ""
                     self._changed.notify_all()
                 if roster.asked is not None and place is not None and roster.asked[0] == place.identity.rank:
                     self._script.want(roster.asked[1])
         watching.stop()
+        with self._changed:
+            self._watch_error = watching.error
 
 
 def _as_member(error: E) -> E | FinishedWithout:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +17,7 @@ from ps_protocol.v1 import jobs_pb2, membership_pb2
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_runtime.channel import open_channel
-from ps_server.coordinator.recovery import Rollback
 from ps_server.core.membership import Arrival, ShardProgress
-from ps_server.rpc.call_limits import STREAMS_OF_A_CONNECTION
 from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from tests.tools.cluster import Cluster, in_parallel, until
@@ -132,25 +128,3 @@ def test_a_shard_counts_and_removes_workers_whether_or_not_it_takes_several_in_o
     client.remove_workers("job", [(0, 1), (2, 3)], RUN)
     assert sorted(shard.jobs()["job"].state.roster) == [3]
     client.close()
-
-
-def test_a_worker_that_asks_again_during_a_rollback_is_told_so_every_time(
-    make_cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
-    """A call that has failed is gone at once: gRPC refuses new calls on a connection that has many that are kept."""
-    cluster = make_cluster(shards=1, checkpoint_dir=tmp_path)
-    recovery = cluster.coordinator._recovery
-    assert recovery is not None
-    recovery._under_way["job"] = Rollback("job", RUN, "000001", 1)
-    with open_channel(cluster.address) as channel:
-        spec = job_spec_message(vector_job("job", "async", CELLS, WORKERS))
-        JobServiceStub(channel).RegisterJob(jobs_pb2.RegisterJobRequest(spec=spec))
-        members = MembershipServiceStub(channel)
-        gc.collect()
-        gc.disable()
-        try:
-            for number in range(2 * STREAMS_OF_A_CONNECTION):
-                with pytest.raises(grpc.RpcError, match="is being rolled back to checkpoint 000001"):
-                    members.Join(membership_pb2.JoinRequest(job="job", host="crowd", pid=number, request_id=number))
-        finally:
-            gc.enable()
