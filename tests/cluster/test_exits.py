@@ -21,7 +21,7 @@ END_SECONDS = 60.0
 # ends, and whether each thread takes a moment to end.
 # What was registered first is called last: `tell` names the threads that are there when the interpreter ends.
 SCRIPT = """
-import atexit, signal, sys, threading
+import atexit, sys, threading, time
 
 @atexit.register
 def tell():
@@ -69,7 +69,8 @@ elif how == "raise":
 elif how == "exit":
     sys.exit(3)
 elif how == "wait":
-    signal.pause()
+    while True:  # a signal that comes just before `signal.pause` would not end it
+        time.sleep(1)
 """
 
 
