@@ -18,7 +18,7 @@ END_SECONDS = 120.0
 
 # Trains one step. Argument: how it goes on.
 SCRIPT = """
-import signal, sys
+import sys, time
 import torch
 import ps_worker
 
@@ -30,8 +30,8 @@ optimizer.step()
 print(f"trained to clock {session.clock}", flush=True)
 if sys.argv[1] == "fails":
     raise RuntimeError("an error of the script's own")
-if sys.argv[1] == "waits":
-    signal.pause()
+while sys.argv[1] == "waits":
+    time.sleep(1)
 """
 
 # Trains a job and then another one: the next of its script, or a layer that it adds. Arguments: which of them, and a
