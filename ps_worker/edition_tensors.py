@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -37,10 +37,27 @@ class Edition:
         self.run, self.version = arrays.run, arrays.version
         self.buffers_version = arrays.buffers_version
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors by the model's own names, on the CPU. They share the edition's memory: do not write to
-        them."""
-        return {name: self.tensor(name) for name in self.arrays.names() if self.arrays.contents.is_saved(name)}
+    def state_dict(self, names: Mapping[str, str | MadeOf] | None = None) -> dict[str, torch.Tensor]:
+        """Returns the tensors on the CPU. They share the edition's memory: do not write to them.
+
+        Args:
+            names: Other names than the job's: for each new name the tensor's name in the job, or a `MadeOf`. Tensors of
+                the job that it uses are returned under the new names alone, and all others under their own.
+
+        Raises:
+            InvalidRequest: The job has no such tensors, or one has a new name already and is not used.
+        """
+        saved = [name for name in self.arrays.names() if self.arrays.contents.is_saved(name)]
+        sources = {new: MadeOf(made) if isinstance(made, str) else made for new, made in (names or {}).items()}
+        used = {name for source in sources.values() for name in source.names}
+        unknown = sorted(used - set(self.arrays.names()))
+        if unknown:
+            raise InvalidRequest(f"job {self._job!r} has no {', '.join(unknown[:3])}, of which others are to be made")
+        twice = [name for name in saved if name in sources and name not in used]
+        if twice:
+            raise InvalidRequest(f"job {self._job!r} has {', '.join(twice[:3])}, which is also to be made of others")
+        own = {name: self.tensor(name) for name in saved if name not in used}
+        return own | {new: source.tensor(self) for new, source in sources.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
         """Returns a tensor: do not write to it. It is no copy, unless groups of processes hold it in pieces: then it is
@@ -53,7 +70,12 @@ class Edition:
         """Returns the names of all tensors, even of those that are in no state_dict."""
         return list(self.arrays.names())
 
-    def save(self, path: str | Path, max_shard_bytes: int | None = None) -> None:
+    def save(
+        self,
+        path: str | Path,
+        max_shard_bytes: int | None = None,
+        names: Mapping[str, str | MadeOf] | None = None,
+    ) -> None:
         """Writes safetensors with the version, the run and the job in their metadata.
 
         Without `max_shard_bytes` it writes one file, which appears whole or not at all. Otherwise it writes a directory
@@ -64,12 +86,16 @@ class Edition:
         Args:
             path: A file, or with `max_shard_bytes` a directory, which may have other files, such as config.json.
             max_shard_bytes: The largest size of a file; one with a single larger tensor is larger.
+            names: As for `state_dict`. Tensors that are made of others take memory until they are written.
 
         Raises:
-            InvalidRequest: The directory has a model.safetensors, which would be loaded in place of these files.
+            InvalidRequest: The directory has a model.safetensors, which would be loaded in place of these files; others
+                as for `state_dict`.
             OSError: As the file system raises it.
         """
-        tensors = self.state_dict()
+        tensors = self.state_dict(names)
+        if names:
+            tensors = _with_own_memory(tensors)
         unknown = {name: each for name, each in tensors.items() if element_name(each.dtype)}
         about = {"format": "pt", "job": self._job, "run": self.run, "version": str(self.version)}
         if unknown:
@@ -110,6 +136,18 @@ class MadeOf:
         if self._make is not None:
             return self._make(*parts)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _with_own_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies tensors that are transposed or share their memory: safetensors writes none of these."""
+    seen: set[int] = set()
+    own = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        is_own = tensor.is_contiguous() and storage not in seen
+        own[name] = tensor if is_own else tensor.clone(memory_format=torch.contiguous_format)
+        seen.add(storage)
+    return own
 
 
 def _write(target: Path, tensors: dict[str, torch.Tensor], about: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, Unreachable
 from ps_worker import reading_blocks
 from ps_worker.config import check, reading_from
-from ps_worker.edition_tensors import Edition
+from ps_worker.edition_tensors import Edition, MadeOf
 from ps_worker.fitted_model import Fit, Names, Slot, fit
 from ps_worker.followed_tables import Claim, FollowedTables, SharedRowFeed, bind
 from ps_worker.reading_blocks import enter_all, leave_all
@@ -293,15 +293,23 @@ class WeightFeed:
         finally:
             loaded.leave()
 
-    def save(self, path: str | Path, max_shard_bytes: int | None = None, timeout: float = 60.0) -> int:
+    def save(
+        self,
+        path: str | Path,
+        max_shard_bytes: int | None = None,
+        timeout: float = 60.0,
+        names: Mapping[str, str | MadeOf] | None = None,
+    ) -> int:
         """Writes the newest edition as safetensors, and returns its version; see Edition.save."""
         edition = self.wait_for(timeout=timeout)
-        edition.save(path, max_shard_bytes)
+        edition.save(path, max_shard_bytes, names)
         return edition.version
 
-    def state_dict(self, timeout: float = 60.0) -> dict[str, torch.Tensor]:
+    def state_dict(
+        self, timeout: float = 60.0, names: Mapping[str, str | MadeOf] | None = None
+    ) -> dict[str, torch.Tensor]:
         """Returns the newest edition's tensors; see Edition.state_dict."""
-        return self.wait_for(timeout=timeout).state_dict()
+        return self.wait_for(timeout=timeout).state_dict(names)
 
     def close(self) -> None:
         """Ends the feed. Editions and loaded models stay as they are."""

@@ -641,6 +641,43 @@ def test_a_save_that_fails_leaves_what_was_there(
     assert found() == before
 
 
+@pytest.mark.parametrize("most", [None, 4000])
+def test_an_edition_is_saved_under_the_names_of_another_model(
+    shared: Cluster, job: str, trainer: Trainer, tmp_path: Path, most: int | None
+) -> None:
+    """As an engine has them: what is made of others has their place, and what is not mentioned keeps its name."""
+    names: dict[str, str | ps.MadeOf] = {
+        "joined": ps.MadeOf(["first.weight", "frozen.weight"]),
+        "up": ps.MadeOf("first.bias", lambda both: both.chunk(2)[0]),
+        "down": ps.MadeOf("first.bias", lambda both: both.chunk(2)[1]),
+        "turned": ps.MadeOf("last.weight", torch.t),
+        "head": "last.weight",
+    }
+    path = tmp_path / "model.safetensors" if most is None else tmp_path
+    with ps.subscribe(shared.address, job) as feed:
+        feed.save(path, most, names=names)
+        had = feed.state_dict()
+        for wrong, said in (
+            ({"x": "other"}, "has no other, of which others are to be made"),
+            ({"scale": "none"}, "has scale, which is also to be made of others"),
+        ):
+            with pytest.raises(InvalidRequest, match=said):
+                feed.state_dict(names=wrong)
+    files = [path] if most is None else sorted(tmp_path.glob("model-*.safetensors"))
+    saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    own = {name: had[name] for name in had if name.partition(".")[0] not in ("first", "last", "tied")}
+    del own["frozen.weight"]
+    made = {
+        "joined": torch.cat((had["first.weight"], had["frozen.weight"])),
+        "up": had["first.bias"][:20],
+        "down": had["first.bias"][20:],
+        "turned": had["last.weight"].t(),
+        "head": had["last.weight"],
+    }
+    assert saved.keys() == own.keys() | made.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in {**own, **made}.items())
+
+
 def test_an_edition_is_saved_in_parts_with_an_index(
     shared: Cluster, job: str, trainer: Trainer, tmp_path: Path
 ) -> None:
