@@ -23,9 +23,9 @@ from ps_protocol.layout import ParameterSpec
 from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.modes import parse_mode
 from ps_protocol.v1 import membership_pb2
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job_workers import Roster
-from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads

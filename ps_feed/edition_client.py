@@ -281,7 +281,7 @@ class EachShard:
             reader.cancel()
 
     def end(self) -> None:
-        """Ends all connections, and what is under way."""
+        """Closes the connections to all shards; calls under way fail."""
         for reader in self.readers:
             reader.close()
 

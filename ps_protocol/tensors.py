@@ -143,6 +143,11 @@ class Cast(CastFormat):
         """Whether `decode` returns a copy, and no view of the payload."""
         return False
 
+    @property
+    def is_checked_by_scales(self) -> bool:
+        """Whether `is_finite` checks the elements, so that they need no check of their own."""
+        return False
+
     def encode(self, values: torch.Tensor, memory: Memory | None = None) -> torch.Tensor:
         """Returns the elements in the wire's type: [numel]. It is the tensor itself if the type is the same.
 
@@ -175,6 +180,11 @@ class Blocks(BlockFormat):
     @property
     def copies(self) -> bool:
         """Whether `decode` returns a copy, and no view of the payload."""
+        return True
+
+    @property
+    def is_checked_by_scales(self) -> bool:
+        """Whether `is_finite` checks the elements, so that they need no check of their own."""
         return True
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:

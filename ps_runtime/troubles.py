@@ -54,8 +54,8 @@ class Troubles:
         trace: BaseException | None = None,
         detail: Hashable = None,
     ) -> None:
-        """Counts an error. Logs it unless an equal one was logged since it began: same text, detail, and type and place
-        of exceptions.
+        """Counts an error. Logs it, unless an equal one of this key was logged since the last `over`. Equal: same text,
+        detail, and the types and source lines of the exceptions in it.
 
         key:    what the error is about, such as the shard, the job or the file; `over` names it
         trace:  an exception to log with its traceback; None: none

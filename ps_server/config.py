@@ -28,7 +28,7 @@ from ps_runtime.settings import (
     seconds_or_none,
     whole_number,
 )
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.timing import (
     DEFAULT_DRAIN_SECONDS,
     DEFAULT_LEASE_SECONDS,

@@ -48,7 +48,7 @@ class Entries:
         self._free = np.empty(0, np.int64)
         # By number, the version minus the base; 0: the number is free.
         self._used: npt.NDArray[np.uint32] = reserved(capacity, np.uint32)
-        self._ids: Ids = reserved(capacity, np.int64)  # by number
+        self._ids: Ids = reserved(capacity, np.int64)  # by number, the id of the entry
         self._index = Index(self._ids, salt)
         self._swept = 0  # the next number that `sweep` looks at
         self._base = 0

@@ -263,7 +263,7 @@ class Group:
                 self._parts[members] = _connected(
                     [dist.get_global_rank(self._gloo, each) for each in members], self._start_timeout
                 )
-        if some:  # so that what the script makes later of some of these ranks has one name on all of them, too
+        if some:  # torch names a group by how many its process is in: all members need the same number
             _be_in_as_many(self.ranks)
 
     def hand_out(

@@ -289,8 +289,9 @@ class ParameterServerGroupStrategy(ModelParallelStrategy):
     """Lightning's ModelParallelStrategy where its processes are one worker: a group, as `ps-worker run --group` starts.
 
     `configure_model` cuts the module over `self.device_mesh`, as without servers. `trainer.global_rank`, `world_size`
-    and `device_mesh` are those of this group; metrics with `sync_dist`, decisions and paths are those of all processes
-    of all groups. Group 0 writes checkpoints, by its own processes.
+    and `device_mesh` are those of this group. A metric with `sync_dist` is reduced over the processes of all groups;
+    decisions (to stop, for example) and the paths of checkpoints are agreed among them. Only group 0 writes
+    checkpoints.
 
     Args:
         arguments, more: As for ModelParallelStrategy: data_parallel_size, tensor_parallel_size,

@@ -323,9 +323,11 @@ class WorkerMetrics:
         self._hooks = []
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer, stepped: Callable[[], int]) -> None:
-        """Times the steps of an optimizer that runs here (single, ddp); `stepped` counts them.
+        """Times the steps of an optimizer that runs in this process (single, ddp).
 
-        The hooks are the optimizer's and the parameters' own: copies and pickles of them have none.
+        The hooks are on these objects alone: a copy, or a pickled one, is not timed.
+
+        stepped: counts a step that has ended, and returns how many there were
         """
 
         def begins(*_: Any) -> None:

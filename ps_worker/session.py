@@ -404,10 +404,10 @@ class Session:
         """Records the life of each bucket in the steps after the next `optimizer.step()`, as a Chrome trace for
         Perfetto.
 
-        A bucket is ready, sent, staged, applied, admitted and landed; all times are on this worker's clock. The file is
-        written once `steps` steps are recorded, or at the end of the session. Called before `prepare`, the recording
-        begins with the first step. A recording in progress is written first. In single and ddp no bucket travels, so
-        the call only logs a warning.
+        The trace shows when each bucket was ready, sent, staged, applied, admitted and landed, on this worker's clock.
+        The file is written once `steps` steps are recorded, or at the end of the session. Called before `prepare`, the
+        recording begins with the first step. A recording in progress is written first. In single and ddp no bucket
+        travels, so the call only logs a warning.
 
         Args:
             path: The file. The worker's rank is added to its name: rank 0 writes trace.json as trace-rank0.json.

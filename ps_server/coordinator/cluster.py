@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ps_protocol.job import JobSpec
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.events import EventLog
-from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.shards import MakeExecutor, Shards
 from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.coordinator.timing import Clock, Timing

@@ -29,6 +29,7 @@ from ps_runtime.pools import Pool
 from ps_runtime.quantities import counted
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.charge import Charge
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.coalesced import Together
 from ps_server.coordinator.coordinated_job import CoordinatedJob
@@ -36,7 +37,6 @@ from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob, has_finishe
 from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.held_jobs import Expiry, HeldJobs, Run
 from ps_server.coordinator.new_jobs import NewJobs
-from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.refusals import try_soon
 from ps_server.coordinator.shards import Connect, MakeExecutor, RegisteredShard, Shards

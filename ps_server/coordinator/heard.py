@@ -13,7 +13,7 @@ class HeardFigures:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._heard: dict[int, tuple[int, WorkerFigures]] = {}  # by rank
+        self._heard: dict[int, tuple[int, WorkerFigures]] = {}  # by rank: its incarnation, and its figures
         self._done: dict[int, WorkerFigures] = {}  # by rank
 
     def heard(self, rank: int, incarnation: int, figures: WorkerFigures) -> None:

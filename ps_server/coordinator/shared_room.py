@@ -47,7 +47,8 @@ class SharedRoom:
     def hold(self, job: JobShare, more: int) -> None:
         """Adds `more` bytes to a job's share; a negative number frees some.
 
-        Raises LimitExceeded, and changes nothing, if the budget or the half of one principal is exceeded.
+        Raises LimitExceeded, and changes nothing, if all jobs would exceed the budget, or those of one principal half
+        of it.
         """
         owner = job.owner.name
         with self._lock:

@@ -35,14 +35,14 @@ MAX_WEIGHT = 2.0**53  # the whole numbers up to there are exact
 class GradientChecks:
     """Checks the gradients of a job's buckets and tables: they must be finite, and their norm within a limit.
 
-    looks:  whether gradients are searched for infinities and NaNs
-    limits: whether the norm is limited
+    checks_finite: whether gradients are searched for infinities and NaNs
+    limits:        whether the norm is limited
     """
 
     def __init__(self, spec: JobSpec, norm_limit: float) -> None:
         """norm_limit: the L2 norm that the gradient in one push may have"""
         self._skips, self._limit = spec.non_finite is NonFinite.SKIP, norm_limit
-        self.looks, self.limits = spec.non_finite is not NonFinite.ALLOW, norm_limit < math.inf
+        self.checks_finite, self.limits = spec.non_finite is not NonFinite.ALLOW, norm_limit < math.inf
 
     def refuse_or_skip(self, rank: int, what: str) -> None:
         """Raises NonFiniteGradient, unless the job skips steps whose gradient is not finite. Then the caller must leave
@@ -150,8 +150,8 @@ class PushChecker:
         groups: set[int] = set()
         for pushed in call.buckets:
             if pushed.kind is PushKind.GRADIENT:
-                looks = self._gradients.limits or (self._gradients.looks and not pushed.finite)
-                if looks or call.payload is not None:
+                is_read = self._gradients.limits or (self._gradients.checks_finite and not pushed.finite)
+                if is_read or call.payload is not None:
                     return False
             elif pushed.kind not in (PushKind.SKIP, PushKind.COMMIT):
                 return False
@@ -220,7 +220,7 @@ class PushChecker:
             raise InvalidRequest(
                 f"bucket {pushed.bucket}: expected {expected} bytes ({count} x {codec.name}), got {len(payload)}"
             )
-        if count and self._gradients.looks and not codec.is_finite(payload):
+        if count and self._gradients.checks_finite and not codec.is_finite(payload):
             self._gradients.refuse_or_skip(call.worker.rank, f"a block of bucket {pushed.bucket}")
             return None
         return codec.decode(payload, count) if count else None
@@ -239,7 +239,7 @@ class PushChecker:
         if self._gradients.limits and borrowed:
             # Copied before the check: afterwards the worker could write another gradient into its segment.
             values, borrowed, own = values.clone(), False, True
-        if self._gradients.looks and not (is_checked or codec.copies):
+        if self._gradients.checks_finite and not (is_checked or codec.is_checked_by_scales):
             for position, part in enumerate(bucket.slices):
                 if position not in absent and not is_finite(values[part.offset : part.offset + part.length]):
                     self._gradients.refuse_or_skip(rank, self._spec.parameters[part.parameter].name)

@@ -240,7 +240,7 @@ class RowChecker:
         known: whether they are finite; None: unknown
         """
         what = f"table {table.rows.name!r}"
-        if self._gradients.looks and not (are_finite(gradients) if known is None else known):
+        if self._gradients.checks_finite and not (are_finite(gradients) if known is None else known):
             self._gradients.refuse_or_skip(push.worker.rank, what)
             return False
         if self._gradients.limits:

@@ -1,7 +1,12 @@
 """Commands: the values that change a partition.
 
-Two partitions that execute the same commands in the same order are equal afterwards. Applying contributions to the
-weights is not a command: it follows from the commands.
+Applying what commands have staged changes a partition, too. In sync without a quorum, in ssp and in async it follows
+from the commands: two partitions that execute the same ones in the same order are equal once both have applied all that
+they can. With a quorum they may differ. An update takes the contributions that are added before it is made
+(QuorumRule.next), and `sent`, `owed`, `end_grace` and `close` change a rule outside of commands.
+
+In all modes what has been applied decides whether a push is refused for now (Backlogged): for lack of room, or because
+the worker's push before it is not applied.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ DEFAULT_ABSENCE_SECONDS = 300.0  # how long a job that ends waits for a worker t
 # When its last worker has fallen silent, a job waits for the processes that were live then. A process that is started
 # again first imports its libraries, perhaps on another host. With the default lease this is a minute.
 RETURN_LEASES = 6
-HEARTBEATS_PER_LEASE = 4  # that clients send
+HEARTBEATS_PER_LEASE = 4  # heartbeats that a client sends in one lease
 WORKERS_A_CALL = 64  # workers of a job in one call to a shard, so that the call ends long before its deadline
 REPLACED_KEPT = 16  # launches kept of those that took a rank over one after the other; the oldest are forgotten
 

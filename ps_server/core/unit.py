@@ -233,7 +233,9 @@ class Unit(ABC, Generic[C, W, P]):
         return self.rule.admit_all(pulls)
 
     def committed(self) -> Committed:
-        """Returns the leased data in the weights, without that of contributions that are only staged."""
+        """Returns the committed data as a snapshot records it: that in the weights. Data is committed once its push is
+        staged; what is staged and not applied is left out, because the snapshot does not have it.
+        """
         return self._data.of(self.index, self.rule.unapplied() if self.is_trained else ())
 
     @abstractmethod

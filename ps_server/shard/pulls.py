@@ -125,7 +125,7 @@ class Pulls:
             ids, rows = job.pulled(call, places, memory)
         wanted = call if isinstance(call, TablePull) else checker.wanted(call, ids)
         if call.worker.incarnation != READER or isinstance(call, TablePull):
-            if memory is None:  # which is found only if it is live
+            if memory is None:  # otherwise row_memory() has checked the worker
                 job.check_worker(call.worker)
         elif call.clock:
             raise InvalidRequest(f"a caller that has not joined may only pull rows at clock 0, got clock {call.clock}")

@@ -105,7 +105,7 @@ class Pushes:
             return self._stage_rows(job, push, principal, fresh)
         finally:
             if isinstance(push, RowsPush) and push.place is not None:
-                self._updates.lend(job, fresh)
+                self._updates.run_here(job, fresh)
             else:
                 self._updates.schedule(job, fresh)
 
@@ -121,7 +121,7 @@ class Pushes:
             self._stage_rows(job, push, principal, fresh, is_live=True, memory=pull.row_memory)
             self._pulls.ask(job, pull, [table])
         finally:
-            self._updates.lend(job, fresh)
+            self._updates.run_here(job, fresh)
 
     def _stage_rows(
         self,
@@ -208,7 +208,7 @@ class Pushes:
             self._stage_all(job, call, principal, fresh, checked, is_live=True, segment=pull.segment)
             self._pulls.ask(job, pull, wanted.buckets)
         finally:
-            self._updates.lend(job, fresh)
+            self._updates.run_here(job, fresh)
 
     def attach(self, job: HostedJob, worker: Identity, offer: SegmentOffer) -> None:
         """Maps the segment that a live worker offers.
@@ -347,11 +347,11 @@ class Updates:
             if task is not None:
                 self._threads.submit(task)
 
-    def lend(self, job: HostedJob, units: Iterable[int]) -> None:
+    def run_here(self, job: HostedJob, units: Iterable[int]) -> None:
         """As `schedule`, but the calling thread does the operations itself, unless enough threads are at
         work already.
         """
-        self._threads.lend([task for index in units if (task := self._due(job, index)) is not None])
+        self._threads.run_here([task for index in units if (task := self._due(job, index)) is not None])
 
     def _due(self, job: HostedJob, index: int) -> Task | None:
         """Returns the task for a unit; None if it has no operation to do, or a thread works on it already."""

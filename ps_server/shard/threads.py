@@ -32,7 +32,7 @@ class Threads(Protocol):
     def submit(self, task: Task) -> None:
         """Runs a task that applies updates, in another thread if there is one."""
 
-    def lend(self, tasks: Iterable[Task]) -> None:
+    def run_here(self, tasks: Iterable[Task]) -> None:
         """As `submit`, but the calling thread runs the tasks itself, unless enough threads are at work already."""
 
     def write(self, task: Task) -> None:
@@ -55,7 +55,9 @@ class Threads(Protocol):
 
 
 class ApplyThreads:
-    """Runs tasks in their order of arrival, at most `count` at a time, in its own threads or in callers of `lend`."""
+    """Runs tasks in their order of arrival, at most `count` at a time, in its own threads or in callers of
+    `run_here`.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -72,7 +74,7 @@ class ApplyThreads:
             except RuntimeError:  # `stop` came after the caller had found the task
                 self._run()
 
-    def lend(self, tasks: Iterable[Task]) -> None:
+    def run_here(self, tasks: Iterable[Task]) -> None:
         """As `submit`, but the calling thread runs the tasks itself, unless `count` threads are at work already."""
         if self._enters(tasks):
             self._run()
@@ -185,7 +187,7 @@ class NoThreads:
         """Runs a task."""
         task()
 
-    def lend(self, tasks: Iterable[Task]) -> None:
+    def run_here(self, tasks: Iterable[Task]) -> None:
         """Runs tasks."""
         for task in tasks:
             task()

@@ -38,8 +38,8 @@ class PushTimes:
     """The times of the last push of each bucket, for the workers of a job that record a timeline. The caller holds the
     job's lock.
 
-    A worker mostly pushes a bucket again only after its last push was applied, so one push of each is kept. If the last
-    push is applied later than that, its times are unknown.
+    Of each bucket only a worker's last push is kept: as a rule it is applied before the worker pushes the bucket again.
+    If it is not, its times are lost.
     """
 
     def __init__(self) -> None:

@@ -342,7 +342,8 @@ class CheckpointStore:
         """
         rows = rows or {}
         snapshots: dict[int, BucketSnapshot] = {}
-        chains: dict[int, list[TableSnapshot]] = {table: [] for table in rows}  # by table, its snapshots of one shard
+        # by table: of one shard, its last snapshot with all rows and those of changes since
+        chains: dict[int, list[TableSnapshot]] = {table: [] for table in rows}
         for file in files:
             path = self._path_of_part(job, file.stored)
             with _undamaged(path), self._disk.open(path) as opened:

@@ -362,7 +362,9 @@ class Connection:
         return self.place.has_had(shard, len(self._shard_of) + table, clock)
 
     def push_apart(self, pushes: Sequence[BucketPush]) -> list[Future[PushResult]]:
-        """Sends empty pushes without a pull, over the network also where memory is shared."""
+        """Sends empty pushes for a step that failed or is left out, without a pull. They go over the network, because
+        the segment may still have the step's gradients.
+        """
         return self._note([self._network[self._shard_of[push.bucket.index]].push(push) for push in pushes])
 
     def _note(self, futures: list[Future[T]]) -> list[Future[T]]:

@@ -94,7 +94,7 @@ def parts_of(table: FirstRows, job: JobTable, shards: int) -> list[InitialRows]:
     state.
     """
     tensors, spec = table.rows, job.rows
-    if table.given is not None:  # as many as there are: they are sent by `begin_given`
+    if table.given is not None:  # vectors that the script has set: begin_given sends them piece by piece
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         beginnings = _given_beginnings(table.given, table.seed, shards)
         return [InitialRows(beginning, {}, {}, nothing, nothing) for beginning in beginnings]

@@ -162,7 +162,7 @@ class SharedTransport:
         self._pusher, self._copier = (DaemonPool(int(self.has_drafts), name) for name in ("push", "copy"))
         self._copies: dict[int, tuple[int, Draft, Future[None]]] = {}  # by bucket, at which clock it left as a draft
         self._lock = threading.Lock()
-        self._next = _Together(-1, None)  # the pushes of the next message
+        self._next = _SharedMessage(-1, None)  # the pushes of the next message
         self._written: _Written | None = None  # the last exchange
 
     # -- a whole step ------------------------------------------------------------------------------------------------
@@ -251,15 +251,15 @@ class SharedTransport:
             self._flat.leaving(push.bucket)
         with self._lock:
             if self._next.clock != push.clock:
-                self._next = _Together(push.clock, self._timeline.step)
-            together = self._next
-            together.pushes.append(push)
+                self._next = _SharedMessage(push.clock, self._timeline.step)
+            message = self._next
+            message.pushes.append(push)
 
         def send() -> PushResult:
             with self._lock:
-                if self._next is together:
-                    self._next = _Together(-1, None)
-            return PushResult(_sizes([push]), together.staged(self._send))
+                if self._next is message:
+                    self._next = _SharedMessage(-1, None)
+            return PushResult(_sizes([push]), message.staged(self._send))
 
         return self._pusher.submit(send)
 
@@ -337,8 +337,10 @@ def _sizes(pushes: Sequence[BucketPush]) -> dict[str, int]:
     return sizes
 
 
-class _Together:
-    """Pushes of one clock that share one message. The first sending thread sends it."""
+class _SharedMessage:
+    """Pushes of one clock that leave in one message: whichever of their tasks runs first sends all that were added by
+    then.
+    """
 
     def __init__(self, clock: int, step: RecordedStep | None) -> None:
         self.clock, self.step = clock, step

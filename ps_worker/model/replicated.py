@@ -101,9 +101,11 @@ class ReplicatedParameters:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def share(self, bases: Mapping[int, torch.Tensor], is_first: bool = False) -> None:
-        """Sends the weights of each owner to the other holders.
+        """Overwrites this member's copies of parameters that several members hold with the owner's weights. All members
+        call it.
 
-        bases:    in local modes, by parameter of this member, the weights that the round began with; empty: none
+        bases:    in local modes, by id of each tensor that this member owns, the weights that the round began with;
+                  sent, too, if they differ from the weights; empty: none
         is_first: include parameters that no optimizer steps
         """
         shared = [i for i in self._shared if is_first or self._spec.parameters[i].param_group is not None]

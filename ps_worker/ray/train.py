@@ -118,7 +118,9 @@ class _PsBackend(Backend):
         self._ended += ended
 
     def _report(self, workers: list[WorkerProcess]) -> None:
-        """Reports ends. Without a report the lease ends a worker, so an error here ends nothing."""
+        """Reports to the coordinator that these worker processes have ended. An error is only logged: without a report
+        they count as live until their lease runs out.
+        """
         for worker in workers:
             try:
                 if self._servers is not None:

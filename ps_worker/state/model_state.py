@@ -30,7 +30,7 @@ class SavedResiduals(Protocol):
     """The residuals of a model's gradients: see ps_worker/model/residual.py."""
 
     def copy(self) -> Residual:
-        """Returns the residuals on the host, by bucket."""
+        """Returns a copy of all residuals in host memory, by bucket."""
 
     def takes(self, errors: Residual) -> bool:
         """Whether these residuals fit the model's buckets."""

@@ -172,7 +172,7 @@ class Assignments:
         loaded: dict[int, Mapping[str, torch.Tensor]] = {index: {} for index in parameters}
         for tensor, state in states.items():
             index = self._indices.get(id(tensor)) if is_sharded(tensor) else self._indices[id(tensor)]
-            if index is None:  # nothing of it is in this process
+            if index is None:  # a DTensor of which this member holds no piece of the job
                 continue
             if self._spec.parameters[index].param_group is not None:
                 loaded[index] = state

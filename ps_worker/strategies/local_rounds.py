@@ -132,7 +132,9 @@ class LocalRounds:
         return at_hand.steps if at_hand.is_streamed and at_hand.pushed else at_hand.steps - at_hand.made
 
     def prepared(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
-        """Returns the optimizers unchanged; their steps are counted."""
+        """Returns the optimizers unchanged: in local:H the script's own optimizers step, and hooks count their steps
+        towards the round.
+        """
         return optimizers
 
     def begin_stage(

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from tests.simulation.cluster import Cluster
 from tests.simulation.network import Weather
 from tests.simulation.runs import Run, job_beside

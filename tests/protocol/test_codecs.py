@@ -48,6 +48,12 @@ def test_a_wire_format_rounds_as_torch_does_and_decodes_where_it_lies(name: str)
     assert codec.decode(b"", 0).shape == (0,)
 
 
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_format_says_whether_its_scales_show_what_is_not_finite(name: str) -> None:
+    codec, values = BLOCKS.get(name) or PLAIN[name], torch.tensor([1.0, torch.nan, torch.inf, 2.0])
+    assert codec.is_finite(bytes_of(codec.encode(values))) is not codec.is_checked_by_scales
+
+
 def test_only_float32_that_an_optimizer_steps_is_narrowed() -> None:
     spec = job("bfloat16", "float16")
     chosen = {

@@ -10,7 +10,7 @@ import torch
 
 from ps_protocol.errors import FinishedWithout, Forbidden, JobFinished, RunEnded, TryLater
 from ps_protocol.messages.workers import JoinRequest
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.core.membership import AWAY_SECONDS, DEFAULT_ABSENCE_SECONDS, NamedProcess
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job

@@ -29,7 +29,7 @@ def test_everything_is_run_by_no_more_threads_than_there_are(count: int) -> None
     def bring(first: int) -> None:
         for number in range(first, first + 100, 2):
             threads.submit(lambda number=number: task(number))  # type: ignore[misc]
-            threads.lend([lambda number=number: task(number + 1)])  # type: ignore[misc]
+            threads.run_here([lambda number=number: task(number + 1)])  # type: ignore[misc]
 
     bringing = [threading.Thread(target=bring, args=(100 * n,)) for n in range(4)]
     for thread in bringing:
@@ -50,7 +50,7 @@ def test_who_finds_enough_at_work_returns_at_once_and_its_tasks_are_run() -> Non
 
     threads.submit(long)
     assert begun.wait(SECONDS)
-    threads.lend([done.set])
+    threads.run_here([done.set])
     assert not done.is_set(), "the one thread is still at the first"
     go_on.set()
     assert done.wait(SECONDS)
@@ -66,7 +66,7 @@ def test_stopping_waits_for_what_others_run() -> None:
         assert go_on.wait(SECONDS)
         done.append("task")
 
-    lending = threading.Thread(target=lambda: threads.lend([long]))
+    lending = threading.Thread(target=lambda: threads.run_here([long]))
     lending.start()
     assert begun.wait(SECONDS)
     stopping = threading.Thread(target=lambda: (threads.stop(), done.append("stop")))

@@ -14,7 +14,7 @@ import pytest
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, TryLater
 from ps_protocol.messages.workers import JoinRequest
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.shards import Shards
 from ps_server.core.snapshot import RestoreProgress
 from ps_server.storage.checkpoints import CheckpointStore

@@ -26,8 +26,8 @@ from ps_protocol.errors import (
     UnknownWorker,
     VersionMismatch,
 )
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.cluster import Checkpointing
-from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.shards import Shards
 from ps_server.coordinator.shared_room import SharedRoom

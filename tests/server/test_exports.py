@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest
 from ps_protocol.optimizers import with_defaults
 from ps_server.cli import main
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.storage import export as storage_export
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import MARK, export

@@ -18,7 +18,7 @@ import torch
 
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints, TryLater
 from ps_protocol.layout import bucket_layout
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.state_file import StateFile
 from ps_server.storage import objects
 from ps_server.storage.checkpoints import CheckpointStore

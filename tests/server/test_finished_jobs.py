@@ -9,8 +9,8 @@ import pytest
 
 from ps_protocol.errors import FinishedWithout, Forbidden, JobFinished, NotFound
 from ps_protocol.messages.workers import JoinRequest
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.ended_jobs import JOBS_KEPT, EndedJobs, FinishedJob
-from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.state_file import StateFile
 from ps_server.coordinator.timing import Clock
 from ps_server.core.membership import DEFAULT_ABSENCE_SECONDS

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ps_protocol.errors import CheckpointDamaged, VersionMismatch
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.storage import manifest as manifest_module
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export

@@ -20,8 +20,8 @@ from ps_protocol.identity import Identity
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.tensors import bytes_of
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.job_workers import Joined
-from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.core.snapshot import SnapshotRequest
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -441,7 +441,7 @@ class HeldThreads(NoThreads):
     def submit(self, task: Task) -> None:
         self.held.append(task)
 
-    def lend(self, tasks: Iterable[Task]) -> None:
+    def run_here(self, tasks: Iterable[Task]) -> None:
         self.held += tasks
 
     def run(self) -> None:

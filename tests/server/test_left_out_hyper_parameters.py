@@ -12,7 +12,7 @@ import torch
 from ps_protocol.errors import InvalidRequest, JobMismatch
 from ps_protocol.job import JobSpec
 from ps_protocol.optimizers import ELEMENTWISE, hyper_parameters, with_defaults
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.state_file import FILE
 from ps_server.storage.manifest import seal
 from tests.tools.one_process import DirectWorker, OneProcess

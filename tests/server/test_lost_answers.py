@@ -9,7 +9,7 @@ import torch
 
 from ps_protocol.messages.data import PushKind
 from ps_protocol.messages.workers import JoinRequest
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from tests.tools.one_process import DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ps_protocol.errors import TryLater
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.timing import Timing
 from tests.tools.cluster import Cluster, until
 from tests.tools.one_process import DirectWorker, FullDisk, OneProcess

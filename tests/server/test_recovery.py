@@ -11,8 +11,8 @@ import pytest
 
 from ps_protocol.errors import UnknownWorker
 from ps_protocol.optimizers import with_defaults
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.cluster import Checkpointing
-from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery, Rollback
 from ps_server.coordinator.shards import Shards
 from ps_server.coordinator.shared_room import SharedRoom

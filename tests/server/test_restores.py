@@ -23,8 +23,8 @@ from ps_protocol.identity import Identity
 from ps_protocol.layout import bucket_layout
 from ps_protocol.messages.data import PullCall
 from ps_protocol.optimizers import with_defaults
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.cluster import Checkpointing
-from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.shards import Shards
 from ps_server.coordinator.shared_room import SharedRoom

@@ -17,7 +17,7 @@ from ps_protocol.versions import (
     check_shard_version,
     check_worker_version,
 )
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads

@@ -10,7 +10,7 @@ import pytest
 
 from ps_protocol.errors import JobFinished, TryLater
 from ps_protocol.messages.workers import JoinRequest
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.state_file import FILE, StateFile
 from ps_server.storage.disk import MAX_READ_BYTES, Disk
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ps_protocol.errors import Fenced, PSError
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.shard import pulls
 from tests.chaos.oracle import Life, Violation
 from tests.simulation.binding import bound

@@ -20,8 +20,8 @@ from ps_protocol.convert import AnsweringShard
 from ps_protocol.errors import Deposed, InvalidRequest, PSError, TryLater
 from ps_protocol.identity import Identity
 from ps_server.coordinator.charge import Charge
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
 from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS, Clock
 from ps_server.core.data_commits import Committed

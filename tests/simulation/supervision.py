@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.state_file import FILE
 from tests.simulation.disk import Image, SimulatedDisk, Storage
 from tests.simulation.network import Network

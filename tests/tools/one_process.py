@@ -20,8 +20,8 @@ from ps_protocol.layout import bucket_layout
 from ps_protocol.messages.data import PullCall, PulledBucket, PushCall, PushedBucket, PushKind
 from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.tensors import bytes_of
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.timing import Clock
 from ps_server.core.data_commits import Committed
 from ps_server.core.membership import JoinedWorker
