@@ -203,10 +203,11 @@ class Server:
         if self.coordinator is not None:
             self.coordinator.drain(seconds)
         elif self.shard is not None and self._registration is not None:
-            most = seconds + self._config.timing.fallback + ANSWER_SECONDS
+            timing = self._config.timing
+            most = timing.stops_together + seconds + timing.fallback + ANSWER_SECONDS
             jobs = self.shard.jobs()
             for job in jobs.values():
-                job.refusals.seconds = most + self._config.timing.refusal
+                job.refusals.seconds = most + timing.refusal
             last = [partial(guarded, "drain", partial(self._registration.checkpoint, name, most)) for name in jobs]
             try:
                 with Pool(max(1, len(jobs)), "drain") as pool:  # each job has all of the time

@@ -26,7 +26,7 @@ from ps_protocol.v1 import job_pb2 as ps__protocol_dot_v1_dot_job__pb2
 from ps_protocol.v1 import types_pb2 as ps__protocol_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ps_protocol/v1/jobs.proto\x12\x0eps_protocol.v1\x1a\x18ps_protocol/v1/job.proto\x1a\x1aps_protocol/v1/types.proto\"T\n\nCheckpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x15\n\rmissing_ranks\x18\x04 \x03(\r\"\x92\x01\n\x12RegisterJobRequest\x12%\n\x04spec\x18\x01 \x01(\x0b\x32\x17.ps_protocol.v1.JobSpec\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x15\n\rlayout_wanted\x18\x03 \x01(\x08\x12\x0e\n\x06launch\x18\x04 \x01(\t\x12\x14\n\x0cmemory_place\x18\x05 \x01(\t\"\xea\x01\n\x13RegisterJobResponse\x12+\n\tshard_map\x18\x01 \x01(\x0b\x32\x18.ps_protocol.v1.ShardMap\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\x12\x14\n\x0c\x62ucket_bytes\x18\x03 \x01(\x04\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x18\n\x10protocol_version\x18\x05 \x01(\r\x12,\n\x06layout\x18\x06 \x03(\x0b\x32\x1c.ps_protocol.v1.BucketLayout\x12\x15\n\rsegment_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bstage_limit\x18\x08 \x01(\r\"\xd0\x01\n\x0c\x42ucketLayout\x12+\n\tdata_type\x18\x01 \x01(\x0e\x32\x18.ps_protocol.v1.DataType\x12\x15\n\relement_count\x18\x02 \x01(\x04\x12\x0e\n\x06\x66rozen\x18\x03 \x01(\x08\x12+\n\x06slices\x18\x04 \x03(\x0b\x32\x1b.ps_protocol.v1.SliceLayout\x12\x17\n\x0fgradient_offset\x18\x05 \x01(\x04\x12\x16\n\x0eweights_offset\x18\x06 \x01(\x04\x12\x0e\n\x06member\x18\x07 \x01(\r\"_\n\x0bSliceLayout\x12\x11\n\tparameter\x18\x01 \x01(\r\x12\x17\n\x0fparameter_start\x18\x02 \x01(\x04\x12\x14\n\x0c\x62ucket_start\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\"#\n\x14\x43heckpointJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"G\n\x15\x43heckpointJobResponse\x12.\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.Checkpoint\"\x1c\n\rEndJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x10\n\x0e\x45ndJobResponse2\x8b\x02\n\nJobService\x12V\n\x0bRegisterJob\x12\".ps_protocol.v1.RegisterJobRequest\x1a#.ps_protocol.v1.RegisterJobResponse\x12\\\n\rCheckpointJob\x12$.ps_protocol.v1.CheckpointJobRequest\x1a%.ps_protocol.v1.CheckpointJobResponse\x12G\n\x06\x45ndJob\x12\x1d.ps_protocol.v1.EndJobRequest\x1a\x1e.ps_protocol.v1.EndJobResponseBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ps_protocol/v1/jobs.proto\x12\x0eps_protocol.v1\x1a\x18ps_protocol/v1/job.proto\x1a\x1aps_protocol/v1/types.proto\"T\n\nCheckpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x15\n\rmissing_ranks\x18\x04 \x03(\r\"\x92\x01\n\x12RegisterJobRequest\x12%\n\x04spec\x18\x01 \x01(\x0b\x32\x17.ps_protocol.v1.JobSpec\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x15\n\rlayout_wanted\x18\x03 \x01(\x08\x12\x0e\n\x06launch\x18\x04 \x01(\t\x12\x14\n\x0cmemory_place\x18\x05 \x01(\t\"\xea\x01\n\x13RegisterJobResponse\x12+\n\tshard_map\x18\x01 \x01(\x0b\x32\x18.ps_protocol.v1.ShardMap\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\x12\x14\n\x0c\x62ucket_bytes\x18\x03 \x01(\x04\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x18\n\x10protocol_version\x18\x05 \x01(\r\x12,\n\x06layout\x18\x06 \x03(\x0b\x32\x1c.ps_protocol.v1.BucketLayout\x12\x15\n\rsegment_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bstage_limit\x18\x08 \x01(\r\"\xd0\x01\n\x0c\x42ucketLayout\x12+\n\tdata_type\x18\x01 \x01(\x0e\x32\x18.ps_protocol.v1.DataType\x12\x15\n\relement_count\x18\x02 \x01(\x04\x12\x0e\n\x06\x66rozen\x18\x03 \x01(\x08\x12+\n\x06slices\x18\x04 \x03(\x0b\x32\x1b.ps_protocol.v1.SliceLayout\x12\x17\n\x0fgradient_offset\x18\x05 \x01(\x04\x12\x16\n\x0eweights_offset\x18\x06 \x01(\x04\x12\x0e\n\x06member\x18\x07 \x01(\r\"_\n\x0bSliceLayout\x12\x11\n\tparameter\x18\x01 \x01(\r\x12\x17\n\x0fparameter_start\x18\x02 \x01(\x04\x12\x14\n\x0c\x62ucket_start\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\"8\n\x14\x43heckpointJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x61ller_ends\x18\x02 \x01(\x08\"G\n\x15\x43heckpointJobResponse\x12.\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.Checkpoint\"\x1c\n\rEndJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x10\n\x0e\x45ndJobResponse2\x8b\x02\n\nJobService\x12V\n\x0bRegisterJob\x12\".ps_protocol.v1.RegisterJobRequest\x1a#.ps_protocol.v1.RegisterJobResponse\x12\\\n\rCheckpointJob\x12$.ps_protocol.v1.CheckpointJobRequest\x1a%.ps_protocol.v1.CheckpointJobResponse\x12G\n\x06\x45ndJob\x12\x1d.ps_protocol.v1.EndJobRequest\x1a\x1e.ps_protocol.v1.EndJobResponseBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,13 +45,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SLICELAYOUT']._serialized_start=782
   _globals['_SLICELAYOUT']._serialized_end=877
   _globals['_CHECKPOINTJOBREQUEST']._serialized_start=879
-  _globals['_CHECKPOINTJOBREQUEST']._serialized_end=914
-  _globals['_CHECKPOINTJOBRESPONSE']._serialized_start=916
-  _globals['_CHECKPOINTJOBRESPONSE']._serialized_end=987
-  _globals['_ENDJOBREQUEST']._serialized_start=989
-  _globals['_ENDJOBREQUEST']._serialized_end=1017
-  _globals['_ENDJOBRESPONSE']._serialized_start=1019
-  _globals['_ENDJOBRESPONSE']._serialized_end=1035
-  _globals['_JOBSERVICE']._serialized_start=1038
-  _globals['_JOBSERVICE']._serialized_end=1305
+  _globals['_CHECKPOINTJOBREQUEST']._serialized_end=935
+  _globals['_CHECKPOINTJOBRESPONSE']._serialized_start=937
+  _globals['_CHECKPOINTJOBRESPONSE']._serialized_end=1008
+  _globals['_ENDJOBREQUEST']._serialized_start=1010
+  _globals['_ENDJOBREQUEST']._serialized_end=1038
+  _globals['_ENDJOBRESPONSE']._serialized_start=1040
+  _globals['_ENDJOBRESPONSE']._serialized_end=1056
+  _globals['_JOBSERVICE']._serialized_start=1059
+  _globals['_JOBSERVICE']._serialized_end=1326
 # @@protoc_insertion_point(module_scope)

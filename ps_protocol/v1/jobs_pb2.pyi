@@ -85,10 +85,12 @@ class SliceLayout(_message.Message):
     def __init__(self, parameter: _Optional[int] = ..., parameter_start: _Optional[int] = ..., bucket_start: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class CheckpointJobRequest(_message.Message):
-    __slots__ = ("job",)
+    __slots__ = ("job", "caller_ends")
     JOB_FIELD_NUMBER: _ClassVar[int]
+    CALLER_ENDS_FIELD_NUMBER: _ClassVar[int]
     job: str
-    def __init__(self, job: _Optional[str] = ...) -> None: ...
+    caller_ends: bool
+    def __init__(self, job: _Optional[str] = ..., caller_ends: _Optional[bool] = ...) -> None: ...
 
 class CheckpointJobResponse(_message.Message):
     __slots__ = ("checkpoint",)

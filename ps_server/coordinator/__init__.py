@@ -27,6 +27,7 @@ events.py       The log of recent events, for status
 job_script.py   The settings of one job's script (learning-rate schedule), for workers that join late
 heard.py        The figures that the workers of one job have measured, from their last heartbeats
 checkpoint_policy.py When checkpoints are made, where they go, and how many are kept
+drain.py        Whether the coordinator is told to stop, and has made the last checkpoints of its jobs
 state_file.py   The state that a restarted coordinator needs, in one small file beside the checkpoints
 timing.py       The coordinator's clock, and the times that it waits, in seconds
 """

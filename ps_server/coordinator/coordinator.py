@@ -33,6 +33,7 @@ from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.coalesced import Together
 from ps_server.coordinator.coordinated_job import CoordinatedJob
+from ps_server.coordinator.drain import Drain
 from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob, has_finished
 from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.held_jobs import Expiry, HeldJobs, Run
@@ -68,6 +69,7 @@ class Coordinator:
     events:   the log of recent events
     ended:    the jobs that are over
     held_jobs: compares the coordinator's jobs with those that the shards hold
+    ending:   whether the coordinator is told to stop
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Coordinator:
         self._jobs: dict[str, CoordinatedJob] = {}
         self._lock = threading.Lock()
         self.ended = EndedJobs()
-        self._draining = False
+        self.ending = Drain(timing.stops_together)
         self._saves: Together[None, None] = Together(self._save_for_all, SAVES_TOGETHER)
         self._troubles = Troubles(log, "state_file")
         self._background = Background()
@@ -239,7 +241,7 @@ class Coordinator:
         spec = with_defaults(spec)
         shards.all()  # raises TryLater while a shard has not registered
         chosen = sized(spec, shards.on_one_machine(memory_place), limits.buckets)
-        self._check_not_draining()
+        self.ending.check()
         check_launch(launch)
         with self._lock:
             self.ended.check(spec.name, launch)
@@ -319,7 +321,10 @@ class Coordinator:
 
         seconds: the time in which workers can end their current steps
         """
-        self._draining = True
+        with self.ending.begin():
+            self._make_last_checkpoints(seconds)
+
+    def _make_last_checkpoints(self, seconds: float) -> None:
         text = "stopping"
         if any(not job.workers.empty() for job in self.jobs().values()):
             text += f": workers have {seconds:g} s (--drain-seconds) to end their steps for the last checkpoints"
@@ -329,10 +334,6 @@ class Coordinator:
             job.workers.close()
         jobs = [job.checkpoints for job in self.jobs().values() if job.checkpoints is not None]
         _at_once(self._cluster, "drain", [partial(checkpoints.request_final, seconds) for checkpoints in jobs])
-
-    def _check_not_draining(self) -> None:
-        if self._draining:
-            raise TryLater("the cluster is stopping")
 
     # -- calls of jobs: coordinator.cluster.Registry ------------------------------------------------------------------
 
@@ -394,7 +395,7 @@ class Coordinator:
         check_launch(request.launch)
         if request.metrics_address:
             check_address(request.metrics_address, "where metrics are served")
-        self._check_not_draining()
+        self.ending.check()
         self.charge.check()
         job = self.job(name, request.run)
         self._cluster.shards.all()  # raises TryLater while a shard has not registered

@@ -68,6 +68,7 @@ class JobCheckpoints:
         self._changed = threading.Condition()
         self._changes = 0  # rises with every notice
         self._stopping, self._running = False, False
+        self._not_final: PSError | None = None  # why `request_final` has made no checkpoint
         # Two threads for each shard: a call waits for the shard's disk, and that of an abandoned checkpoint may still
         # wait when the next checkpoint begins.
         pool = cluster.make_executor(2 * cluster.shards.count, "checkpoints")
@@ -342,17 +343,27 @@ class JobCheckpoints:
             # has all acknowledged pushes, with the same states: each worker skips the data of the steps that it made in
             # between.
             self._request_last(seconds / 2)
-        self._request_last(max(0.0, until - self._clock.now()), last=True)
+        self._not_final = self._request_last(max(0.0, until - self._clock.now()), last=True)
+
+    def final(self) -> Manifest:
+        """Returns the last checkpoint before the servers end, after `request_final`. Raises an error if that failed."""
+        if self._not_final is not None:
+            raise anew(self._not_final)
+        if self._progress.last is None:
+            raise CheckpointFailed(f"job {self._spec.name!r} has no checkpoint")
+        return self._progress.last
 
     def _is_up_to_date(self) -> bool:
         last = self._progress.last
         return last is not None and self._spec.consistency.one_clock and last.clock == self._job.look()
 
-    def _request_last(self, seconds: float, standing: bool = False, last: bool = False) -> None:
+    def _request_last(self, seconds: float, standing: bool = False, last: bool = False) -> PSError | None:
         try:
             self.request(seconds, standing, last)
         except PSError as error:
             log.warning("job %s: ends without a last checkpoint: %s", self._spec.name, error)
+            return error
+        return None
 
     def last_made_at(self) -> float | None:
         """Returns when the last checkpoint was complete, in seconds since 1970; None if there is none or the disk

@@ -53,6 +53,8 @@ class Timing:
     last_checkpoint:   timeout of the checkpoint at the end of a job
     asked_checkpoint:  for a requested checkpoint, how long live workers have to reach its clock
     fallback:          how much longer a requested checkpoint may then take to copy the buckets as they are
+    stops_together:    how long a coordinator waits for a signal to stop of its own before it makes a checkpoint for a
+                       shard that ends
     refusal:           after the last checkpoint before the servers end: how long a shard still refuses pushes, if the
                        servers have not ended
     """
@@ -76,6 +78,7 @@ class Timing:
     last_checkpoint: float = 10.0
     asked_checkpoint: float = 300.0
     fallback: float = 5.0
+    stops_together: float = 1.0
     refusal: float = 30.0
 
 

@@ -51,8 +51,12 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-
         )
 
     def CheckpointJob(self, request: Any, context: grpc.ServicerContext) -> Any:
-        left = context.time_remaining()
-        made = self._coordinator.job(request.job).checkpoint(math.inf if left is None else left - ANSWER_SECONDS)
+        job = self._coordinator.job(request.job)
+        # Before a shard that ends has its part in a checkpoint: the coordinator may be about to make a later one.
+        if request.caller_ends and job.checkpoints is not None and self._coordinator.ending.awaited(_left(context)):
+            made = job.checkpoints.final()
+        else:
+            made = job.checkpoint(_left(context))
         checkpoint = jobs_pb2.Checkpoint(
             name=made.name, clock=made.clock, size_bytes=made.bytes, missing_ranks=made.without
         )
@@ -67,6 +71,12 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-
                 raise
             self._coordinator.save()
         return jobs_pb2.EndJobResponse()
+
+
+def _left(context: grpc.ServicerContext) -> float:
+    """Returns how many seconds an answer may still take."""
+    left = context.time_remaining()
+    return math.inf if left is None else max(0.0, left - ANSWER_SECONDS)
 
 
 def layout_of(spec: JobSpec) -> dict[str, Any]:

@@ -81,9 +81,12 @@ class OperatorClient:
         """Ends a job, even while workers train it."""
         self._call(JobServiceStub(self._channel).EndJob, jobs_pb2.EndJobRequest(job=job))
 
-    def checkpoint_job(self, job: str, seconds: float = CHECKPOINT_SECONDS) -> Any:
-        """Makes a checkpoint of a job; returns it as a Checkpoint when it is complete."""
-        request = jobs_pb2.CheckpointJobRequest(job=job)
+    def checkpoint_job(self, job: str, seconds: float = CHECKPOINT_SECONDS, caller_ends: bool = False) -> Any:
+        """Makes a checkpoint of a job; returns it as a Checkpoint when it is complete.
+
+        caller_ends: the caller is a shard that ends after it
+        """
+        request = jobs_pb2.CheckpointJobRequest(job=job, caller_ends=caller_ends)
         return self._call(JobServiceStub(self._channel).CheckpointJob, request, seconds).checkpoint
 
     def register_shard(self, shard: cluster_pb2.RegisterShardRequest, seconds: float) -> None:

@@ -68,10 +68,10 @@ class ShardRegistration:
         self._thread.join()
 
     def checkpoint(self, job: str, seconds: float) -> None:
-        """Asks the coordinator for a checkpoint; logs a warning if there is none."""
+        """Asks the coordinator for a checkpoint before this shard ends; logs a warning if there is none."""
         with OperatorClient(self._coordinator) as coordinator:
             try:
-                coordinator.checkpoint_job(job, seconds)
+                coordinator.checkpoint_job(job, seconds, caller_ends=True)
             except PSError as error:
                 log.warning("stopping without a last checkpoint: %s", error)
 

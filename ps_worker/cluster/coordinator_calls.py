@@ -256,9 +256,9 @@ class CoordinatorClient:
 
         done:   the script has ended
         script: the script's settings for the job
-        If the state is too large for a message, or takes too long to send, it tries once more without the state. With
-        `done` or a state it tries again for LEAVE_SECONDS where the coordinator does not answer. Once `patience` is
-        over it tries once, and waits for LEAVE_SECONDS instead of CALL_SECONDS.
+        If the state is too large for a message, or takes longer than CALL_SECONDS to send, it tries once more without
+        the state. With `done` or a state it tries again for LEAVE_SECONDS where the coordinator does not answer. Once
+        `patience` is over it tries once, and waits for LEAVE_SECONDS instead of CALL_SECONDS.
         """
         request = membership_pb2.LeaveRequest(
             worker=identity_message(worker), done=done, script=workers.state_message(script)
@@ -291,7 +291,15 @@ class CoordinatorClient:
                     time.sleep(LEAVE_PAUSE_SECONDS)
                 elif repeats and timeout == CALL_SECONDS and code is grpc.StatusCode.DEADLINE_EXCEEDED:
                     # The answer waits for the job's last checkpoint. If the call was heard, it is now answered at once.
+                    # Or the link is too slow for the state: it goes without it now, so that this worker is not lost.
                     timeout = LEAVE_SECONDS
+                    if request.HasField("state"):
+                        log.warning(
+                            "this worker leaves without its state at clock %d, unless the coordinator has it from a "
+                            "call that it did not answer in %g s",
+                            *(request.state.clock, CALL_SECONDS),
+                        )
+                        request.ClearField("state")
                 else:
                     self._not_told(request, failed, repeats)
                     return

@@ -135,14 +135,16 @@ class FlatModel:
             return bytes_of(self._staging.fetch(encode, leaving.made))
         return bytes_of(encode())
 
-    def count(self, buckets: Iterable[BucketSpec]) -> None:
-        """Records that the last push of these buckets counts: the rounding error of their wire format is added to the
-        next push.
+    def left(self, buckets: Iterable[BucketSpec]) -> list[Leaving]:
+        """Returns the gradients of these buckets that left last, for `count`. A gradient in the segment is not rounded:
+        it is not among them.
         """
-        for bucket in buckets:
-            left = self._left.get(bucket.index)  # None: a gradient in the segment is not rounded
-            if left is not None and left.error is not None:
-                self.residuals.count(left)
+        return [self._left[bucket.index] for bucket in buckets if bucket.index in self._left]
+
+    def count(self, left: Iterable[Leaving]) -> None:
+        """Records that these gradients count: the rounding error of their wire format is added to the next push."""
+        for leaving in left:
+            self.residuals.count(leaving)
 
     def held_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the memory of the gradients, or differences. After a `move` pass it to `hold_gradients`."""
@@ -301,14 +303,14 @@ class FlatModel:
             self.base.arrived()
         self.weights.landed()
 
-    def step_failed(self, counted: Iterable[BucketSpec] | None) -> None:
+    def step_failed(self, counted: Iterable[Leaving] | None) -> None:
         """Keeps the results of a failed step: residuals and pulled weights.
 
         In local:H it does nothing to weights: if they have overwritten the base, the round has no base any more.
 
-        counted: the buckets that were pushed, if all calls of this process are through, and another member of its group
-                 has failed: they count, and all weights have landed. None: weights may land later, which are not the
-                 script's changes
+        counted: the gradients that were pushed, if all calls of this process are through, and another member of its
+                 group has failed: they count, and all weights have landed. None: weights may land later, which are not
+                 the script's changes
         """
         if counted is not None:
             self.count(counted)

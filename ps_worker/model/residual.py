@@ -7,7 +7,9 @@ lost for good, and the sent values add up to the sum of the gradients (Seide et 
 encode   A bucket's codes and its next residual are computed when the bucket is sent. This may happen twice in a
          step: if a gradient changes after its draft was sent, the bucket is sent again, from the same old residual.
 count    When the step counts, the residuals of the last send take effect. A repeated call sends the same bytes.
-         If a step is refused, skipped, or lost with the worker's place, all residuals stay as they were.
+         If a step is refused, skipped, or lost with the worker's place, all residuals stay as they were. If a step was
+         interrupted, gradients of the next one may leave before it is known that it counts. Each is encoded with the
+         residual of before. So what a step changes is added to the residual.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ class Leaving:
 
     made:  the event on the GPU after which the gradient is complete; None on the host
     error: [numel] float32, the bucket's next residual; None before it is sent, and in formats without a residual
+    before: the residual that it was encoded with; None: zero
     norms: [2], the L2 norms of `error` and of the sent values; None when `error` is
     """
 
     bucket: BucketSpec
     made: torch.cuda.Event | None
     error: torch.Tensor | None = None
+    before: torch.Tensor | None = None
     norms: torch.Tensor | None = None
 
 
@@ -50,7 +54,7 @@ class Residuals:
         self._norms: dict[int, torch.Tensor] = {}  # by bucket, the norms of its residual and of its last sent values
 
     def encode(self, leaving: Leaving, gradient: torch.Tensor, codec: Blocks, absent: Sequence[int]) -> torch.Tensor:
-        """Returns the payload of a gradient [numel] plus the bucket's residual. Sets `error` and `norms` of `leaving`.
+        """Returns the payload of a gradient [numel] plus the bucket's residual. Fills `leaving`.
 
         absent: positions of slices without a gradient: they are sent as zeros, and keep their residual
         """
@@ -66,16 +70,22 @@ class Residuals:
         left = wanted - sent
         for part in parts:
             left[part] = 0 if error is None else error[part]
-        leaving.error = left
+        leaving.error, leaving.before = left, error
         leaving.norms = torch.stack([torch.linalg.vector_norm(values) for values in (left, sent)])
         return payload
 
     def count(self, leaving: Leaving) -> None:
         """Keeps the residuals of a bucket's last push: its step counts."""
-        if leaving.error is not None:
-            self._errors[leaving.bucket.index], leaving.error = leaving.error, None
-            if leaving.norms is not None:
-                self._norms[leaving.bucket.index] = leaving.norms
+        index, left, before = leaving.bucket.index, leaving.error, leaving.before
+        if left is None:
+            return
+        now = self._errors.get(index)
+        if now is not before:  # another step was counted since
+            left = left if before is None else left - before
+            left = left if now is None else left + now
+        self._errors[index], leaving.error, leaving.before = left, None, None
+        if leaving.norms is not None:
+            self._norms[index] = leaving.norms
 
     def forget(self, buckets: Iterable[BucketSpec]) -> None:
         """Sets the residuals of these buckets to zero."""

@@ -61,7 +61,7 @@ class SentFragment(SentStep):
         """Gives the fragment up, of which it is unknown whether it was staged. The residuals of its push
         are dropped.
         """
-        model.residuals.forget(self.buckets)
+        model.residuals.forget(leaving.bucket for leaving in self.left)
 
 
 class FragmentExchange:
@@ -156,9 +156,10 @@ class FragmentExchange:
             with named(PUSH):
                 is_last = fragment == at_hand.fragments.count - 1
                 pushed, pulls, committing = self._push(pushes, is_last)
-            buckets, due = [push.bucket for push in pushes if not push.empty], at_hand.fragments.lands(fragment)
+            left = self._loop.model.left(push.bucket for push in pushes if not push.empty)
+            due = at_hand.fragments.lands(fragment)
             waited_for: list[Future[Any]] = [*pushed, *committing]
-            flight = SentFragment(place, at_hand.number, waited_for, committing, buckets, fragment, due, pushed, pulls)
+            flight = SentFragment(place, at_hand.number, waited_for, committing, left, fragment, due, pushed, pulls)
             self._loop.sent = self.flight = flight
             self._loop.lag = int(is_last)
             at_hand.left()

@@ -338,7 +338,7 @@ class JobTraining:
             if self._together is not None:
                 self._together.push_failed(error, unfinished, clock + 1)
             if not isinstance(error, PlaceLost):
-                self.model.step_failed(self.sent.buckets if through and self.sent is not None else None)
+                self.model.step_failed(self.sent.left if through and self.sent is not None else None)
             raise
         self._finish(calls, is_wanted)
         if self._steps.tables.are_some:
@@ -350,6 +350,7 @@ class JobTraining:
         """Pushes the step at hand, and pulls. Once all is over it returns the calls, which it adds to `through`, with
         when it began to wait; and whether a checkpoint wants this worker's state after the step."""
         connection, step, begun = self.participation.connection, unfinished.step, unfinished.begun
+        self.model.count(() if self.sent is None else self.sent.left)  # of a step that was interrupted, and is through
         if self._steps.stage.number:
             self.stages.tell()
         if self.assignments.send(connection, begun):
@@ -369,8 +370,8 @@ class JobTraining:
             if tables is not None:
                 tables.sent()
             unfinished.begun = connection.clock if begun is None else begun
-            buckets = [push.bucket for push in pushes if not push.empty]
-            self.sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, buckets)
+            left = self.model.left(push.bucket for push in pushes if not push.empty)
+            self.sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, left)
         began = self._metrics.timer.now()
         with named(WAIT):
             self.participation.settle()
@@ -403,7 +404,7 @@ class JobTraining:
         if sent is not None and not counts:
             sent.lost(self.model)
         elif sent is not None:
-            self.model.count(sent.buckets)
+            self.model.count(sent.left)
         self._drop_unfinished()
         self.assignments.step_is_over()
 

@@ -8,10 +8,10 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.workers import JoinResult, SavedState
 from ps_runtime.signals import is_cut_short
 from ps_worker.model.flat import FlatModel
+from ps_worker.model.residual import Leaving
 from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.state.state_sender import LEAVING_SECONDS
 from ps_worker.tables.assigned import AssignedRows
@@ -28,7 +28,7 @@ class SentStep:
     clock:      the clock of the step
     pushed:     the calls that must be done before the step counts
     committing: those of them that are pulls, which may wait for other workers
-    buckets:    the buckets of which the step has a gradient
+    left:       the gradients of the step
     assigned:   the rows that the script has set for it, by table, if the script has interrupted it and gone on
     """
 
@@ -36,7 +36,7 @@ class SentStep:
     clock: int
     pushed: Sequence[Future[Any]]
     committing: Sequence[Future[Any]]
-    buckets: Sequence[BucketSpec]
+    left: Sequence[Leaving]
     assigned: AssignedRows = field(default_factory=dict, kw_only=True)
 
     def counts(self, now: JoinResult | None) -> bool | None:
@@ -111,5 +111,5 @@ def last_state(
     counts = sent is not None and sent.counts_at_end(now, LEAVING_SECONDS)
     if sent is not None:
         clock = sent.clock - (not counts)
-        model.count(sent.buckets if counts else ())
+        model.count(sent.left if counts else ())
     return SavedState(clock, checkpoint.last_state(clock, counts, cut_short=is_cut_short()))

@@ -1,4 +1,4 @@
-"""What a coordinator counts of the rollbacks of all its jobs, and what it keeps of them."""
+"""What a coordinator counts of the rollbacks of all its jobs, what it keeps of them, and which shards they restore."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,3 +71,29 @@ def test_of_a_job_that_has_ended_no_rollback_is_kept(cluster: OneProcess) -> Non
     [kept] = [weakref.ref(each) for each in rollbacks() if each not in of_other_tests]
     assert worker.leave()
     assert kept() is None
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async"])
+def test_a_shard_that_is_lost_while_another_one_is_restored_is_restored_after_it(
+    cluster: OneProcess, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Workers would wait for ever for a shard that counts as restored and holds nothing."""
+    [worker] = join_all(cluster, mode, 1)
+    train([worker])
+    worker.checkpoint()
+    cluster.start_shard(0)
+    restore = cluster.shards[0].restore_job
+
+    def meanwhile(*arguments: Any) -> Any:
+        cluster.start_shard(1)
+        return restore(*arguments)
+
+    monkeypatch.setattr(cluster.shards[0], "restore_job", meanwhile)
+    job = cluster.coordinator.job("job")
+    cluster.coordinator.recover_jobs()
+    assert job.lost() == [1]
+    monkeypatch.undo()
+    cluster.coordinator.recover_jobs()
+    assert job.lost() == []
+    worker.rejoin()
+    assert worker.pull().min() >= 1, "both shards have what the checkpoint has"

@@ -23,9 +23,8 @@ from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job_workers import JobWorkers, Joined, Reservation
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
-from ps_server.coordinator.recovery import Recovery, Restored
+from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.removals import Removal, Removals
-from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.commands import BeginRows, Staged, StageRows, UnitCommand
 from ps_server.core.consistency import ADMITTED, Add, Admission, QuorumRule, Step, UpdateRule
 from ps_server.core.data_leases import WorkerId
@@ -275,16 +274,6 @@ def removes_from_one_shard_after_the_other(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Removals, "tell", tell)
 
 
-def books_shards_that_were_not_restored(patch: pytest.MonkeyPatch) -> None:
-    """A second shard is lost in the middle of a rollback, and counts as rolled back."""
-    continue_from = CoordinatedJob.continue_from
-
-    def all_of_them(self: CoordinatedJob, restored: Restored, shards: Iterable[RegisteredShard]) -> None:
-        continue_from(self, restored, self._cluster.shards.known().values())
-
-    patch.setattr(CoordinatedJob, "continue_from", all_of_them)
-
-
 def admits_what_is_not_on_disk(patch: pytest.MonkeyPatch) -> None:
     """A join, or a job, goes on although the coordinator's file cannot be written."""
     save_ahead = Coordinator.save_ahead
@@ -353,7 +342,6 @@ REPAIRS = (
         faults=(SHARD_HANGS, WORKER_DIES),
         known=("async", 30),
     ),
-    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("sync", 124)),
     Mutation(
         admits_what_is_not_on_disk,
         EVERY_MODE,

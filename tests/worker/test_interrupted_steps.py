@@ -103,6 +103,41 @@ def test_no_gradient_overtakes_an_interrupted_step_while_backward_runs(
         assert session.clock == STEPS
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("mode", "wire"), crossed(["sync", "async"], ["int8", "int4"]))
+def test_what_a_narrow_wire_has_left_out_of_an_interrupted_step_is_sent_with_later_ones(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, mode: str, wire: str, overlap: bool
+) -> None:
+    """With `overlap` the next gradients leave before it is known that the interrupted step counts."""
+    settle, number, interrupts = Participation.settle, 0, 0
+
+    def interrupted(participation: Participation) -> None:
+        nonlocal interrupts
+        settle(participation)
+        if number == DISTURBED and not interrupts:
+            interrupts += 1
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Participation, "settle", interrupted)
+    gradients = [torch.linspace(0.1, 1.7, 16).roll(number).reshape(4, 4) for number in range(STEPS)]
+    with shared.connect(mode, job=job, transport="tcp") as session:
+        net: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+        for parameter in net.parameters():
+            nn.init.zeros_(parameter)
+        sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+        model, optimizer = session.prepare(net, sgd, bucket_bytes=64, gradient_wire=wire, overlap=overlap)
+        for number, gradient in enumerate(gradients):  # noqa: B007 (`interrupted` looks at it)
+            with contextlib.suppress(KeyboardInterrupt):
+                optimizer.zero_grad()
+                sum((parameter * gradient).sum() for parameter in model.parameters()).backward()
+                optimizer.step()
+        assert interrupts == 1
+        assert session.clock == STEPS
+        residuals = session._strategy._training.model.residuals.copy()  # type: ignore[attr-defined]
+        for parameter, left in zip(net.parameters(), residuals.values(), strict=True):
+            torch.testing.assert_close(-parameter.detach() + left.view(4, 4), sum(gradients))
+
+
 class Net(nn.Module):
     """Buckets and rows on both shards."""
 

@@ -89,6 +89,29 @@ def test_a_farewell_that_is_refused_for_a_moment_is_repeated_with_the_state(
     assert tried == 2
 
 
+def test_a_worker_whose_state_takes_too_long_to_send_leaves_without_it(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over a slow link. It would count as lost otherwise, although its script has ended."""
+    client = CoordinatorClient(shared.address, 20.0)
+    leave, seconds = client._membership.Leave, list[float]()
+
+    def slow(request: Any, timeout: float) -> Any:
+        seconds.append(timeout)
+        if request.HasField("state"):
+            raise Ended(grpc.StatusCode.DEADLINE_EXCEEDED)
+        return leave(request, timeout=TEST_SECONDS)
+
+    monkeypatch.setattr(coordinator_calls, "LEAVE_SECONDS", 0.0)  # so much of it is over when the first call ends
+    monkeypatch.setattr(client._membership, "Leave", slow)
+    with RawWorker(shared.address, vector_job(job, "async", 16, 0), 0) as worker:
+        client.leave(identity_of(worker), SavedState(3, b"state"), done=True)
+        assert job not in shared.coordinator.jobs()
+    client.close()
+    assert seconds[0] == coordinator_calls.CALL_SECONDS
+    assert "this worker leaves without its state at clock 3, unless the coordinator has it from a call" in caplog.text
+
+
 def test_a_farewell_that_is_refused_for_good_is_logged(
     shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
