@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 # Where from, if not from PyPI, whose build for Linux needs CUDA and is 5 GB with it. Without a GPU:
 # make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
+TORCH_FROM = $(if $(TORCH_INDEX),from $(TORCH_INDEX),from PyPI: for Linux CUDA's build (5 GB). \
+	Without a GPU stop this and give make TORCH_INDEX=https://download.pytorch.org/whl/cpu)
 # More arguments for demo, test and bench: make demo ARGS="--mode ssp:4", make test ARGS="-k ssp -x"
 ARGS ?=
 # How long `make fuzz` runs.
@@ -200,7 +202,8 @@ $(IN_VENV)/python:
 EXTRAS := examples ray
 UPGRADE_PIP = $(1) install --constraint constraints.txt --upgrade pip
 .venv/%.stamp: $(IN_VENV)/python pyproject.toml constraints.txt requirements.lock requirements-dev.lock
-	@$(IN_VENV)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(PIP_TORCH) '$(TORCH)'; }
+	@$(IN_VENV)/python -c '$(HAS_TORCH)' 2>/dev/null || { \
+		echo "$(PYTHON) has no torch of 2.4 or later: installing $(TORCH) in .venv $(TORCH_FROM)"; $(PIP_TORCH) '$(TORCH)'; }
 	@echo "installing this project and what it needs, with '$*': a minute or two, in which pip fetches"
 	@$(call UPGRADE_PIP,$(PIP))
 	@$(call PIP_NAMED,--require-hashes --requirement $(if $(filter dev,$*),requirements-dev.lock,requirements.lock))

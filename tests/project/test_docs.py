@@ -176,6 +176,16 @@ def test_the_page_of_settings_has_each_as_it_is_declared() -> None:
     assert shown == rows
 
 
+def test_all_tables_of_which_call_gives_which_weights_name_the_same_modes() -> None:
+    """`global_weights` and `barrier` fetch where workers may have weights of different steps: with a quorum, too."""
+    tables = [
+        re.findall(r"^ *\| (`[^|]*) \|", text.partition("global_weights()` |")[2].partition("\n\n")[0], re.MULTILINE)
+        for text in ((DOCS / name).read_text() for name in ("training.md", "save-and-resume.md"))
+    ]
+    wanted = ["`single`, `ddp`, `sync`", "`ssp:K`, `async`, `sync` with a quorum", "`local:H`"]
+    assert [table[:3] for table in tables] == [wanted, wanted]
+
+
 def test_the_first_example_of_the_readme_is_the_file() -> None:
     [shown] = _scripts(README)
     _, _, code = (ROOT / "examples" / "train.py").read_text().partition('"""\n\n')

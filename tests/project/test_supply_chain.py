@@ -22,6 +22,7 @@ from tests.tools import audit, requirements
 
 ROOT = Path(__file__).parents[2]
 LOCKS = {"requirements.lock": ("examples",), "requirements-dev.lock": ("dev",)}
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def locked(lock: str) -> dict[str, list[str]]:
@@ -153,6 +154,10 @@ def test_grpc_still_has_the_insides_that_the_data_path_stands_on() -> None:
 
 PIP = """#!{python}
 import sys
+if "-c" in sys.argv and not {torch}:
+    sys.exit("no torch")
+if "pip" in sys.argv:
+    print("pip", *sys.argv[sys.argv.index("install"):])
 if "pip" in sys.argv and "requirements.lock" in sys.argv:
     print("Collecting numpy==2.3 (from -r requirements.lock (line 3))")
     print("  Downloading numpy")
@@ -160,19 +165,57 @@ if "pip" in sys.argv and "requirements.lock" in sys.argv:
 """
 
 
+def make_stamp(folder: Path, *variables: str, code: int = 0, torch: bool = True) -> subprocess.CompletedProcess[str]:
+    """What `make demo` does first, with a Python whose pip ends with that code, and which may have torch."""
+    for name in ("pyproject.toml", "constraints.txt", "requirements.lock", "requirements-dev.lock"):
+        (folder / name).touch()
+    (folder / ".venv").mkdir()
+    (folder / "bin").mkdir()
+    python = folder / "bin" / "python"
+    python.write_text(PIP.format(python=sys.executable, code=code, torch=torch))
+    python.chmod(0o755)
+    command = ["make", "-f", str(ROOT / "Makefile"), "-C", str(folder), "IN_VENV=bin", *variables]
+    return subprocess.run([*command, ".venv/examples.stamp"], capture_output=True, text=True, timeout=60)
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_make_names_what_pip_fetches_and_fails_where_pip_does(tmp_path: Path, code: int) -> None:
     """Without a word for a minute it looks as if it hung."""
-    for name in ("pyproject.toml", "constraints.txt", "requirements.lock", "requirements-dev.lock"):
-        (tmp_path / name).touch()
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / "bin").mkdir()
-    python = tmp_path / "bin" / "python"
-    python.write_text(PIP.format(python=sys.executable, code=code))
-    python.chmod(0o755)
-    command = ["make", "-f", str(ROOT / "Makefile"), "-C", str(tmp_path), "IN_VENV=bin", ".venv/examples.stamp"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = make_stamp(tmp_path, code=code)
     assert "\n  numpy\n" in done.stdout, done.stderr
     assert "Downloading" not in done.stdout
     assert (done.returncode == 0) == (code == 0)
     assert (tmp_path / ".venv" / "examples.stamp").exists() == (code == 0)
+    assert "torch==" not in done.stdout, "the one that is there is taken"
+
+
+def test_make_says_what_torch_takes_before_it_fetches_it(tmp_path: Path) -> None:
+    done = make_stamp(tmp_path, "TORCH_INDEX=", torch=False)
+    said, _, fetched = done.stdout.partition("\npip install")
+    assert "5 GB" in said, done.stdout + done.stderr
+    assert f"TORCH_INDEX={CPU_INDEX}" in said
+    assert fetched.startswith(" torch==")
+
+
+def test_make_takes_torch_from_the_index_that_it_is_given(tmp_path: Path) -> None:
+    done = make_stamp(tmp_path, f"TORCH_INDEX={CPU_INDEX}", torch=False)
+    said, _, fetched = done.stdout.partition("\npip install")
+    assert CPU_INDEX in said, done.stdout + done.stderr
+    assert "5 GB" not in said
+    assert fetched.startswith(f" --index-url {CPU_INDEX} torch==")
+
+
+# What brings torch where it is missing, as the documents show it.
+FETCHES = re.compile(r"make demo|docker compose up --build|pip install '?\.(?=\s|\[)")
+SHOW_A_START = ("README.md", "docs/index.md", "docs/deploy.md", "docs/slurm.md", "docs/ray.md")
+
+
+@pytest.mark.parametrize("name", SHOW_A_START)
+def test_a_document_says_what_torch_takes_before_the_command_that_fetches_it(name: str) -> None:
+    text = "\n" + (ROOT / name).read_text()
+    found = [each.start() for each in FETCHES.finditer(text)]
+    assert found
+    for start in found:
+        before = text[text.rindex("\n#", 0, start) : text.index("\n", start)]
+        assert re.search(r"\b[56] GB", before), text[start:][:80]
+        assert CPU_INDEX in before, text[start:][:80]
