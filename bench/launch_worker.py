@@ -5,8 +5,12 @@ Arguments: the server's address, the job, rank, workers, transport, steps, KiB o
     close   it closes its session, then ends
     end     it ends, and leaves the session to the interpreter
     exit    it calls sys.exit(3)
-    abort   it calls os.abort(), and
-    hang    it never ends: what the benchmark has to find
+
+The benchmark has to find these:
+
+    abort   it calls os.abort()
+    late    it comes to its end, and aborts while the interpreter is taken apart, after all exit handlers
+    hang    it never ends
 """
 
 from __future__ import annotations
@@ -16,12 +20,21 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
 import ps_worker
 
-CODES = {"close": 0, "end": 0, "exit": 3, "abort": 0, "hang": 0}  # that each is to end with
+CODES = {"close": 0, "end": 0, "exit": 3, "abort": 0, "late": 0, "hang": 0}  # that each is to end with
+
+
+class AbortsLate:
+    """Aborts the process when it is freed."""
+
+    def __del__(self, abort: Callable[[], NoReturn] = os.abort) -> None:
+        abort()  # the name `os` may be gone by then
 
 
 def main() -> None:
@@ -43,6 +56,8 @@ def main() -> None:
         sys.exit(CODES["exit"])
     elif how == "abort":
         os.abort()
+    elif how == "late":
+        vars(sys)["aborts_late"] = AbortsLate()  # the interpreter empties this module, and not before its end
     elif how == "hang":
         threading.Event().wait()
 

@@ -1,12 +1,12 @@
 """Whether a process that has trained ends with its own code: short launches by the thousand, over each transport.
 
 A worker is an ordinary script. It is a fork of a process that has imported torch and has no thread, and comes to the
-normal end of its interpreter: a launch of two workers costs a second of CPU, and would cost three or more with the
-imports. The launches share one cluster, each with a job of its own. The scripts close their session, leave it open, or
-call `sys.exit(3)`, in turn. Every other code is a violation, a signal as well; so is a process without a code after
-`--bound` seconds, whose stacks are then in the result. `ms` is the median of a launch, from its start to the last code;
-the peak is that of the shard that has come to take the most memory. The page's results are of a machine that ran the
-project's tests at the same time.
+normal end of its interpreter, which is taken apart: a launch of two workers costs a second of CPU, and would cost three
+or more with the imports. The launches share one cluster, each with a job of its own. The scripts close their session,
+leave it open, or call `sys.exit(3)`, in turn. Every other code is a violation, a signal as well; so is a process
+without a code after `--bound` seconds, whose stacks are then in the result. `ms` is the median of a launch, from its
+start to the last code; the peak is that of the shard that has come to take the most memory. The page's results are of a
+machine that ran the project's tests at the same time.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Launcher:
         logs = [self._folder / f"{number}-{rank}" for rank in range(of)]
         size = (self._arguments.steps, self._arguments.mib * MIB // 1024)
         workers = [
-            self._nursery.run(SCRIPT, [self._address, f"launch-{number}", rank, of, self._transport, *size, how], log)
+            self._start([self._address, f"launch-{number}", rank, of, self._transport, *size, how], log)
             for rank, log in enumerate(logs)
         ]
         begun = time.monotonic()  # the first ones wait for the imports before
@@ -155,6 +155,12 @@ class Launcher:
                 violations.append({**said, "output": log.read_text(errors="replace")[-OUTPUT_CHARACTERS:]})
             log.unlink()
         return Launched(seconds, codes, violations)
+
+    def _start(self, words: list[object], log: Path) -> Forked:
+        """Starts one worker. Its interpreter is taken apart at its end, as in a process of its own: what the benchmark
+        looks for happens then.
+        """
+        return self._nursery.run(SCRIPT, words, log, finalizes=True)
 
 
 def _looked_at(worker: Forked) -> dict[str, Any]:

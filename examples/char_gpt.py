@@ -203,15 +203,16 @@ def train(arguments: argparse.Namespace) -> None:
     windows = Windows(library_text(), arguments.block, arguments.seed)
     loader = DataLoader(windows, arguments.batch_size, shuffle=True, drop_last=True)
 
-    session = ps.connect()  # (ps)
-    model, optimizer, loader = session.prepare(model, optimizer, loader)  # (ps)
-    session.progress(total=arguments.steps)  # (ps) for those who watch: how much is left
-
     def warmup_then_cosine(step: int) -> float:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / arguments.steps)))
         return min(1.0, (step + 1) / WARMUP_STEPS) * (0.05 + 0.95 * cosine)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine)
+
+    session = ps.connect()  # (ps)
+    model, optimizer, loader, scheduler = session.prepare(model, optimizer, loader, scheduler)  # (ps)
+    session.progress(total=arguments.steps)  # (ps) for those who watch: how much is left
+
     losses: list[float] = []
     progress = Progress(arguments.steps, shown=session.rank == 0)
     started = time.perf_counter()

@@ -1,10 +1,11 @@
 """Heartbeats while C code keeps the GIL: a small child process of the worker sends them instead of the worker's thread.
 
 The thread that sends heartbeats needs the GIL, and C code may keep that for long: `json.load` or `pickle.load` of a
-large file, a sort of many objects. The worker is computing then, and must not lose its place. The thread sends a
-message to the child process at each turn. If the next turn is late, the child repeats the thread's last heartbeat
-(heartbeat_child.py). It ends with the worker, and sends nothing while the worker is stopped. A thread that has no turn
-for `busy_seconds` counts as hung: then the lease runs out.
+large file, a sort of many objects. The worker is computing then, and must not lose its place. The child process is
+started, and has its first message, before `prepare` returns. The thread sends it a message at each turn. If the next
+turn is late, the child repeats the thread's last heartbeat (heartbeat_child.py). It ends with the worker, and sends
+nothing while the worker is stopped. A thread that has no turn for `busy_seconds` counts as hung: then the lease runs
+out.
 
 A thread without the GIL would have to be written in C, and compiled. The child process takes 5 MB of its own memory (11
 MB with shared pages) and 40 ms of a core. With gRPC it would take 14 MB (31 MB) and twice the time (measured).
@@ -32,7 +33,8 @@ _METHOD = membership_pb2.DESCRIPTOR.services_by_name["MembershipService"].method
 
 
 class HeartbeatProcess:
-    """The child process beside one worker. For the heartbeat's thread, which starts it with the first `turn`.
+    """The child process beside one worker. The first `turn` starts it, in the thread that joins; all others are the
+    heartbeat thread's.
 
     pause: seconds between two turns of the thread
     """

@@ -125,13 +125,19 @@ class OwnMembership:
             _tell_of_continuing(place, place.continued)
         with self._changed:
             self.place = place
-        beating = threading.Thread(target=self._beat, args=(place.lease,), name="heartbeat", daemon=True)
+        timeout = place.lease / HEARTBEATS_PER_LEASE
+        process = HeartbeatProcess(self._options, timeout)
+        # Before `join` returns: C code of the script that keeps the GIL from then on leaves the thread no turn.
+        guarded("heartbeat", lambda: process.turn(self._message()))
+        beating = threading.Thread(target=self._beat, args=(timeout, process), name="heartbeat", daemon=True)
         watching = threading.Thread(target=self._watch, name="watch", daemon=True)
         try:
             for thread in (beating, watching):
                 start(thread)
                 self._threads.append(thread)
         except TryLater:  # without the threads nothing would keep the place
+            if not self._threads:  # otherwise the heartbeat's thread ends the process
+                process.close()
             self.close()
             raise
         return place
@@ -277,10 +283,8 @@ class OwnMembership:
         clock = 0 if before is None else self._finished(before)
         return self._coordinator.join(self._options, run, self._metrics_address, before, clock)
 
-    def _beat(self, lease: float) -> None:
-        timeout, closing = lease / HEARTBEATS_PER_LEASE, self._coordinator.closing
-        pause = self._pause(timeout)
-        process = HeartbeatProcess(self._options, timeout)
+    def _beat(self, timeout: float, process: HeartbeatProcess) -> None:
+        closing, pause = self._coordinator.closing, self._pause(timeout)
         try:
             while not closing.is_set() and self.error is None:
                 guarded("heartbeat", lambda: process.turn(self._message()))

@@ -78,7 +78,7 @@ def _described(
         if group is not None:
             refuse_meta(model)
         refuse_wrapped(model, group is not None)
-        refuse_sync_batch_norm(model)
+        refuse_sync_batch_norm(model, 1 if group is None else group.size)
         if options.local is None:
             refuse_sparse(model)
     if group is not None and group.is_pipeline and options.has_scaler:
@@ -254,9 +254,11 @@ def refused_of(
     whole: list[Callable[[], object]] = [partial(ranks_of, group)] if in_group else []
     for model in models:
         whole += [partial(refuse_lazy, model), partial(refuse_wrapped, model, in_group)]
-    checks: list[Callable[[], object]] = [partial(optimizer_name, optimizer) for optimizer in optimizers]
-    checks += [partial(check, model) for model in models for check in (refuse_sync_batch_norm, refuse_sparse)]
     missing = _all_said(whole)
+    members = len(ranks_of(group)) if in_group and not missing else 1
+    checks: list[Callable[[], object]] = [partial(optimizer_name, optimizer) for optimizer in optimizers]
+    for model in models:
+        checks += [partial(refuse_sync_batch_norm, model, members), partial(refuse_sparse, model)]
     if missing:  # the tensors of such a model are not there to be described
         return missing + _all_said(checks)
     checks += [partial(data_share, models, group)] if in_group else []

@@ -89,17 +89,30 @@ def refuse_scaler() -> None:
     )
 
 
-def refuse_sync_batch_norm(model: nn.Module) -> None:
-    """Raises Unsupported for SyncBatchNorm, unless the script has a process group of its own for it."""
+def refuse_sync_batch_norm(model: nn.Module, members: int = 1) -> None:
+    """Raises Unsupported for SyncBatchNorm, unless it averages over other processes than those of this worker.
+
+    members: the processes that are this worker
+    """
     for key, module in model.named_modules():
         named = any(kind.__name__ == "SyncBatchNorm" for kind in type(module).__mro__)  # torch's own, and Apex's
-        if named and not _has_process_group():
+        if not named or _processes_of(module) > members:
+            continue
+        if members > 1:
             raise Unsupported(
-                f"{key or 'the model'} is a SyncBatchNorm, which needs a process group, and there is none: it would be "
-                "a BatchNorm with each worker's own statistics. Leave convert_sync_batchnorm out if that will do, use "
-                "GroupNorm, or train in mode ddp"
+                f"{key or 'the model'} is a SyncBatchNorm over the processes of this worker's group: each group would "
+                "have statistics of its own. Use GroupNorm, or give it a process group of all workers' processes "
+                "(convert_sync_batchnorm(model, process_group))"
             )
+        raise Unsupported(
+            f"{key or 'the model'} is a SyncBatchNorm, which needs a process group, and there is none: it would be "
+            "a BatchNorm with each worker's own statistics. Leave convert_sync_batchnorm out if that will do, use "
+            "GroupNorm, or train in mode ddp"
+        )
 
 
-def _has_process_group() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def _processes_of(module: nn.Module) -> int:
+    """Returns the number of processes over which a SyncBatchNorm averages."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return dist.get_world_size(getattr(module, "process_group", None))

@@ -58,12 +58,13 @@ class SteppedAlone:
 
     met:       called with a message when another optimizer steps the session's parameters
     steps:     how many steps the session's own optimizers have begun
+    others:    how many steps other optimizers have begun, of tensors that have gradients
     is_closed: `close` was called
     """
 
     def __init__(self, models: Sequence[nn.Module], met: Callable[[str], None]) -> None:
         """met: called with a message before such a step of parameters of these models; it may prevent the step"""
-        self.steps = 0
+        self.steps = self.others = 0
         self.is_closed = False
         self._models = models
         self._names = _parameter_names(models)
@@ -101,13 +102,15 @@ class SteppedAlone:
         if _is_in(optimizer, self._own):
             self.steps += 1
             return
+        with_gradient = [tensor for tensor in _tensors(optimizer) if tensor.grad is not None]
+        self.others += bool(with_gradient)
         tensors = [tensor for tensor in _tensors(optimizer) if tensor in self._names]
         # A step changes nothing that has no gradient. So a script may keep an optimizer of old. A table's handle never
         # has one: its rows do.
         names = [self._names[each] for each in tensors if each.grad is not None or id(each) in self._handles]
         if names or _is_in(optimizer, self._replaced):
             self._met(self._message(optimizer, names))
-        self._look_for_new(optimizer, [each for each in _tensors(optimizer) if each.grad is not None])
+        self._look_for_new(optimizer, with_gradient)
 
     def check_new(self, optimizers: Sequence[Optimizer]) -> None:
         """Reports parameters of these optimizers that the script has put into a model since `prepare`."""

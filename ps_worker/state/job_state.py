@@ -178,6 +178,17 @@ def _goes_back(thing: Any, state: Any) -> bool:
     return isinstance(here, int) and isinstance(saved, int) and saved < here
 
 
+def is_schedule(thing: Any) -> bool:
+    """Whether an object is a scheduler of torch, or has one, as a framework's wrapper of one does."""
+    kinds = torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
+    held = [each for value in getattr(thing, "__dict__", {}).values() for each in _each(value)]
+    return any(isinstance(each, kinds) for each in (thing, *held))
+
+
+def _each(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
 def steers(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a scheduler of torch was made for an optimizer: it has patched the optimizer's `step`."""
     return bool(getattr(optimizer.step, "_wrapped_by_lr_sched", False))

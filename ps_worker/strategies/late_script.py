@@ -88,7 +88,7 @@ class LateScript:
                 self._take(report)
             if self._checkpoint.stage < self._until:
                 return
-        elif self._checkpoint.has_unknown_scheduler:
+        if self._checkpoint.has_unknown_scheduler:
             log.warning(
                 "worker %d joins at clock %d, and its learning-rate schedule begins anew: hand the scheduler to "
                 "prepare, and workers that join late continue the job's",

@@ -253,12 +253,23 @@ def make_known_rollback(training: JobTraining) -> None:
 
 
 def warn_of_no_step(alone: SteppedAlone, metrics: WorkerMetrics) -> None:
-    """Warns, at the end of a script, if it made gradients but never stepped an optimizer that `prepare` returned."""
-    if not alone.steps and metrics.timer.has_gradients and not alone.is_closed and not is_cut_short():
+    """Warns, at the end of a script, if it trained but never stepped an optimizer that `prepare` returned.
+
+    A script trains if backward made gradients of the models that `prepare` got, or if an optimizer stepped other
+    parameters, such as those of a copy, and a prepared loader was asked for batches.
+    """
+    if alone.steps or alone.is_closed or is_cut_short():
+        return
+    why = ""
+    if metrics.timer.has_gradients:
+        why = "backward has made gradients"
+    elif alone.others and metrics.timer.has_asked:
+        why = "another optimizer has stepped parameters of no model that prepare got, such as a copy's"
+    if why:
         log.warning(
-            "no step was made through this session, although backward has made gradients: what this worker trained, it "
-            "trained alone. Step the optimizer that prepare returns: "
-            "model, optimizer, loader = session.prepare(model, optimizer, loader)"
+            "no step was made through this session, although %s: what this worker trained, it trained alone. Step the "
+            "optimizer that prepare returns: model, optimizer, loader = session.prepare(model, optimizer, loader)",
+            why,
         )
 
 

@@ -7,8 +7,8 @@ Every process can be killed or stopped, connections can be cut or held, and disk
 --overlap) a second fault begins within three seconds of the first. Every push leaves marks in the weights. A violation
 is an acknowledged push that is not in them exactly once, a torn update, a pull that is staler than the mode allows, a
 worker that gives up, or one that has not stepped --bound seconds after a fault's end. In ssp and async a killed shard
-is rolled back to its last checkpoint: the servers must have counted as lost what is missing then. A wait replaces a
-step's computing.
+is rolled back to its last checkpoint: the servers must have counted as lost what is missing then. What rank 0 saves at
+the end, by `session.global_weights()`, is judged as the servers' weights are. A wait replaces a step's computing.
 
 Readers follow the weights, one from the servers and the others through a relay. They are killed and stopped, too, and
 so is the relay. A violation is also a reading in which the model changed, or had buckets of two versions (in sync the
@@ -169,7 +169,12 @@ class _Run:
         of_readers = {"readers": arguments.readers} if arguments.readers else {}
         if of_readers:
             of_readers |= {"editions": trial.audience.editions, "readings": trial.audience.readings}
-        return {**self._measured(calm, wild), "lost_steps": trial.lost_steps, **of_readers}
+        return {
+            **self._measured(calm, wild),
+            "lost_steps": trial.lost_steps,
+            "saved_steps": trial.saved_steps,
+            **of_readers,
+        }
 
     def _task(self, servers: Servers, routes: dict[int, dict[str, str]]) -> Task:
         """Workers call servers through links, whatever address they are told."""

@@ -310,6 +310,18 @@ def judge(
     return found
 
 
+def judge_saved(
+    saved: Mapping[str, torch.Tensor], lives: Sequence[Life], rules: Rules, lossy: frozenset[int] = frozenset()
+) -> list[Violation]:
+    """What is wrong with what rank 0 has saved after the last step of all workers. The rest is as for `judge`."""
+    cells = Cells(rules.shape)
+    cells.load_state_dict(dict(saved))
+    return [
+        Violation("saved", f"rank 0 has saved the weights: {each.kind}: {each.said}", each.where)
+        for each in judge(cells.view(), lives, rules, lossy)
+    ]
+
+
 def missing(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> int:
     """How many acknowledged steps are not in the bucket that lacks most of them; in sync none ever is."""
     if rules.averaged:

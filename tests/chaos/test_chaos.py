@@ -47,7 +47,7 @@ def test_two_faults_that_overlap_break_no_promise_and_sigterm_ends_the_run_with_
     [pair] = line["pairs"]
     assert pair == "kill-shard+kill"
     assert line["missed_faults"] == 0
-    assert line["steps"] > 0
+    assert line["saved_steps"] >= line["steps"] > 0, "what rank 0 saved was judged, too"
     assert 0 < line["recovery_seconds"][pair]["most"] < line["recovery_bound"]
 
 

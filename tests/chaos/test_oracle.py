@@ -7,7 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.chaos.oracle import LATE, Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale, unexplained
+from tests.chaos.oracle import (
+    LATE,
+    Cells,
+    Life,
+    Rules,
+    Shape,
+    Violation,
+    Witness,
+    judge,
+    judge_saved,
+    too_stale,
+    unexplained,
+)
 
 SHAPE = Shape(buckets=2, rows=4, columns=3)
 STEPS = 10
@@ -73,6 +85,19 @@ def test_a_step_that_was_never_acknowledged_may_be_in_once_or_not(mode: str) -> 
     assert judge(view, lives, rules) == []
     assert judge(with_it, lives, rules) == []
     assert kinds(judge(twice, lives, rules)) == {"doubled"}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_rank_0_saves_without_the_last_step_of_another_is_found(mode: str) -> None:
+    rules = Rules.of(mode, 2, SHAPE)
+    view, lives = trained(rules)
+    saved = {f"buckets.{number}": bucket.clone() for number, bucket in enumerate(view)}
+    assert judge_saved(saved, lives, rules) == []
+    saved["buckets.1"][1, [0, 1 + STEPS % SHAPE.columns]] -= rules.unit / (2 if rules.averaged else 1)
+    found = judge_saved(saved, lives, rules)
+    assert kinds(found) == {"saved"}
+    assert {each.where["bucket"] for each in found} == {1}
+    assert all(each.said.startswith("rank 0 has saved the weights: ") for each in found)
 
 
 def test_a_view_that_goes_back_or_lacks_the_own_update_is_found() -> None:

@@ -11,17 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from tests.chaos.audience import KILL_SECONDS, Audience, judge_ends, judge_readers
 from tests.chaos.cluster import read_weights
 from tests.chaos.crew import Crew
 from tests.chaos.faults import KINDS, Arena, Fault
 from tests.chaos.ledger import Ledgers, Record
 from tests.chaos.links import Link
-from tests.chaos.oracle import Rules, Violation, judge, missing, too_stale, unexplained
+from tests.chaos.oracle import Rules, Violation, judge, judge_saved, missing, too_stale, unexplained
 from tests.chaos.plans import Plan
 from tests.chaos.servers import Servers, unforeseen
 from tests.chaos.trace import Trace
-from tests.chaos.worker import Task
+from tests.chaos.worker import SAVED, Task
 
 LOOK_SECONDS = 0.05
 START_SECONDS = 120.0
@@ -53,7 +55,11 @@ class Stuck(Exception):
 
 
 class Trial:
-    """Runs one job. What goes wrong is a Violation, never an exception."""
+    """Runs one job. What goes wrong is a Violation, never an exception.
+
+    lost_steps:  acknowledged steps that are not in the weights at the end
+    saved_steps: acknowledged steps that were looked for in what rank 0 saved; 0: the run did not come that far
+    """
 
     def __init__(
         self,
@@ -76,7 +82,7 @@ class Trial:
         self._missed = 0
         self._second: tuple[float, Plan, str] | None = None  # when, what, and the kind of the first
         self._restored: dict[int, float | None] = {}  # by bucket, when its shard was killed first
-        self.lost_steps = 0
+        self.lost_steps = self.saved_steps = 0
         self._healed: list[tuple[float, int, Callable[[], object]]] = []  # (when, order, what ends the fault)
 
     def run(self, seconds: float, plans: Sequence[Plan] = ()) -> Trace:
@@ -218,6 +224,11 @@ class Trial:
         self._restored = {bucket: self._first_kill(shard) for bucket, shard in enumerate(shard_of)}
         lost = {} if self._rules.averaged else {b: at for b, at in self._restored.items() if at is not None}
         found = judge(view, lives, self._rules, frozenset(lost))
+        # Saved at the clock at which all hold: what is acknowledged by now is to be in it.
+        (self._folder / "save").touch()
+        self._until((self._folder / SAVED).exists, self._terms.bound, "save (rank 0)")
+        found += judge_saved(torch.load(self._folder / SAVED), lives, self._rules, frozenset(lost))
+        self.saved_steps = sum(len(life.done) for life in lives)
         self.lost_steps, counted = missing(view, lives, self._rules), self._counted()
         if self.lost_steps > counted:
             said = f"{self.lost_steps} acknowledged steps are not in, and the servers count {counted} as lost"

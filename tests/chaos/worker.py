@@ -1,7 +1,8 @@
 """One worker under chaos: a training script whose weights are the counting oracle, and whose ledger survives it.
 
 `ps-worker run` starts it, or a test that names its rank too, with a folder that has a `task.json`. It trains until the
-file `stop` names a clock, holds its place at that clock until there is a file `leave`, and leaves.
+file `stop` names a clock, and holds its place at that clock. When there is a file `save`, rank 0 saves the weights of
+the job as a script does. The worker leaves when there is a file `leave`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tests.chaos.ledger import Ledger
 from tests.chaos.oracle import Cells, Rules, Shape, Witness
 
 LOOK_SECONDS = 0.05
+SAVED = "saved.pt"  # what rank 0 has saved
 SPARE = 2
 
 
@@ -132,11 +134,19 @@ def main() -> None:
             train(task, session, ledger, Stop(folder))
             ledger.event("held", str(session.clock))
             while not (folder / "leave").exists():
+                if session.is_main and (folder / "save").exists() and not (folder / SAVED).exists():
+                    save(session, folder / SAVED, ledger.number)
                 time.sleep(LOOK_SECONDS)
     except BaseException as error:
         ledger.event(type(error).__name__, str(error))
         raise
     ledger.event("left")
+
+
+def save(session: ps_worker.Session, path: Path, number: int) -> None:
+    """Saves the weights of the job. number: of this life, so that two that take themselves for rank 0 write apart"""
+    torch.save(session.global_weights(), path.with_suffix(f".{number}"))
+    path.with_suffix(f".{number}").rename(path)
 
 
 def train(task: Task, session: ps_worker.Session, ledger: Ledger, stop: Stop) -> None:

@@ -25,24 +25,24 @@ END_SECONDS = 60.0
 MOST_BYTES = 8 * 2**20  # of its own: 5 MiB, and 14 MiB if it imported gRPC
 
 # Makes a step, then does what it is told, and a second step when the test has written into the pipe. Arguments: how.
+# "early": keeps the GIL from the end of `prepare` on, before its first step.
 SCRIPT = """
 import ctypes, os, signal, sys, threading
 import torch
 import ps_worker
-from ps_worker.cluster.heartbeat_process import HeartbeatProcess
+from ps_worker.cluster.own_membership import OwnMembership
 
-told, turn = threading.Event(), HeartbeatProcess.turn
-
-def turn_and_tell(process, message):
-    turn(process, message)
-    told.set()
-
-HeartbeatProcess.turn = turn_and_tell
+if sys.argv[1] == "early":  # the heartbeat's thread has no turn before the script keeps the GIL
+    may_beat, beat = threading.Event(), OwnMembership._beat
+    OwnMembership._beat = lambda *given: (may_beat.wait(), beat(*given))
 
 session = ps_worker.connect()
 model, optimizer = session.prepare(model := torch.nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
 pipe = os.open("pipe", os.O_RDWR)
-told.wait()  # `prepare` does not wait until the process beside it has been told what to send
+if sys.argv[1] == "early":
+    print("keeps the GIL", flush=True)
+    ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
+    may_beat.set()
 for how in (sys.argv[1], "end"):
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
@@ -130,10 +130,11 @@ def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
     return make_cluster(shards=1, lease=LEASE)
 
 
+@pytest.mark.parametrize("how", ["busy", "early"])
 def test_a_worker_that_keeps_the_gil_for_longer_than_its_lease_keeps_its_place(
-    cluster: Cluster, start: Callable[..., Worker]
+    cluster: Cluster, start: Callable[..., Worker], how: str
 ) -> None:
-    worker = start(cluster, "busy")
+    worker = start(cluster, how)
     worker.outlives_its_lease()
     [beside] = worker.beside()
     own = beside.memory_full_info().uss

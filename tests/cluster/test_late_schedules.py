@@ -35,6 +35,7 @@ class Trainer:
     """A worker in a thread of its own, which steps a schedule once a step until it is told to stop.
 
     rates: of its steps, by the clock that each led to
+    others: what is handed over besides
     evaluates_at: the clock at which it is in code outside of the session, until `goes_on` is set; 0: none
     """
 
@@ -45,6 +46,7 @@ class Trainer:
         mode: str,
         make: Callable[[torch.optim.Optimizer], Any] = exponential,
         is_handed: bool = True,
+        others: tuple[Any, ...] = (),
         evaluates_at: int = 0,
         **more: Any,
     ) -> None:
@@ -59,7 +61,7 @@ class Trainer:
         where = {"elastic": True, **more}
         self.session = ps_worker.connect(cluster.address, mode.replace("quorum", "sync"), job=job, **quorum, **where)
         outer: dict[str, Any] = LOCAL if mode.startswith("local") else {}
-        things = [self.scheduler] if is_handed else []
+        things = [*others, *([self.scheduler] if is_handed else [])]
         _, self._optimizer, *_ = self.session.prepare(self._model, own, *things, **outer)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -264,17 +266,50 @@ def test_every_kind_of_schedule_continues(shared: Cluster, job: str, trainers: l
     assert late.rates[clock] < 0.9
 
 
+@pytest.mark.parametrize("has_scaler", [False, True])
 def test_a_schedule_that_was_not_handed_over_begins_anew_with_a_warning(
+    shared: Cluster, job: str, trainers: list[Trainer], caplog: pytest.LogCaptureFixture, has_scaler: bool
+) -> None:
+    """Also where something else was handed over."""
+
+    def trainer() -> Trainer:
+        others = (torch.amp.GradScaler("cpu"),) if has_scaler else ()
+        trainers.append(Trainer(shared, job, "async", is_handed=False, others=others))
+        return trainers[-1]
+
+    trainer().reaches(20)
+    late = trainer()
+    begins_at(late)
+    assert caplog.text.count("its learning-rate schedule begins anew: hand the scheduler to prepare") == 1
+    assert late.scheduler.last_epoch <= len(late.rates)
+
+
+class Holder:
+    """What a framework wraps around a scheduler."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.schedulers = [scheduler]
+
+    def step(self) -> None:
+        self.schedulers[0].step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.schedulers[0].state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.schedulers[0].load_state_dict(state["state"])
+
+
+def test_a_wrapper_of_a_schedule_that_was_handed_over_continues_without_a_warning(
     shared: Cluster, job: str, trainers: list[Trainer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = Trainer(shared, job, "async", is_handed=False)
+    first = Trainer(shared, job, "async", lambda optimizer: Holder(exponential(optimizer)))
     trainers.append(first)
     first.reaches(20)
-    late = Trainer(shared, job, "async", is_handed=False)
+    late = Trainer(shared, job, "async", lambda optimizer: Holder(exponential(optimizer)))
     trainers.append(late)
-    begins_at(late)
-    assert "its learning-rate schedule begins anew: hand the scheduler to prepare" in caplog.text
-    assert late.rates[min(late.rates)] == 1.0
+    assert_follows(late, [first], "async")
+    assert "begins anew" not in caplog.text
 
 
 def test_a_schedule_that_nobody_has_begins_anew_with_a_warning(

@@ -19,10 +19,12 @@ import torch
 from torch import nn
 
 import ps_worker
-from ps_protocol.errors import Fenced, FinishedWithout, NotFound
+from ps_protocol.errors import Fenced, FinishedWithout, NotFound, TryLater
+from ps_protocol.messages.workers import write_heartbeat
 from ps_server.ops import requests
 from ps_worker import Session
-from ps_worker.cluster import coordinator_calls
+from ps_worker.cluster import coordinator_calls, heartbeat_child
+from ps_worker.cluster.heartbeat_process import HeartbeatProcess
 from tests.tools.cable import LEASE, Cable, live, lose, session_at
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
@@ -80,6 +82,43 @@ class Worker:
 
     def metric(self, name: str) -> float:
         return scrape(self.session.metrics_address)[f"ps_worker_{name}_total"]
+
+
+def test_a_heartbeat_of_an_older_place_that_comes_after_the_next_join_ends_nobody(
+    make_cluster: Callable[..., Cluster], job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was under way for longer than its own time, or the process beside the worker sends it. Only the thread that
+    beats joins again, so that thread never hears the answer. A member of a group may: tests/groups/test_group.py.
+    """
+    cluster = make_cluster(lease=30.0)
+    with cluster.connect("sync", job=job) as session:
+        worker = Worker(session)
+        worker.step()
+        members: Any = session._strategy._training.participation.membership  # type: ignore[attr-defined]
+        lost, usual, is_under_way = members.place, members._coordinator.heartbeat, threading.Event()
+
+        def heartbeat(identity: Any, *given: Any) -> Any:
+            if identity == lost.identity and not is_under_way.is_set():
+                is_under_way.set()
+                raise TryLater("no answer within its time")
+            return usual(identity, *given)
+
+        monkeypatch.setattr(members._coordinator, "heartbeat", heartbeat)
+        members._doubt.raise_it()
+        assert is_under_way.wait(60)
+        cluster.lose_place(0, job)
+        worker.step()
+        place = members.place
+        assert place.identity.incarnation > lost.identity.incarnation
+        with pytest.raises(Fenced):
+            usual(lost.identity, session.clock, 30.0)
+        plan = heartbeat_child.Plan(HeartbeatProcess(members._options, 30.0)._plan())  # type: ignore[arg-type]
+        heartbeat_child.call(plan, write_heartbeat(lost.identity, session.clock).SerializeToString())
+        worker.step()
+        [live_one] = cluster.coordinator.job(job).workers.all()
+        assert live_one.incarnation == place.identity.incarnation
+        assert (members.place, members.error) == (place, None)
+        assert set(worker.mine()) == {1.0}
 
 
 # -- partitions ------------------------------------------------------------------------------------------------------

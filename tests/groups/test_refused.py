@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,8 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, PiecePlace
 from ps_worker.model.group_spec import described_together
 from ps_worker.model.sharded import is_offloaded, piece_of
-from tests.tools.cluster import Cluster
+from tests.tools.cluster import TEST_SECONDS, Cluster
+from tests.tools.forkserver import Nursery
 from tests.tools.partitions import job_spec
 from tests.tools.said import said_by_workers
 
@@ -96,6 +98,60 @@ def test_models_that_no_group_trains(
     with shared.connect("sync", job=job) as session, pytest.raises(Unsupported, match=said):
         session.prepare(model, sgd(model), group=mesh)
     assert shared.coordinator.jobs().get(job) is None
+
+
+# One process of two. Arguments: its number, the server, the job. Says what `prepare` says, of a worker that is both
+# processes, of one that is this process alone in a process group of both, and of a group of this process in it.
+NORMALISED = """
+import sys
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+import ps_torch
+
+member, server, job = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method="file://" + sys.argv[4], rank=member, world_size=2)
+both = init_device_mesh("cpu", (2,))
+own = [dist.new_group([each]) for each in range(2)][member]
+
+def prepared(what, rank, world_size, group):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.SyncBatchNorm(2))
+    if group is both:
+        fully_shard(model, mesh=both)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ps_torch.connect(server, "sync", job=f"{job}-{what}", rank=rank, world_size=world_size) as session:
+        try:
+            session.prepare(model, optimizer, **({} if group is None else {"group": group}))
+            print(what, "is prepared", flush=True)
+        except ps_torch.Unsupported as error:
+            print(what, "is refused:", error, flush=True)
+    with ps_torch.connect(mode="single") as session:
+        session.prepare(model, optimizer, **({} if group is None else {"group": group}))
+
+prepared("group", 0, 1, both)
+prepared("alone", member, 2, None)
+prepared("within", member, 2, own)
+"""
+
+
+def test_statistics_that_a_group_would_synchronise_over_its_own_members(
+    shared: Cluster, job: str, nursery: Nursery, tmp_path: Path
+) -> None:
+    """Those over other processes too are the script's own matter."""
+    script = tmp_path / "train.py"
+    script.write_text(NORMALISED)
+    logs = [tmp_path / f"out-{member}" for member in range(2)]
+    words: list[list[object]] = [[member, shared.address, job, tmp_path / "store"] for member in range(2)]
+    processes = [nursery.run(script, words[member], log) for member, log in enumerate(logs)]
+    codes = [process.wait(TEST_SECONDS) for process in processes]
+    for text in (log.read_text() for log in logs):
+        assert codes == [0, 0], text
+        said = "1 is a SyncBatchNorm over the processes of this worker's group: each group would have statistics"
+        assert f"group is refused: {said}" in text
+        assert text.count(said) == 2, "in the dry run, too"
+        assert "alone is prepared" in text
+        assert "within is prepared" in text
+    assert shared.coordinator.jobs().get(f"{job}-group") is None
 
 
 def test_mode_ddp_has_no_groups(mesh: Any) -> None:

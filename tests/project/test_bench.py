@@ -206,13 +206,15 @@ def test_the_cpu_and_the_waits_of_processes_and_their_children_are_counted() -> 
 
 @pytest.mark.long
 def test_processes_that_abort_or_do_not_end_are_found(tmp_path: Path) -> None:
-    flags = "launches --count 2 --at-once 2 --ends abort,hang --bound 15 --transport tcp --mib 1 --steps 1"
+    flags = "launches --count 3 --at-once 3 --ends abort,late,hang --bound 15 --transport tcp --mib 1 --steps 1"
     done = python("-m", "bench", *flags.split(), folder=tmp_path, seconds=600)
     assert done.returncode == 1
     assert "promises were broken" in done.stderr
     found = json.loads(done.stdout)
-    assert found["codes"] == {"SIGABRT": 2, "none": 2}
-    assert found["violations"] == 4
+    assert found["codes"] == {"SIGABRT": 4, "none": 2}
+    assert found["violations"] == 6
+    ends = [each["ends_by"] for each in found["violation_details"]]
+    assert sorted(ends) == ["abort", "abort", "hang", "hang", "late", "late"]
     for each in found["violation_details"]:
         assert 'launch_worker.py", line' in each["output"], "where it was"
         assert ("threads" in each) == (each["code"] == "none")

@@ -51,6 +51,30 @@ def test_every_example_that_trains_logs_its_loss_and_how_much_is_left(name: str)
     assert "session.progress" in made
 
 
+def schedulers_of(script: Path) -> dict[str, int]:
+    """The names to which a script assigns a scheduler of torch, with their lines."""
+    found: dict[str, int] = {}
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.Assign) and "lr_scheduler." in ast.unparse(node.value):
+            found |= {ast.unparse(target): node.lineno for target in node.targets}
+    return found
+
+
+SCHEDULED = [name for name in TRAINING if schedulers_of(EXAMPLES / name)]
+
+
+def test_the_examples_with_schedules_are_found() -> None:
+    assert {"char_gpt.py", "fashion_mnist.py"} <= set(SCHEDULED)
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_an_example_hands_over_its_schedule(name: str) -> None:
+    """Otherwise that begins anew in a worker that joins late."""
+    prepared = [call for call in calls(EXAMPLES / name)["session.prepare"] if len(call.args) > 1]
+    for scheduler, line in schedulers_of(EXAMPLES / name).items():
+        assert any(scheduler in map(ast.unparse, call.args) and call.lineno > line for call in prepared)
+
+
 SAVING = [name for name in TRAINING if "save_file" in calls(EXAMPLES / name)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,28 @@ def test_a_script_that_trains_without_a_step_is_told_at_its_end(
     said = [record for record in caplog.records if "no step was made through this session" in record.getMessage()]
     assert len(said) == is_told
     assert all(record.levelno == logging.WARNING for record in said)
+
+
+@pytest.mark.parametrize(("mode", "trains"), crossed(["sync", "local:2"], ["a copy", "nothing", "both"]))
+def test_a_script_that_trains_a_copy_over_a_prepared_loader_is_told_at_its_end(
+    shared: Cluster, job: str, caplog: pytest.LogCaptureFixture, mode: str, trains: str
+) -> None:
+    """One that evaluates with gradients enabled is not, nor is one that trains another model beside its own."""
+    with shared.connect(mode, job=job) as session:
+        model, loader = make_net(), DataLoader(TensorDataset(drawn(0, 8, 3)), batch_size=4)
+        copied = deepcopy(model)
+        model, optimizer, loader = session.prepare(model, sgd(model), loader)
+        own = sgd(copied)
+        for [batch] in loader:
+            if trains == "nothing":
+                model(batch)
+                continue
+            step(copied, own, batch)
+            if trains == "both":
+                step(model, optimizer, batch)
+    said = [record for record in caplog.records if "another optimizer has stepped parameters of no" in record.message]
+    assert len(said) == (trains == "a copy")
+    assert all(record.message.startswith("no step was made through this session, although") for record in said)
 
 
 def test_a_script_that_an_error_ends_is_told_the_error_alone(
