@@ -15,11 +15,13 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.messages.data import PushKind
+from ps_protocol.messages.rows import RowPushKind
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.pushes import Pushes
 from tests.tools.cluster import Cluster, until
 
 STEPS, CUT = 5, 3
+ASSIGNS = {PushKind.ASSIGN, PushKind.ASSIGN_STATE, RowPushKind.ASSIGN}
 
 
 def size(number: int) -> float:
@@ -96,8 +98,8 @@ class CutInHalf:
 
     def _is_of_step(self, call: Any) -> bool:
         """Whether a call brings a step, and not what is assigned before it, or what a table begins with."""
-        kinds = {bucket.kind for bucket in getattr(call, "buckets", ())}
-        return getattr(call, "clock", 0) == self._clock and kinds.isdisjoint({PushKind.ASSIGN, PushKind.ASSIGN_STATE})
+        kinds = {getattr(call, "kind", None), *(bucket.kind for bucket in getattr(call, "buckets", ()))}
+        return getattr(call, "clock", 0) == self._clock and kinds.isdisjoint(ASSIGNS)
 
 
 def prepared(
