@@ -28,7 +28,7 @@ class SentStep:
     clock:      the clock of the step
     pushed:     the calls that must be done before the step counts
     committing: those of them that are pulls, which may wait for other workers
-    left:       the gradients of the step
+    left:       the gradients of the step that may have been rounded: not those in a segment
     assigned:   the rows that the script has set for it, by table, if the script has interrupted it and gone on
     """
 

@@ -176,7 +176,7 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
     def acknowledged() -> bool:
         """However many calls its eight buckets travel in."""
         sent = sessions[0]._strategy._training.sent  # type: ignore[attr-defined]
-        return sent is not None and len(sent.left) == 8 and all(push.done() for push in sent.pushed)
+        return sent is not None and sent.clock == 2 and all(push.done() for push in sent.pushed)
 
     def work(which: int) -> None:
         if which == 0:

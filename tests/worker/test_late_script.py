@@ -30,7 +30,11 @@ class Asking:
         self.telling.send = self.sent.__setitem__
         self._tell()
         checkpoint: Any = SimpleNamespace(
-            stage=0, job=SimpleNamespace(are_some=True), comes_late=lambda: None, adopt=lambda *given: 0
+            stage=0,
+            job=SimpleNamespace(are_some=True),
+            comes_late=lambda: None,
+            adopt=lambda *given: 0,
+            has_unknown_scheduler=False,
         )
         part: Any = SimpleNamespace(ask_script=self._ask, rank=0, script=self.telling)
         self.late = LateScript(part, checkpoint, lambda: self.clock, self._tell, in_step)
