@@ -200,12 +200,12 @@ class CoordinatedJob:
             assert repeated is not None
             return self._result(repeated, request, continued)
         worker = self._joins.join(reservation, request)
+        if continued is not None and worker.clock:  # the first line about the launch
+            self._tell_of_continuing(worker, continued)
         log_join(self.spec.name, worker, reservation.older, request)
         self._tell_of_waits()
         for kind, text in described_join(worker, reservation.older, request):
             self._cluster.events.note(kind, self.spec.name, text)
-        if continued is not None and worker.clock:
-            self._tell_of_continuing(worker, continued)
         result = self._result(worker, request, continued)
         if self.checkpoints is not None:
             self.checkpoints.joined(worker.rank)

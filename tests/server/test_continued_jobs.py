@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from ps_protocol.messages.workers import Continued, JoinRequest
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.core.membership import JoinedWorker
+from tests.tools import launching
 from tests.tools.cluster import Cluster
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
@@ -97,6 +99,43 @@ def test_a_job_that_comes_from_a_checkpoint_says_when_that_was_made(
     cluster.coordinator.register_job(worker.spec)
     found = join(cluster, "second", 0).continued
     assert found == Continued(pytest.approx(begun, abs=1.0), when, 0)
+
+
+SCRIPT = """
+import torch
+import ps_worker
+
+model = torch.nn.Linear(1, 1)
+with ps_worker.connect() as session:
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+"""
+
+
+@pytest.mark.long
+def test_it_is_the_first_line_of_a_launch_on_both_sides(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Behind the launcher's own lines, and before the coordinator says that a worker joins."""
+    first = make_cluster(shards=1, checkpoint_dir=tmp_path)
+    with first.connect("sync", job="kept") as session:
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        model(torch.ones(1)).sum().backward()
+        optimizer.step()
+    first.servers[0].stop()
+    address = make_cluster(shards=1, checkpoint_dir=tmp_path, restore=True).address
+    where = ("--server", address, "--job", "kept", "--workers", "1", "--metrics-host", "127.0.0.1")
+    with caplog.at_level(logging.INFO, "ps_server"):
+        caplog.clear()
+        done = launching.run(*where, launching.script(tmp_path, SCRIPT))
+    assert done.returncode == 0, done.stderr
+    begins = next(line for line in done.stderr.splitlines() if not line.startswith("ps-worker: "))
+    age = r"begun .*, last trained .*"
+    assert re.search(rf"continues job 'kept' at clock 1: {age}\. To begin anew: ", begins), done.stderr
+    told = [record.getMessage() for record in caplog.records]
+    [line] = [line for line in told if "a new launch continues the job at clock 1: begun " in line]
+    [joins] = [line for line in told if "worker 0 joins" in line]
+    assert told.index(line) < told.index(joins)
 
 
 def test_the_workers_log_says_so_where_its_user_looks(
