@@ -155,10 +155,12 @@ class Shards:
         restart_count: int = 0,
         memory_place: str = "",
     ) -> None:
-        """Registers a shard, or renews its registration. Raises TryLater while another process has its index.
+        """Registers a shard, or renews its registration. Raises TryLater while another process has its index, and for a
+        new process if this coordinator is no longer in charge.
 
         The number of a new process is first verified by a call to its address: the process may have died since it
-        registered, and another one may have its address now.
+        registered, and another one may have its address now. That call brings the coordinator's term, so a shard that
+        is registered refuses earlier coordinators.
         """
         _check_index(index, self.count)
         check_address(address, "a shard's address")
@@ -171,6 +173,7 @@ class Shards:
                 self._known[index] = replace(before, seen=self._clock.now(), restart_count=restart_count)
                 return
             self._check_free(before, address, process)
+        self.charge.check()
         api = self._connect(index, address)
         try:
             if api.process() != process:

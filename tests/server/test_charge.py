@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from ps_protocol.errors import Deposed, TryLater
 from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.charge import Charge
+from ps_server.coordinator.shards import Shards
 from ps_server.rpc.shard_client import ShardClient
 from ps_server.shard.terms import CoordinatorTerms
 from ps_server.storage.disk import Disk
@@ -97,8 +101,8 @@ def test_it_drops_no_job_that_only_the_other_one_knows(cluster: Deposing) -> Non
 
 
 def test_it_rolls_no_job_back(cluster: Deposing) -> None:
-    cluster.leased.holder = WHO
     cluster.start_shard(1)
+    cluster.leased.holder = WHO
     cluster.look()
     assert cluster.held() == {0: [0, 1]}, "the part is the other one's to restore"
     assert not cluster.job.life.has_ended
@@ -118,6 +122,15 @@ def test_it_sends_those_away_who_want_a_change(cluster: Deposing, call: Callable
     with pytest.raises(TryLater, match="another coordinator is in charge: another process has taken"):
         call(cluster)
     assert cluster.held() == EVERYBODY
+
+
+def test_it_takes_no_new_process_of_a_shard(cluster: Deposing) -> None:
+    """The process calls again, and finds the other one as workers do."""
+    before = cluster.coordinator.shards()[1].process
+    cluster.leased.holder = WHO
+    with pytest.raises(TryLater, match="another coordinator is in charge: another process has taken"):
+        cluster.start_shard(1)
+    assert cluster.coordinator.shards()[1].process == before
 
 
 def test_a_report_of_a_workers_end_takes_nobody_off_either(cluster: Deposing) -> None:
@@ -175,3 +188,18 @@ def test_a_coordinator_that_a_shard_refuses_is_not_in_charge_any_more(
     assert [charge.lost.count("term 2") for charge in charges] == [1, 1, 0]
     for client in (none, older, newer):
         client.close()
+
+
+def test_a_shard_that_has_just_registered_refuses_an_older_coordinator(make_cluster: Callable[..., Cluster]) -> None:
+    """The newer one has made no call for any job: it has verified the registration."""
+    cluster = make_cluster(shards=1)
+    older, newer = Charge(), Charge()
+    older.begin(Holder(1))
+    newer.begin(Holder(2))
+    shards = Shards(1, partial(ShardClient, charge=newer), ThreadPoolExecutor, charge=newer)
+    late = ShardClient(0, cluster.address, charge=older)
+    shards.register(0, cluster.address, "", os.getpid(), cluster.servers[0].process)
+    with pytest.raises(Deposed, match="obeys the coordinator of term 2"):
+        late.drop_job("nobody's", "0" * 16)
+    late.close()
+    shards.close()
