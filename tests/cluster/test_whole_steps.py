@@ -23,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("soon_sure")
 MakeCluster = Callable[..., Cluster]
 
 
-def check_all_count(session: ps_worker.Session, net: Any, mode: str, rejoins: int) -> None:
+def check_all_count(session: ps_worker.Session, net: Any, mode: str, rejoins: int, made: int = STEPS) -> None:
     """Checks that all steps count, once, and that the worker has counted none as lost."""
-    steps = STEPS * (2 if mode.startswith("local") else 1)
+    steps = made * (2 if mode.startswith("local") else 1)
     assert net.values() == [-total(*range(1, steps + 1))] * len(net.values())
     figures = scrape(session.metrics_address)
     assert (figures["ps_worker_rejoins_total"], figures["ps_worker_lost_steps_total"]) == (rejoins, 0)
@@ -50,6 +50,38 @@ def test_a_step_that_is_cut_in_half_counts_as_a_whole_once(
             step()
         assert cut.left == 0
         check_all_count(session, net, mode, times)
+
+
+@pytest.mark.parametrize("transport", cases(["tcp"], ["shm", "grpc"]))
+def test_a_fragment_that_is_cut_in_half_counts_as_a_whole_once(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """And so does the rest of its round, which had not left the worker."""
+    cluster = make_cluster(shards=2)
+    with cluster.connect("local:4/2", transport=transport) as session:
+        net, step = prepared(session, "local:4/2")
+        cut = CutInHalf(cluster, monkeypatch, of=any)
+        for _ in range(2 * STEPS):
+            step()
+        assert cut.left == 0
+        check_all_count(session, net, "local:4/2", 1, made=2 * STEPS)
+
+
+@pytest.mark.parametrize("transport", cases(["tcp"], ["shm", "grpc"]))
+@pytest.mark.parametrize(("times", "first"), cases([(2, 0)], [(1, 1)]))
+def test_a_step_that_is_cut_in_half_counts_as_a_whole_once_with_a_quorum(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, transport: str, times: int, first: int
+) -> None:
+    cluster = make_cluster(shards=2)
+    how: dict[str, Any] = {"elastic": True, "quorum": 1, "transport": transport}
+    with ps_worker.connect(cluster.address, "sync", **how) as session:
+        net, step = prepared(session, "sync")
+        cut = CutInHalf(cluster, monkeypatch, times, first)
+        for _ in range(STEPS):
+            step()
+        assert cut.left == 0
+        session.barrier()
+        check_all_count(session, net, "sync", times)
 
 
 @pytest.mark.parametrize("transport", cases(["shm"], ["tcp"]))

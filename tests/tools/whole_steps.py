@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -57,10 +57,18 @@ class CutInHalf:
 
     times: so often, also when the step is pushed again
     first: the shard that has it
+    of:    all of its buckets have it, or any: in local:H/F those of a fragment are not all
     """
 
-    def __init__(self, cluster: Cluster, patch: pytest.MonkeyPatch, times: int = 1, first: int = 0) -> None:
-        self.left, self._cluster = times, cluster
+    def __init__(
+        self,
+        cluster: Cluster,
+        patch: pytest.MonkeyPatch,
+        times: int = 1,
+        first: int = 0,
+        of: Callable[[Iterable[bool]], bool] = all,
+    ) -> None:
+        self.left, self._cluster, self._of = times, cluster, of
         self._first, self._second = cluster.shards[first], cluster.shards[1 - first]
         self._clock, self._losing = CUT, threading.Lock()
         for name in ("_stage_all", "_stage_rows"):
@@ -73,7 +81,7 @@ class CutInHalf:
                 # The first of several calls moves `_clock` on. The worker's others wait for the next step then, so that
                 # nothing of this one comes late; a call of another worker does not, for that step waits for it.
                 until(
-                    lambda: all(
+                    lambda: self._of(
                         rule.pushed.get(0, 0) >= (call.clock if call.worker.rank else self._clock) for rule in rules
                     ),
                     "the step on one shard",
@@ -95,15 +103,18 @@ class CutInHalf:
 def prepared(
     session: ps_worker.Session, mode: str, gradient: Callable[[int], float] = size, **more: Any
 ) -> tuple[Any, Callable[..., None]]:
-    """Returns a model, and what makes a step of it, or in local:2 a round of two.
+    """Returns a model, and what makes a step of it, in local modes two: a round of local:2. Fragments have buckets on
+    each of two shards, and are mixed in at once.
 
     gradient: of a step, by its number from 1
     more:     as for `prepare`
     before:   is called in the last step of it, before that ends
     """
     is_local = mode.startswith("local")
-    net: Any = Net(with_table=not is_local)
-    options: dict[str, Any] = {"outer": {"warm_up": 0, "lr": 1.0, "momentum": 0.0}} if is_local else {}
+    in_fragments = "/" in mode
+    net: Any = Net(with_table=not is_local, layers=4 if in_fragments else 2)
+    outer = {"warm_up": 0, "lr": 1.0, "momentum": 0.0, **({"delay": 0} if in_fragments else {})}
+    options: dict[str, Any] = {"outer": outer} if is_local else {}
     sgd = torch.optim.SGD(net.parameters(), lr=1.0)
     model, optimizer = session.prepare(net, sgd, bucket_bytes=64, **options, **more)
     numbers = itertools.count(1)
