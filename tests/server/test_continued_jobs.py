@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ps_protocol.messages.workers import Continued, JoinRequest
-from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
+from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.core.membership import JoinedWorker
 from tests.tools import launching
 from tests.tools.cluster import Cluster
@@ -116,19 +116,22 @@ def test_it_is_the_first_line_of_a_launch_on_both_sides(
     make_cluster: Callable[..., Cluster], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Behind the launcher's own lines, and before the coordinator says that a worker joins."""
-    with make_cluster(shards=1, checkpoint_dir=tmp_path).connect("sync", job="kept") as session:
+    first = make_cluster(shards=1, checkpoint_dir=tmp_path)
+    with first.connect("sync", job="kept") as session:
         model = torch.nn.Linear(1, 1)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         model(torch.ones(1)).sum().backward()
         optimizer.step()
+    first.servers[0].stop()
     address = make_cluster(shards=1, checkpoint_dir=tmp_path, restore=True).address
     where = ("--server", address, "--job", "kept", "--workers", "1", "--metrics-host", "127.0.0.1")
     with caplog.at_level(logging.INFO, "ps_server"):
         caplog.clear()
         done = launching.run(*where, launching.script(tmp_path, SCRIPT))
     assert done.returncode == 0, done.stderr
-    first = next(line for line in done.stderr.splitlines() if not line.startswith("ps-worker: "))
-    assert re.search(r"WARNING continues job 'kept' at clock 1: begun .*, last trained .*\. To begin anew: ", first)
+    begins = next(line for line in done.stderr.splitlines() if not line.startswith("ps-worker: "))
+    age = r"begun .*, last trained .*"
+    assert re.search(rf"continues job 'kept' at clock 1: {age}\. To begin anew: ", begins), done.stderr
     told = [record.getMessage() for record in caplog.records]
     [line] = [line for line in told if "a new launch continues the job at clock 1: begun " in line]
     [joins] = [line for line in told if "worker 0 joins" in line]
