@@ -364,7 +364,7 @@ class LocalRounds:
         if self._loop.unfinished is not None:
             self._loop.unfinished.is_early = True
 
-    def moved(self, is_kept: bool, is_undone: bool) -> None:
+    def moved(self, is_kept: bool, is_undone: bool, at_hand: Unfinished | None) -> None:
         """Begins a round with the weights of the new place. is_kept: the current round is pushed again from there"""
         # What this worker had leased may be another's by now. A batch that both have used would take the others of its
         # round along: a difference is whole, or left out.

@@ -211,6 +211,45 @@ def test_half_of_a_steps_gradient_does_not_outlast_a_rollback(
     assert same(found, expected)
 
 
+def by_turns(session: Session, begun: Callable[[], object], lose: Loses | None) -> list[torch.Tensor]:
+    """Two optimizers of one sum: one steps with each batch, the other with every second one behind the first. The job
+    is rolled back in a step of the first, with half of the gradient of the other. Returns the weights.
+    """
+    one, other = make_net(), make_net()
+    loader: Any = DataLoader([drawn(number, 6) for number in range(36)], batch_size=4)  # type: ignore[arg-type]
+    things = session.prepare(one, other, adamw(one), adamw(other), loader, bucket_bytes=128)
+    one, other, stepping, waiting, loader = things
+    begun()
+    taken = 0
+    for batch in loader:
+        is_first = session.clock == 0  # the checkpoint is of behind it
+        (one(batch) if is_first else one(batch) + other(batch)).square().mean().backward()
+        taken += not is_first
+        before = session.clock
+        if lose is not None and before >= 7 and taken == 1:
+            lose(session, hears=True)
+        stepping.step()
+        stepping.zero_grad()
+        if session.clock < before:
+            taken = 0
+        if taken == 2:
+            waiting.step()
+            waiting.zero_grad()
+            taken = 0
+    return [value.clone() for model in (one, other) for value in session.global_weights(model).values()]
+
+
+def test_half_of_the_gradient_of_another_optimizer_does_not_outlast_a_rollback(
+    loses: Loses, shared: Cluster, job: str
+) -> None:
+    with shared.connect("sync", job=job) as session:
+        expected = by_turns(session, lambda: None, None)
+    with loses.cluster.connect("sync") as session:
+        found = by_turns(session, loses.begun, loses)
+    assert loses.is_over
+    assert same(found, expected)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_next_loop_repeats_the_steps_that_are_undone_between_two_passes(
     loses: Loses, shared: Cluster, job: str, mode: str
