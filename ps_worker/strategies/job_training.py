@@ -179,7 +179,8 @@ class JobTraining:
         exit_if_requested()
         if self.is_past:
             self._steps.abandon()  # also rows that the optimizer has given its tables
-            return  # one of the remaining steps of a batch: the job was rolled back to before its first
+            self.checkpoint.skip()  # one of the remaining steps of a batch: the job was rolled back to before its first
+            return
         if index is not None and self._steps.stage.number:  # no optimizer is replaced before
             self.stages.check_steps(index)
         self.rolled_back = None

@@ -262,6 +262,7 @@ class LocalRounds:
             # The job was rolled back during this batch. The loader will yield the batch again, so the remaining steps
             # of this one do not count.
             self._round.begin_anew()
+            self._loop.checkpoint.skip()
             return
         self._loop.rolled_back = None
         if self._fragments is not None and self._round.is_streamed:
