@@ -86,8 +86,11 @@ class WorkerCheckpoint:
         self._yielded: list[int] = []  # the loaders, the one that yielded last at the end
         self._taken: Counter[int] = Counter()  # by loader, its batches since the last step
         self._trains = False  # whether gradients were enabled when the last batch was taken
-        self._feeders: set[int] = set()  # loaders in whose loops a step was made
+        self._feeders: frozenset[int] = frozenset()  # loaders in whose loops a step was made
         self._feeds_itself = False  # a step was made outside of such loops, and without a batch since the step before
+        self._unfed = 0  # how many such steps the last ones were: one may be the last of a loop, two are behind it
+        self._returns = False  # the script has gone from two of them to a loop
+        self._has_skipped = False  # since the last rollback
         self._step = LastStep()
         self._wanted: int | None = None  # the clock whose state is to be captured
         self._target: WorkerState | None = None  # the state to be restored
@@ -143,6 +146,8 @@ class WorkerCheckpoint:
         is_empty: whether the step has no gradient; the script may then be anywhere between two steps of its own
         """
         if not is_empty:
+            if self._target is not None and self._feeds_itself_anew(self._target):
+                self._restore_here(self._target)
             if self._at_step is not None:
                 settings, self._at_step = self._at_step, None
                 self.set_settings(settings)
@@ -165,6 +170,7 @@ class WorkerCheckpoint:
         if self._model.tells:
             self._model.stepped()
         fed = self._feeding()
+        self._count_unfed()
         self._feeders |= {loader.index for loader in self.loaders if loader.going}
         self._feeds_itself = self._feeds_itself or not (self._feeders or self._taken)
         batches = self._taken[fed] if fed is not None else 0
@@ -173,6 +179,46 @@ class WorkerCheckpoint:
         if self._wanted is not None and not self._is_in_loop:
             clock, self._wanted = self._wanted, None
             self._capture_first(clock)
+
+    def skip(self) -> None:
+        """Leaves out a step, as its batch comes again. Two steps in a row that no loader feeds are behind the last
+        loop, where none does: a state of there is restored at once. Raises Unsupported if the state is of a loop,
+        unless the script has gone from such steps to a loop before.
+        """
+        self._count_unfed()
+        target = self._target
+        if target is not None and self._unfed > 1 and self._is_behind_loops(target):
+            self._restore_here(target)
+        elif self._unfed > 1 and not self._returns:
+            raise Unsupported("the job was rolled back into a loop that is over in this script: start it again")
+        elif not self._has_skipped:
+            self._has_skipped = True
+            log.warning("step() makes no step until the script asks its loader for a batch: the job was rolled back")
+
+    def _count_unfed(self) -> None:
+        """Counts a step in `_unfed`, before its batches are forgotten."""
+        if not self._is_in_loop and self._feeders.isdisjoint(self._taken):
+            self._unfed += 1
+        else:
+            self._returns = self._returns or self._unfed > 1
+            self._unfed = 0
+
+    def _restore_here(self, target: WorkerState) -> None:
+        self._target = replace(target, feeding=None)
+        self.try_restore()
+
+    def _feeds_itself_anew(self, target: WorkerState) -> bool:
+        """Whether a new process makes a step with a gradient, and its state waits for a loader that can have fed no
+        step: it evaluates."""
+        if self.steps or target.feeding in target.feeders or self._is_in_loop or self._taken:
+            return False
+        return any(tensor.grad is not None for group in self._groups() for tensor in group["params"])
+
+    def _is_behind_loops(self, state: WorkerState) -> bool:
+        """Whether a state is of behind all loops with steps that this script has made until now."""
+        pairs = zip(self.loaders, state.script.loaders, strict=False)
+        now = [(loader.state(), then) for loader, then in pairs if loader.index in self._feeders]
+        return all(not then.going and then.begun == loader.begun for loader, then in now)
 
     def between_steps(self, clock: int, has_begun: bool) -> None:
         """Saves the state at a clock that the worker has reached without a step of its own.
@@ -234,6 +280,9 @@ class WorkerCheckpoint:
                 target = replace(target, feeding=fed)
             elif self._feeds_itself:
                 target = replace(target, feeding=None)
+        if self._unfed > 1 and self._is_behind_loops(target):
+            target = replace(target, feeding=None)
+        self._has_skipped = False
         self._target, self._wanted = target, None
         self._taken.clear()
         self._captured = self._at_step = None
@@ -308,6 +357,7 @@ class WorkerCheckpoint:
             per_step=self._step.batches,
             own=self._model.copy(clock),
             inner=self.inner.captured(clock),
+            feeders=self._feeders,
         )
 
     def _save_captured(self, is_at_step: bool, only: WorkerState | None = None) -> None:
@@ -362,7 +412,7 @@ class WorkerCheckpoint:
             loaders[index] = _rewound(position.state_within() if cut_short and is_last else position.state(), back)
         inner, own = self.inner.now(), self._model.copy(clock)
         script, per_step = replace(script, loaders=loaders), self._step.batches
-        return encode(WorkerState(clock, script, feeding, per_step, own, inner, self._at_step))
+        return encode(WorkerState(clock, script, feeding, per_step, own, inner, self._at_step, self._feeders))
 
     def script_state(self) -> ScriptState:
         """Returns the script's settings, and the positions of all its loops."""
@@ -436,9 +486,19 @@ class WorkerCheckpoint:
 
     def target(self, loader: int) -> LoaderState | None:
         """Returns the target position of a loader if a state will be restored at its next batch; otherwise None."""
-        if self._target is None or self._target.feeding != loader:
+        target = self._target
+        # A new process may come to another loop in which the state was before it comes to the feeding loader's.
+        if target is None or not (target.feeding == loader or (self.steps == 0 and loader in target.feeders)):
             return None
-        return self._target.script.loaders[loader]
+        state = target.script.loaders[loader]
+        return state if target.feeding == loader or state.going else None
+
+    def is_over(self, loader: int, number: int) -> bool:
+        """Whether a state will be restored in a loop over another loader, and pass `number` was made before it."""
+        if self._target is None or loader not in self._target.feeders:
+            return False
+        state = self._target.script.loaders[loader]
+        return number <= state.begun - state.going
 
     def restore(self, loader: int) -> int:
         """Restores everything but the position of the asking loader. Returns the number of batches that this loader
@@ -489,6 +549,7 @@ class WorkerCheckpoint:
                 f"{saved} and are {here}, or the model's buffers differ"
             )
         self._target, self._at_step = None, state.at_step
+        self._feeders |= state.feeders
         if self.steps == 0 and state.at_step is not None:  # a new process, at the top of its loop
             then = state.at_step
             settings = replace(settings, stateful=then.stateful, groups=then.groups, stage=then.stage)

@@ -140,6 +140,7 @@ class WorkerState:
     inner: the state of optimizers that step on the worker (inner.py); None without one, or if it is too large
     at_step: without a loader, the settings when the script began its next step, after its code between two steps; None:
     unknown
+    feeders: the loaders in whose loops steps were made
     """
 
     clock: int
@@ -149,6 +150,7 @@ class WorkerState:
     own: OwnTensors = field(default_factory=OwnTensors)
     inner: list[dict[int, dict[str, Any]]] | None = None
     at_step: Settings | None = None
+    feeders: frozenset[int] = frozenset()
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -167,6 +169,7 @@ def encode(state: WorkerState) -> bytes:
         "loaders": [_loader(loader, tensors) for loader in state.script.loaders],
         "positions": [[loader.shift, loader.over] for loader in state.script.loaders],
         "feeding": state.feeding,
+        "feeders": sorted(state.feeders),
         "per_step": state.per_step,
         "held": sorted(state.own.frozen),
         "residual": None if state.own.residual is None else sorted(state.own.residual),
@@ -220,6 +223,7 @@ def decode(data: bytes) -> WorkerState:
             ),
             inner=_inner_of(decoded(document.get("inner"))),  # earlier versions have none
             at_step=_at_step_of(document.get("at_step"), decoded, document.get("stage_at_step", 0)),  # nor this
+            feeders=frozenset(map(_whole, document.get("feeders", []))),  # nor these
         )
     except UNREADABLE as error:
         raise InvalidRequest(f"what the servers keep of this worker's state cannot be read: {error}") from None

@@ -56,6 +56,9 @@ class LoopHooks(Protocol):
     def target(self, loader: int) -> LoaderState | None:
         """Returns the target position if a state will be restored at this point; otherwise None."""
 
+    def is_over(self, loader: int, number: int) -> bool:
+        """Whether a state will be restored in a loop over another loader, and pass `number` was made before it."""
+
     def restore(self, loader: int) -> int:
         """Restores everything but the position of the asking loader. Returns the number of batches that this loader
         must skip."""
@@ -197,9 +200,9 @@ class LoaderPosition:
             self.going, self._over = False, 0
         self._hooks.loop_begins(self.index)
         target = self._hooks.target(self.index) or self._target
-        if target is None:
+        if target is None and not self._hooks.is_over(self.index, self._script):
             return self._begin_pass()
-        if target.begun > self._script:
+        if target is None or target.begun > self._script:
             self._begun = self._script
             return None  # this pass was made before the checkpoint
         return self._go_to_target()

@@ -96,10 +96,18 @@ class GradientSteps:
     def losing(self) -> None:
         """Does nothing: gradients that are in no step yet are for the next one, unless the job is rolled back."""
 
-    def moved(self, is_kept: bool, is_undone: bool) -> None:
-        """Removes gradients of batches that come again. The script goes on with the weights of the new place."""
-        if is_undone:
+    def moved(self, is_kept: bool, is_undone: bool, at_hand: Unfinished | None) -> None:
+        """Removes gradients of batches that come again, but those of the step at hand. The script goes on with the
+        weights of the new place.
+        """
+        if is_undone and at_hand is None:
             self._maker.drop()
+        elif is_undone and at_hand is not None:
+            stepped = at_hand.step.optimizer
+            own = set() if stepped is None else self._maker.parameters_of(stepped)
+            for index, tensor in enumerate(self._loop.tensors):
+                if index not in own and tensor.grad is not None:
+                    tensor.grad.zero_()  # still there: a GradScaler refuses an optimizer that has none
 
     def leaving(self) -> None:
         """Does nothing: the loop waits for a step under way."""

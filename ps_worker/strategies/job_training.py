@@ -179,7 +179,8 @@ class JobTraining:
         exit_if_requested()
         if self.is_past:
             self._steps.abandon()  # also rows that the optimizer has given its tables
-            return  # one of the remaining steps of a batch: the job was rolled back to before its first
+            self.checkpoint.skip()  # one of the remaining steps of a batch: the job was rolled back to before its first
+            return
         if index is not None and self._steps.stage.number:  # no optimizer is replaced before
             self.stages.check_steps(index)
         self.rolled_back = None
@@ -471,8 +472,8 @@ class JobTraining:
             if not rolled_back:
                 self._checkpoint_in_place(checkpoint_wanted, fate)
             self._restore_count, self._left = place.restore_count, None
-            comes_again = self.checkpoint.waits_for_loader or bool(self.data.accounts)
-            self.kind.moved(is_kept=self.unfinished is not None, is_undone=rolled_back and not is_sent and comes_again)
+            again = rolled_back and (self.checkpoint.waits_for_loader or bool(self.data.accounts))
+            self.kind.moved(self.unfinished is not None, again and (unfinished is not None or not is_sent), unfinished)
             arrive(self.participation)
             if self._together is not None and self.unfinished is not None:
                 self._together.arrived()  # otherwise once what members hold alike is here

@@ -264,6 +264,7 @@ class LocalRounds:
             # The job was rolled back during this batch. The loader will yield the batch again, so the remaining steps
             # of this one do not count.
             self._round.begin_anew()
+            self._loop.checkpoint.skip()
             return
         self._loop.rolled_back = None
         if self._fragments is not None and self._round.is_streamed:
@@ -366,7 +367,7 @@ class LocalRounds:
         if self._loop.unfinished is not None:
             self._loop.unfinished.is_early = True
 
-    def moved(self, is_kept: bool, is_undone: bool) -> None:
+    def moved(self, is_kept: bool, is_undone: bool, at_hand: Unfinished | None) -> None:
         """Begins a round with the weights of the new place. is_kept: the current round is pushed again from there"""
         # What this worker had leased may be another's by now. A batch that both have used would take the others of its
         # round along: a difference is whole, or left out.

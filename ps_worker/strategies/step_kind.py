@@ -79,12 +79,12 @@ class StepKind(Protocol):
     def losing(self) -> None:
         """Is called when the worker has lost its place and has not yet joined again."""
 
-    def moved(self, is_kept: bool, is_undone: bool) -> None:
+    def moved(self, is_kept: bool, is_undone: bool, at_hand: Unfinished | None) -> None:
         """Is called when another place is taken.
 
         is_kept:   the current step is pushed again from there
-        is_undone: this worker was rolled back between two steps: gradients that are in no step are of batches that come
-                   again
+        is_undone: this worker was rolled back: gradients that are in no step are of batches that come again
+        at_hand:   the step that had ended on this worker; None: it was between two steps
         """
 
     def leaving(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import ps_torch
-from ps_server.storage.checkpoints import CheckpointStore
-from ps_worker import InvalidRequest, Session
+from ps_server.storage.checkpoints import CheckpointStore, Manifest
+from ps_worker import InvalidRequest, Session, Unsupported
 from ps_worker.cluster.participation import Participation
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
@@ -211,6 +212,45 @@ def test_half_of_a_steps_gradient_does_not_outlast_a_rollback(
     assert same(found, expected)
 
 
+def by_turns(session: Session, begun: Callable[[], object], lose: Loses | None) -> list[torch.Tensor]:
+    """Two optimizers of one sum: one steps with each batch, the other with every second one behind the first. The job
+    is rolled back in a step of the first, with half of the gradient of the other. Returns the weights.
+    """
+    one, other = make_net(), make_net()
+    loader: Any = DataLoader([drawn(number, 6) for number in range(36)], batch_size=4)  # type: ignore[arg-type]
+    things = session.prepare(one, other, adamw(one), adamw(other), loader, bucket_bytes=128)
+    one, other, stepping, waiting, loader = things
+    begun()
+    taken = 0
+    for batch in loader:
+        is_first = session.clock == 0  # the checkpoint is of behind it
+        (one(batch) if is_first else one(batch) + other(batch)).square().mean().backward()
+        taken += not is_first
+        before = session.clock
+        if lose is not None and before >= 7 and taken == 1:
+            lose(session, hears=True)
+        stepping.step()
+        stepping.zero_grad()
+        if session.clock < before:
+            taken = 0
+        if taken == 2:
+            waiting.step()
+            waiting.zero_grad()
+            taken = 0
+    return [value.clone() for model in (one, other) for value in session.global_weights(model).values()]
+
+
+def test_half_of_the_gradient_of_another_optimizer_does_not_outlast_a_rollback(
+    loses: Loses, shared: Cluster, job: str
+) -> None:
+    with shared.connect("sync", job=job) as session:
+        expected = by_turns(session, lambda: None, None)
+    with loses.cluster.connect("sync") as session:
+        found = by_turns(session, loses.begun, loses)
+    assert loses.is_over
+    assert same(found, expected)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_next_loop_repeats_the_steps_that_are_undone_between_two_passes(
     loses: Loses, shared: Cluster, job: str, mode: str
@@ -332,3 +372,93 @@ def test_a_process_that_ends_without_close_shows_it_in_its_code(
     text = (tmp_path / "out").read_text()
     assert "the script is over" in text
     assert ("rolled back from clock 5 to clock 3" in text) == bool(code)
+
+
+# -- steps behind the last loop ----------------------------------------------------------------------------------------
+
+LOOP = 4  # steps of one pass
+
+
+def loop_and_more(
+    session: Session, begun: Callable[[], object], goes_on: Callable[[], bool], passes: int = 1
+) -> torch.nn.Module:
+    """Passes over a prepared loader. Behind each the script makes steps of its own while `goes_on`, which it asks
+    before each of them."""
+    model = make_net()
+    loader: Any = DataLoader([drawn(number, 6) for number in range(4 * LOOP)], batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, loader = session.prepare(model, adamw(model), loader, bucket_bytes=128, outer={"warm_up": 0})
+    begun()
+    for _ in range(passes):
+        for batch in loader:
+            step(model, optimizer, batch)
+        while goes_on():
+            step(model, optimizer, drawn(session.clock, 4, 6))
+    return model
+
+
+@pytest.mark.parametrize("mode", ["sync", "local:2"])
+def test_a_rollback_to_behind_the_last_loop_is_made_in_step(loses: Loses, shared: Cluster, job: str, mode: str) -> None:
+    """The script's own steps go by the clock, and ask no loader."""
+    made: list[Manifest] = []
+    clocks: list[int] = []
+    with loses.cluster.connect(mode) as session, ThreadPoolExecutor(1) as pool:
+        asked: list[Future[Manifest]] = []
+
+        def goes_on() -> bool:
+            if not asked and session.clock > LOOP + 2:
+                until(lambda: CheckpointStore(loses.directory).names("default"), "the first checkpoint")
+                asked.append(pool.submit(loses.cluster.coordinator.job("default").checkpoint))
+            if asked and asked[0].done() and not made:
+                made.append(asked[0].result())
+                loses(session, hears=True)
+            if made:
+                clocks.append(session.clock)
+            return len(clocks) < 40
+
+        found = ends_with(session, loop_and_more(session, loses.begun, goes_on))
+        end = session.clock
+    with shared.connect(mode, job=job) as session:
+        expected = ends_with(session, loop_and_more(session, lambda: None, lambda: session.clock < end))
+    back = clocks.index(min(clocks))
+    assert clocks[back:] == [*range(clocks[back], clocks[back] + 40 - back)]  # no step is left out behind it
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("mode", ["sync", "local:2"])
+def test_steps_behind_the_last_loop_end_with_an_error_after_a_rollback_into_it(loses: Loses, mode: str) -> None:
+    session = loses.cluster.connect(mode)
+    turns = 0
+
+    def goes_on() -> bool:
+        nonlocal turns
+        turns += 1
+        if session.clock == 3 * LOOP:
+            loses(session, hears=True)
+        assert turns < 10 * LOOP, "the steps are left out without an end"
+        return session.clock < 4 * LOOP
+
+    with pytest.raises(Unsupported, match="rolled back into a loop that is over in this script"):
+        loop_and_more(session, loses.begun, goes_on)
+    with pytest.raises(InvalidRequest, match="and no loop of this script has repeated that"):
+        session.close()
+
+
+def test_steps_between_two_loops_are_left_out_until_the_next_loop_repeats_the_earlier_one(
+    loses: Loses, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script that has gone from such steps to a loop before does so again."""
+    with loses.cluster.connect("sync") as session:
+        turns = 0
+
+        def goes_on() -> bool:
+            nonlocal turns
+            turns += 1
+            if turns == 11:  # behind the second pass
+                loses(session, hears=True)
+            return bool(turns % 8)
+
+        loop_and_more(session, loses.begun, goes_on, passes=3)
+        assert loses.is_over
+        assert session.clock == 3 * LOOP + 7  # all passes, and the last of the script's own steps
+    said = [each.levelname for each in caplog.records if each.msg.startswith("step() makes no step until")]
+    assert said == ["WARNING"]

@@ -479,6 +479,89 @@ def test_a_state_that_is_wanted_between_two_loops_brings_no_pass_back_and_leaves
     assert same(Worker().ends(resumed), undisturbed(evaluating_after_a_wait))
 
 
+def in_phases(worker: Worker) -> None:
+    """Passes over one loader, and then over another one."""
+    second = worker.prepare(DataLoader(Augmented(), BATCH, shuffle=True))
+    for loader in (worker.loader, worker.loader, second, second):
+        for batch in loader:
+            worker.train_on(batch)
+        worker.passes.step()
+
+
+def in_turns(worker: Worker) -> None:
+    """Passes over two loaders by turns, and evaluations over a third."""
+    second = worker.prepare(DataLoader(Augmented(), BATCH, shuffle=True))
+    third = worker.prepare(DataLoader(Augmented(), BATCH, shuffle=True))
+    for loader in (worker.loader, second, worker.loader, second):
+        for batch in loader:
+            worker.train_on(batch)
+        worker.passes.step()
+        for batch in third:
+            worker.model.eval()
+            with torch.no_grad():
+                worker.model(batch)
+            worker.model.train()
+
+
+@pytest.mark.parametrize("script", [in_phases, in_turns])
+@pytest.mark.parametrize("keep", [[BATCHES + 3], [2 * BATCHES + 3, 2 * BATCHES + 5], [3 * BATCHES, 3 * BATCHES + 2]])
+def test_a_new_process_makes_no_pass_again_over_a_loader_before_the_one_it_goes_on_in(
+    script: Script, keep: list[int]
+) -> None:
+    """With several in a row, each goes on from a checkpoint of the one before."""
+    kept = None
+
+    def resumed(worker: Worker) -> None:
+        if kept is not None:
+            worker.take(kept)
+        script(worker)
+
+    for clock in keep:
+        worker = Worker(clock, clock + 2, dies=True)
+        with pytest.raises(Died):
+            resumed(worker)
+        kept = worker.kept
+    assert same(Worker().ends(resumed), undisturbed(script))
+
+
+@pytest.mark.parametrize("keep", [3, BATCHES + 3])
+def test_a_new_process_goes_on_where_training_is_if_a_batch_of_an_evaluation_is_asked_for_first(keep: int) -> None:
+    """Behind each step it asks an iterator that is not at its end."""
+
+    def samples(worker: Worker) -> list[int]:
+        validation = iter(worker.prepare(DataLoader(Augmented(), 1)))
+        seen = []
+        for _ in range(2):
+            for batch in worker.loader:
+                seen.append(int(batch[0, 0]))
+                worker.step(worker.model(batch).square().mean())
+                with torch.no_grad():
+                    worker.model(torch.cat([next(validation)] * 2))
+        return seen
+
+    kept, later = kept_by_one_that_dies(samples, keep, keep + 2), Worker()
+    later.take(kept)
+    assert samples(later) == samples(Worker())[keep:]
+
+
+def evaluating_before_each_step(worker: Worker) -> None:
+    """Batches that the script makes by itself, each behind an evaluation in which torch makes no gradients."""
+    while worker.clock < PASSES * BATCHES:
+        for batch in worker.loader:
+            with torch.no_grad():
+                worker.model(batch)
+        worker.train_on(torch.randn(BATCH, 4))
+
+
+def test_a_new_process_does_not_wait_for_an_evaluation_that_is_taken_for_the_steps_data() -> None:
+    kept, later = kept_by_one_that_dies(evaluating_before_each_step, 5, 7), Worker()
+    later.take(kept)
+    evaluating_before_each_step(later)
+    assert later.clock == PASSES * BATCHES
+    assert later.cycle.last_epoch == later.clock
+    assert later.checkpoint.loaders[0].state().begun == later.clock - 1  # but for the evaluation before its first step
+
+
 def test_a_process_that_was_away_leaves_out_the_steps_of_the_others() -> None:
     def first_samples(worker: Worker) -> list[int]:
         """Which sample each batch began with."""
