@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ps_protocol.messages.workers import Continued, JoinRequest
-from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.core.membership import JoinedWorker
 from tests.tools import launching
 from tests.tools.cluster import Cluster
