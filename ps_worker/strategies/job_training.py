@@ -172,8 +172,7 @@ class JobTraining:
     # -- step --------------------------------------------------------------------------------------------------------
 
     def step(self, index: int | None) -> None:
-        """Makes one step of one optimizer, given by its number; takes another place first if it is lost. None: of a
-        group that leaves its round out"""
+        """Makes a step of one optimizer, by its number (None: a group leaves its round out). First retakes a lost place."""
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
         exit_if_requested()
