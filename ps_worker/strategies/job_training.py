@@ -172,7 +172,7 @@ class JobTraining:
     # -- step --------------------------------------------------------------------------------------------------------
 
     def step(self, index: int | None) -> None:
-        """Makes a step of one optimizer, by its number (None: a group leaves its round out). Rejoins first if need be."""
+        """Makes a step of an optimizer, by its number (None: a group leaves its round out). Rejoins first if needed."""
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
         exit_if_requested()
