@@ -24,7 +24,7 @@ class Claim:
     """What keeps a feed going while its first rows come, until modules read it."""
 
 
-LAST_ROWS_SECONDS = 30.0  # for which the last rows of an ended job are waited for: a shard offers them as long
+LAST_ROWS_SECONDS = 15.0  # for which the last rows of an ended job are waited for; a shard offers them for ten
 
 
 class SharedRowFeed(RowFeed):
@@ -83,11 +83,15 @@ class SharedRowFeed(RowFeed):
         return self._is_needed() and not self._has_last_rows(follower)
 
     def _has_last_rows(self, follower: RowFollower) -> bool:
-        """Whether the job has ended and nothing more comes from a shard, which ends its stream behind the last rows."""
+        """Whether the job has ended and nothing more comes from a shard, which ends its stream behind the last rows.
+
+        A stream that begins after the end may be one of another run.
+        """
         if not self._has_ended():
             return False
         self._ended_at = time.monotonic() if self._ended_at is None else self._ended_at
-        return isinstance(follower.trouble, NotFound) or time.monotonic() >= self._ended_at + LAST_ROWS_SECONDS
+        is_late = follower.began > self._ended_at or time.monotonic() >= self._ended_at + LAST_ROWS_SECONDS
+        return is_late or isinstance(follower.trouble, NotFound)
 
 
 class FollowedTables:

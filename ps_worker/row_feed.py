@@ -86,6 +86,7 @@ class RowFollower:
     goes_on: whether rows may still be added to this follower's copy; False ends the thread
     copy: its rows; None before the first message
     thread: its thread
+    began: the time.monotonic() at which its present stream began
     heard: the time.monotonic() at which the copy was last known to equal the shard's rows; None: not in this process
     """
 
@@ -106,7 +107,7 @@ class RowFollower:
         self._path = source.path(shard, shards)
         self._ending = threading.Event()
         self._watch: RowWatch | None = None
-        self._spoke = self._saved = time.monotonic()
+        self.began = self._spoke = self._saved = time.monotonic()
         self._troubles = Troubles(log, "feed")
         if self._path is not None and self._path.exists():
             self.copy = saved_copy(self._path, source.about, source.memory)
@@ -163,7 +164,7 @@ class RowFollower:
             self._changed()
             cursor = self.copy.cursor if self.copy is not None else b""
             where = self.shard, addresses[self.shard], source.access
-            self._spoke = time.monotonic()
+            self.began = self._spoke = time.monotonic()
             self._watch = RowWatch(*where, source.job, source.table, cursor, source.period)
             if not self._is_over():
                 for part in self._watch:

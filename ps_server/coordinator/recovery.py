@@ -32,6 +32,7 @@ log = logging.getLogger("ps_server")
 
 # After so many answers of a restoring shard without progress the rollback is interrupted: other jobs have their turn.
 ANSWERS_WITHOUT_PROGRESS = 30
+MOST_AGAIN = 3  # so often a shard may begin a restore again before that counts as no progress
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,14 @@ class Rollback:
     def __init__(self, job: str, run: str, checkpoint: str, incarnation: int) -> None:
         self.job, self.run, self.checkpoint, self.incarnation = job, run, checkpoint, incarnation
         self._shards: dict[int, RestoreProgress] = {}
-        self._most = 0  # bytes that were ever read
+        self._most = 0  # bytes that were read, at most, since a shard last began again
+        self._again = 0  # how often one did; counted up to MOST_AGAIN
 
     def note(self, shard: int, progress: RestoreProgress) -> bool:
         """Records the progress of a shard's restore. Returns whether it has advanced."""
         before, self._shards[shard] = self._shards.get(shard), progress
+        if before is not None and progress.done < before.done and self._again < MOST_AGAIN:
+            self._most, self._again = 0, self._again + 1
         return progress != before
 
     def __str__(self) -> str:
@@ -73,12 +77,12 @@ class Rollback:
         text = f"job {self.job!r} is being rolled back to checkpoint {self.checkpoint}"
         return f"{text}: {reading}" if reading else text
 
-    def done_bytes(self) -> int:
-        """Returns the most bytes that all shards have ever read: a shard that begins again makes no progress until it
-        is as far as before.
+    def progress(self) -> str:
+        """Returns a text that changes as long as the restore gets on: the most bytes that all shards have read. A shard
+        that begins again and again makes no progress until it is as far as before.
         """
         self._most = max(self._most, sum(progress.done for progress in self._shards.copy().values()))
-        return self._most
+        return f"{self.checkpoint}:{self._again}:{self._most}"
 
 
 class Recovery:
@@ -102,7 +106,7 @@ class Recovery:
         if rollback is None:
             return None
         error = TryLater(str(rollback))
-        error.progress = f"{rollback.checkpoint}:{rollback.done_bytes()}"
+        error.progress = rollback.progress()
         return error
 
     def statistics(self) -> RecoveryStatistics:

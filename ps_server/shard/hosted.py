@@ -371,6 +371,10 @@ class HostedJobs:
         self._leftovers.add(gone)
         log.info("job %s: shard %d has given its memory back", name, self._index)
 
+    def freed(self, nbytes: int) -> None:
+        """Counts memory of a dropped job that a feed of its last rows has held until now."""
+        self._leftovers.add(nbytes)
+
     def last(self, name: str, run: str) -> LastWeights | None:
         """Returns the last weights of a run that has ended; None: the shard does not have them.
 

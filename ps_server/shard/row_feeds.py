@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
+from ps_protocol.errors import InvalidRequest, NotFound, PSError, RunEnded, TryLater
 from ps_protocol.framing import Buffer
 from ps_protocol.messages.rows import FeedRoundBegin, RowsMessage, RowsWatch
 from ps_protocol.row_ids import ID_BYTES
@@ -68,7 +68,7 @@ def row_cursor(data: bytes) -> RowCursor:
 
 SHORTEST_PERIOD, LONGEST_PERIOD = 0.1, 3600.0
 SIGN_OF_LIFE_SECONDS = 10.0
-LAST_ROWS_SECONDS = 30.0  # in which a reader takes the last rows of a job that has ended; then their memory is freed
+LAST_ROWS_SECONDS = 10.0  # in which a reader takes the last rows of a job that has ended; then their memory is freed
 
 
 class ShardFeed:
@@ -99,6 +99,7 @@ class ShardFeed:
         self._waits = False  # for the time of the next round, or for changes
         self._due = self._sign_due = 0.0
         self._ending: tuple[PSError, float] | None = None  # the job has ended: the error for the reader, and a deadline
+        self._held_bytes = 0  # of a job that has ended
 
     def begin(self) -> None:
         """Sends the first round, or waits for it until the table has its initial rows."""
@@ -107,37 +108,50 @@ class ShardFeed:
             return
         self.outbox.lend(self._next)
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> int:
         """Begins the next round if one is due: the table has changed, or the reader needs a keep-alive message. For one
         thread.
+
+        Returns the bytes of an ended job that the feed has held until now, and holds no more.
         """
         hosted, ending = self._hosted, self._ending
         if hosted is None:
-            return
+            return 0
         if ending is not None:
-            self._tick_last(hosted[1], *ending, now)
-            return
+            return self._tick_last(hosted[1], *ending, now)
         if not self._waits or now < self._due or not hosted[1].rule.initialised:
-            return
+            return 0
         if hosted[1].rule.version != self._sent_version or now >= self._sign_due:
             self._waits = False
             self.outbox.lend(self._next)
+        return 0
 
-    def _tick_last(self, table: HostedTable, error: PSError, deadline: float, now: float) -> None:
+    def _tick_last(self, table: HostedTable, error: PSError, deadline: float, now: float) -> int:
         """Ends the feed of a job that has ended, once its reader has the last rows or the deadline is over."""
         has_all = self._waits and (table.rule.version == self._sent_version or not table.rule.initialised)
         if has_all or now >= deadline:
             self._over(error)
-        elif self._waits:
+            return self._held_bytes
+        if self._waits:
             self._waits = False
             self.outbox.lend(self._next)
+        return 0
 
     def end(self, error: PSError) -> None:
-        """Ends the feed with an error. NotFound: the job has ended, and the reader gets its last rows first."""
-        if isinstance(error, NotFound):
+        """Ends the feed with an error. If the job has ended (NotFound), the reader gets its last rows first. If a later
+        run takes its place (RunEnded), it does not: that run needs the memory.
+        """
+        hosted = self._hosted
+        if isinstance(error, NotFound) and not isinstance(error, RunEnded) and hosted is not None:
+            self._held_bytes = hosted[0].nbytes()
             self._ending = error, self._clock() + LAST_ROWS_SECONDS
         else:
             self._over(error)
+
+    def stop(self) -> None:
+        """Ends the feed of a job that has ended: the shard stops."""
+        if self._ending is not None and self._hosted is not None:
+            self._over(self._ending[0])
 
     def _over(self, error: PSError) -> None:
         """Ends the stream, and drops the reference to the table."""
@@ -251,10 +265,18 @@ class RowFeeds:
         """Begins the rounds that are due. For one thread."""
         if not self._open:
             return
+        freed = sum([feed.tick(now) for feed in self._all()])
+        if freed:
+            self._hosted.freed(freed)
+
+    def stop(self) -> None:
+        """Ends the feeds of jobs that have ended: the shard stops."""
+        for feed in self._all():
+            feed.stop()
+
+    def _all(self) -> list[ShardFeed]:
         with self._lock:
-            feeds = list(self._open)
-        for feed in feeds:
-            feed.tick(now)
+            return list(self._open)
 
 
 def _table(job: HostedJob, name: str) -> HostedTable:

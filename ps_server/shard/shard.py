@@ -146,6 +146,7 @@ class Shard:
         self._threads.stop()
         for job in self.jobs().values():
             self._pulls.fail(job, TryLater("the shard is stopping"))
+        self.feeds.stop()
         self.weight_feeds.stop()
 
     def statistics(self) -> ShardStatistics:

@@ -350,7 +350,7 @@ class JobTraining:
         """Pushes the step at hand, and pulls. Once all is over it returns the calls, which it adds to `through`, with
         when it began to wait; and whether a checkpoint wants this worker's state after the step."""
         connection, step, begun = self.participation.connection, unfinished.step, unfinished.begun
-        self.model.count(() if self.sent is None else self.sent.left)  # of a step that was interrupted, and is through
+        self.model.count(() if self.sent is None else self.sent.through())  # of a step that was interrupted
         if self._steps.stage.number:
             self.stages.tell()
         if self.assignments.send(connection, begun):

@@ -48,6 +48,11 @@ class SentStep:
             return None
         return now.pushed >= self.clock
 
+    def through(self) -> Sequence[Leaving]:
+        """Returns the gradients of the step if all its calls have succeeded; none otherwise."""
+        is_through = all(each.done() and not each.cancelled() and each.exception() is None for each in self.pushed)
+        return self.left if is_through else ()
+
     def interrupted(self, tables: ServerTables) -> SentStep:
         """Returns the step with the rows that it includes. Rows that the script sets from now on belong to the next
         step.

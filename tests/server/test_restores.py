@@ -25,7 +25,7 @@ from ps_protocol.messages.data import PullCall
 from ps_protocol.optimizers import with_defaults
 from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.cluster import Checkpointing
-from ps_server.coordinator.recovery import Recovery
+from ps_server.coordinator.recovery import MOST_AGAIN, Recovery, Rollback
 from ps_server.coordinator.shards import Shards
 from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.core.placement import place_job
@@ -211,11 +211,24 @@ def test_the_coordinator_asks_until_the_shard_has_read_all_and_says_how_far_it_i
     recovery, shards = recovery_of(tmp_path, api)
     restored = recovery.restore(place_job(SPEC, 1, RUN), shards.all(), 4)
     assert (restored.manifest.name, restored.last_incarnation) == ("000002", 4)
-    assert api.seen[0] == "job 'job' is being rolled back to checkpoint 000002 [000002:0]"
+    assert api.seen[0] == "job 'job' is being rolled back to checkpoint 000002 [000002:0:0]"
     assert api.seen[2] == (
-        "job 'job' is being rolled back to checkpoint 000002: shard 0 has read 3.2 of 13.0 GB [000002:3200000000]"
+        "job 'job' is being rolled back to checkpoint 000002: shard 0 has read 3.2 of 13.0 GB [000002:0:3200000000]"
     )
     assert recovery.progress("job") is None
+
+
+def test_a_restore_that_begins_again_is_progress_a_few_times_only() -> None:
+    """A worker waits as long as the text changes: for a shard that died once, and not for one that dies each time."""
+    rollback, texts = Rollback("job", RUN, "000002", 1), []
+    for _ in range(10):
+        for done in (0, 40):
+            rollback.note(0, RestoreProgress(done, 100))
+            texts.append(rollback.progress())
+    assert len(set(texts)) == 2 * (MOST_AGAIN + 1)
+    assert len(set(texts[2 * (MOST_AGAIN + 1) :])) == 1
+    rollback.note(0, RestoreProgress(50, 100))
+    assert rollback.progress() not in texts
 
 
 def test_each_rollback_that_differs_from_the_one_before_has_a_higher_incarnation(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater, UnknownWorker
+from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, RunEnded, TryLater, UnknownWorker
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.messages.rows import RowPushKind, RowsMessage, RowsPush, RowsWatch
@@ -271,6 +273,40 @@ def test_a_reader_gets_the_last_rows_of_a_job_that_has_ended(feeding: Feeding) -
     feeding.pass_time(LAST_ROWS_SECONDS)
     assert isinstance(unread.error, NotFound), "nobody keeps a table in memory by not reading"
     assert unread.take() == RowsMessage(0)
+
+
+def test_a_job_that_has_ended_is_freed_when_its_reader_has_the_last_rows(
+    feeding: Feeding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ps_server.shard.hosted.COLLECTED_BYTES", 1)
+    reader = feeding.watch()
+    reader.round()
+    feeding.train(np.arange(10))
+    job = weakref.ref(feeding.shard.jobs()["job"])
+    gc.disable()  # not by chance
+    try:
+        feeding.shard.drop_job("job")
+        feeding.pass_time(0.1)
+        assert job() is not None
+        reader.round()
+        feeding.pass_time(0.1)
+        assert job() is None
+    finally:
+        gc.enable()
+
+
+def test_a_run_that_a_later_one_replaces_keeps_no_memory_for_its_readers(feeding: Feeding) -> None:
+    reader = feeding.watch()
+    feeding.shard.jobs()["job"].end_feeds(RunEnded("a later run has begun"))
+    assert isinstance(reader.error, RunEnded)
+
+
+def test_a_shard_that_stops_ends_the_feeds_of_jobs_that_have_ended(feeding: Feeding) -> None:
+    reader = feeding.watch()
+    feeding.shard.drop_job("job")
+    assert reader.error is None
+    feeding.shard.stop()
+    assert isinstance(reader.error, NotFound)
 
 
 def test_feeds_end_with_their_job(feeding: Feeding) -> None:
