@@ -405,12 +405,14 @@ def test_a_rollback_to_behind_the_last_loop_is_made_in_step(loses: Loses, shared
         asked: list[Future[Manifest]] = []
 
         def goes_on() -> bool:
-            if not asked and session.clock > LOOP + 2:
+            if not asked and not made and session.clock > LOOP + 2:
                 until(lambda: CheckpointStore(loses.directory).names("default"), "the first checkpoint")
                 asked.append(pool.submit(loses.cluster.coordinator.job("default").checkpoint))
-            if asked and asked[0].done() and not made:
-                made.append(asked[0].result())
-                loses(session, hears=True)
+            if asked and asked[0].done():
+                manifest = asked.pop().result()
+                if manifest.workers:  # on a busy machine a worker's state may come too late for QUICK
+                    made.append(manifest)
+                    loses(session, hears=True)
             if made:
                 clocks.append(session.clock)
             return len(clocks) < 40

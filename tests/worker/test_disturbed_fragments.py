@@ -105,8 +105,8 @@ def test_a_signal_that_comes_while_a_worker_goes_back_acts_once_it_has_arrived(
         roll_back(loop, *given)
         went.append("back")
 
-    def arrives(rounds: LocalRounds, **given: bool) -> None:
-        moved(rounds, **given)
+    def arrives(rounds: LocalRounds, *given: Any) -> None:
+        moved(rounds, *given)
         went.append("there")
 
     monkeypatch.setattr(JobTraining, "_roll_back", goes_back)
