@@ -100,14 +100,16 @@ class GradientSteps:
         """Removes gradients of batches that come again, but those of the step at hand. The script goes on with the
         weights of the new place.
         """
-        if is_undone and at_hand is None:
+        if not is_undone:
+            return
+        if at_hand is None:
             self._maker.drop()
-        elif is_undone and at_hand is not None:
-            stepped = at_hand.step.optimizer
-            own = set() if stepped is None else self._maker.parameters_of(stepped)
-            for index, tensor in enumerate(self._loop.tensors):
-                if index not in own and tensor.grad is not None:
-                    tensor.grad.zero_()  # still there: a GradScaler refuses an optimizer that has none
+            return
+        stepped = at_hand.step.optimizer
+        own = set() if stepped is None else self._maker.parameters_of(stepped)
+        for index, tensor in enumerate(self._loop.tensors):
+            if index not in own and tensor.grad is not None:
+                tensor.grad.zero_()  # still there: a GradScaler refuses an optimizer that has none
 
     def leaving(self) -> None:
         """Does nothing: the loop waits for a step under way."""
