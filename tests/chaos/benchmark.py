@@ -7,8 +7,8 @@ Every process can be killed or stopped, connections can be cut or held, and disk
 --overlap) a second fault begins within three seconds of the first. Every push leaves marks in the weights. A violation
 is an acknowledged push that is not in them exactly once, a torn update, a pull that is staler than the mode allows, a
 worker that gives up, or one that has not stepped --bound seconds after a fault's end. In ssp and async a killed shard
-is rolled back to its last checkpoint: the servers must have counted as lost what is missing then. What rank 0 saves at
-the end, by `session.global_weights()`, is judged as the servers' weights are. A wait replaces a step's computing.
+is rolled back to its last checkpoint, and the servers must count the updates that it lacks then as lost. At the end
+rank 0 saves `session.global_weights()`, which must have the same marks. A wait replaces a step's computing.
 
 Readers follow the weights, one from the servers and the others through a relay. They are killed and stopped, too, and
 so is the relay. A violation is also a reading in which the model changed, or had buckets of two versions (in sync the

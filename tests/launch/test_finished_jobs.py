@@ -31,7 +31,7 @@ print(f"trained to clock {session.clock}", flush=True)
 if sys.argv[1] == "fails":
     raise RuntimeError("an error of the script's own")
 while sys.argv[1] == "waits":
-    time.sleep(1)
+    time.sleep(1)  # until SIGTERM: one that comes just before `signal.pause` would not end it
 """
 
 # Trains a job and then another one: the next of its script, or a layer that it adds. Arguments: which of them, and a
