@@ -224,13 +224,16 @@ def _place(key: str, tensor: Any) -> _Place:
     """
     _refuse_replicas(key, tensor)
     offsets, shape = [0] * len(tensor.shape), list(tensor.shape)
+    # `get_local_rank` would look for the process group. torch 2.13 gives DTensors with equal meshes one of these, whose
+    # process group may have ended.
+    coordinate = tensor.device_mesh.get_coordinate()
     each = list(enumerate(_over_mesh(tensor)))
     for mesh_dimension, (count, placement) in sorted(each, key=lambda e: type(e[1][1]).__name__ == "_StridedShard"):
         if not _is_cut(placement):
             continue
         cut = placement.dim
         size = -(-shape[cut] // count)
-        first = min(shape[cut], size * tensor.device_mesh.get_local_rank(mesh_dimension))
+        first = min(shape[cut], size * coordinate[mesh_dimension])
         offsets[cut] += first
         shape[cut] = min(size, shape[cut] - first)
     return _Place(tuple(offsets), tuple(shape))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -219,8 +220,8 @@ class Mesh:
     def __init__(self, *shape: int, at: int = 0) -> None:
         self.mesh, self.shape, self._at = torch.arange(int(torch.tensor(shape).prod())).view(shape), shape, at
 
-    def get_local_rank(self, dimension: int) -> int:
-        return self._at
+    def get_coordinate(self) -> tuple[int, ...]:
+        return (self._at,) * len(self.shape)
 
 
 def dtensor(mesh: Mesh, placements: list[Placement], whole: tuple[int, ...], here: tuple[int, ...]) -> Any:
@@ -271,6 +272,20 @@ def test_a_parameter_that_is_placed_otherwise(placements: list[Placement], shape
     mesh = Mesh(*shape)
     with pytest.raises(Unsupported, match=rf"w is placed .*{said}"):
         piece_of("w", dtensor(mesh, placements, (8, 8), (4, 8)), range(mesh.mesh.numel()))
+
+
+def test_a_parameter_keeps_an_equal_mesh_of_a_process_group_that_has_ended(tmp_path: Path) -> None:
+    """torch gives DTensors with equal meshes one of these: the first, also when its process group has ended."""
+    for own in (True, False):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{own}", rank=0, world_size=1)
+        mesh = DeviceMesh.from_group(dist.new_group([0]), "cpu") if own else init_device_mesh("cpu", (1,))
+        weight = sharded(mesh)[0].weight  # type: ignore[index]
+        dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="process group"):
+        weight.device_mesh.get_local_rank()  # type: ignore[union-attr, operator]
+    found = piece_of("weight", weight, [0])
+    assert found is not None
+    assert found.piece == PiecePlace((2, 3), (0, 0))
 
 
 def test_a_piece_of_a_type_that_servers_do_not_have() -> None:
