@@ -72,7 +72,7 @@ def _loops(rows: int, dim: int, batches: list[Ids]) -> dict[str, Callable[[int],
         return lambda turn: optimizer.step(weights, numbers[turn], gradients[: len(numbers[turn])], 2, {}, turn + 1)
 
     def add_up(turn: int) -> None:
-        places = parts[turn].places
+        places = parts[turn].positions
         added_up(gradients[: len(places)], torch.from_numpy(places), len(numbers[turn]))
 
     return {

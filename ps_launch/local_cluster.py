@@ -96,7 +96,7 @@ def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
 class _Shard:
     """One shard of the cluster.
 
-    place:   its addresses when it was first ready; it is restarted there
+    addresses: its addresses when it was first ready; it is restarted there
     started: when its process was started; NEVER: it has none, or one that was killed
     ready:   since when it is ready; NEVER: it is not
     late:    how often in a row it was not ready in time
@@ -104,7 +104,7 @@ class _Shard:
     """
 
     restarts: ShardRestarts
-    place: Mapping[str, str] = field(default_factory=dict)
+    addresses: Mapping[str, str] = field(default_factory=dict)
     started: float = NEVER
     ready: float = NEVER
     late: int = 0
@@ -200,8 +200,8 @@ class _Shards:
         self._console.tell(self._what_is_ready())
         scheme = "https" if self._environment.get("PS_TLS_CERT") else "http"
         for shard in self._shards.values():
-            self._console.tell(f"metrics at {scheme}://{shard.place['metrics']}/metrics")
-        page = self._shards[COORDINATOR].place.get("page") if COORDINATOR in self._shards else None
+            self._console.tell(f"metrics at {scheme}://{shard.addresses['metrics']}/metrics")
+        page = self._shards[COORDINATOR].addresses.get("page") if COORDINATOR in self._shards else None
         if page:
             self._console.tell(f"the page, for a browser on this machine: {page}")
 
@@ -211,31 +211,31 @@ class _Shards:
             return f"ready at {coordinator} ({counted(count, 'shard')})"
         if only == COORDINATOR:
             return f"ready at {coordinator} (the coordinator, and shard {only} of {count})"
-        own = self._shards[only].place["address"]
+        own = self._shards[only].addresses["address"]
         return f"shard {only} of {count} ready at {own}; the coordinator is at {coordinator}"
 
     # -- events of a shard ---------------------------------------------------------------------------------------------
 
-    def _is_ready(self, index: int, place: Mapping[str, str]) -> None:
+    def _is_ready(self, index: int, addresses: Mapping[str, str]) -> None:
         shard = self._shards[index]
-        shard.ready, shard.late, shard.process = time.monotonic(), 0, place["process"]
+        shard.ready, shard.late, shard.process = time.monotonic(), 0, addresses["process"]
         if shard.restarts.count:
             self.say(f"shard {index} is back (restart {shard.restarts.count})")
-        if shard.place:
+        if shard.addresses:
             return
-        shard.place = place
+        shard.addresses = addresses
         if index == COORDINATOR:  # shards that are started from now on get the address by their environment
             for other in self._shards.keys() - {COORDINATOR}:
-                self.children.tell(other, place["address"])
+                self.children.tell(other, addresses["address"])
 
     def _coordinator(self) -> str:
         """Returns where the coordinator is; empty while that is not known."""
-        return self._supervision.coordinator or self._shards[COORDINATOR].place.get("address", "")
+        return self._supervision.coordinator or self._shards[COORDINATOR].addresses.get("address", "")
 
     def _has_ended(self, index: int, code: int) -> None:
         """Schedules the restart of a shard that ended, after a pause. Raises PSError if it may not be restarted."""
         shard = self._shards[index]
-        if not shard.place and code not in FROM_OUTSIDE:
+        if not shard.addresses and code not in FROM_OUTSIDE:
             raise PSError(f"shard {index} did not start (exit code {code})")
         self._report(index)
         text = f"shard {index} " + ("could not be started" if code == CANNOT_START else f"ended with code {code}")
@@ -301,7 +301,7 @@ class _Shards:
         if self._supervision.only is not None:
             # The coordinator ends last. A shard without a coordinator on this host requests its own last checkpoints.
             arguments += ["--ends-last" if index == COORDINATOR else "--drains"]
-        out = _Ready(lambda place: self._is_ready(index, place), self._console)
+        out = _Ready(lambda addresses: self._is_ready(index, addresses), self._console)
         return Program(arguments, self._shard_environment(index), out=out, has_stdin=True)
 
     def _shard_environment(self, index: int) -> dict[str, str]:
@@ -309,13 +309,13 @@ class _Shards:
         for variable, address in (("PS_PORT", "address"), ("PS_METRICS_PORT", "metrics")):
             port = int(environment[variable])
             environment[variable] = (
-                shard.place[address].rpartition(":")[2] if shard.place else str(port and port + index)
+                shard.addresses[address].rpartition(":")[2] if shard.addresses else str(port and port + index)
             )
         data_port = int(environment["PS_DATA_PORT"])
         environment["PS_DATA_PORT"] = str(data_port and data_port + index)
         if index != COORDINATOR:
             environment["PS_COORDINATOR"] = self._coordinator()
-        if shard.place:
+        if shard.addresses:
             # A restarted coordinator resumes the jobs that ran, if there are checkpoints.
             environment["PS_RESUME"] = "1" if environment.get("PS_CHECKPOINT_DIR") else environment["PS_RESUME"]
         if shard.restarts.count:

@@ -79,7 +79,7 @@ class Launch:
     stop_on_failure: whether a worker that fails for good ends the launch
     servers:  the servers to start before the workers, and to end after them; None: they are elsewhere, or there are
               none
-    group:    the number of processes in each worker's torch.distributed group; 0: a worker is one process without a
+    group_size: the number of processes in each worker's torch.distributed group; 0: a worker is one process without a
               group
     """
 
@@ -95,12 +95,12 @@ class Launch:
     show_ranks: Collection[int] | None = None
     stop_on_failure: bool = False
     servers: ServersPlan | None = None
-    group: int = 0
+    group_size: int = 0
 
     @property
     def size(self) -> int:
         """How many processes a worker has."""
-        return max(1, self.group)
+        return max(1, self.group_size)
 
     @property
     def processes(self) -> range:
@@ -356,7 +356,8 @@ class _Workers:
 
     def _worker_program(self, number: int) -> Program:
         plan, local = self._plan, number // self._plan.size
-        environment = worker_environment(plan, number, self._processes.meeting(local) if plan.group else self._meeting)
+        meeting = self._processes.meeting(local) if plan.group_size else self._meeting
+        environment = worker_environment(plan, number, meeting)
         environment |= {"PS_RESTART_COUNT": str(self._restarts[local].count), STARTED_FILE: str(self._started)}
         environment |= self._timelines.variables(number, self._restarts[local].count)
         # A restarted worker claims only its own rank: the others are running.
@@ -447,10 +448,10 @@ def worker_environment(plan: Launch, number: int, meeting: Mapping[str, str]) ->
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // len(plan.processes))))
     if not plan.elastic:
         environment |= {"PS_RANK": rank, "PS_WORLD_SIZE": world_size}
-    if plan.group:
-        environment |= {GROUP_SIZE: str(plan.group)}
-        rank, world_size = str(number % plan.size), str(plan.group)
-    if plan.mode == "ddp" or plan.group:
+    if plan.group_size:
+        environment |= {GROUP_SIZE: str(plan.group_size)}
+        rank, world_size = str(number % plan.size), str(plan.group_size)
+    if plan.mode == "ddp" or plan.group_size:
         assert TORCHRUN.world_size is not None
         assert TORCHRUN.local_rank is not None
         # The number among all processes of the launch: scripts, and torch itself, use the GPU of that number.

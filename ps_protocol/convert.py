@@ -52,7 +52,7 @@ def identity(message: types_pb2.WorkerIdentity) -> Identity:
 
 
 def identity_message(worker: Identity) -> types_pb2.WorkerIdentity:
-    """Returns the message of the caller, which every message of a worker carries."""
+    """Returns a caller as a message, which every message of a worker carries."""
     return types_pb2.WorkerIdentity(
         job=worker.job,
         rank=worker.rank,
@@ -300,7 +300,7 @@ def group_update_messages(groups: Mapping[int, HyperParameters]) -> list[job_pb2
 
 
 def next_optimizer(message: data_pb2.NextOptimizer) -> StageSpec:
-    """Returns the stage of a bucket in a message. Raises InvalidRequest for a group that comes twice."""
+    """Reads the stage of a bucket from a message. Raises InvalidRequest for a group that comes twice."""
     members = tuple(None if number == 0 else number - 1 for number in message.slice_groups)
     groups = group_updates(message.groups)
     return StageSpec(message.stage, message.optimizer, members, groups, frozenset(message.kept_slices))
@@ -318,7 +318,7 @@ def next_optimizer_message(stage: StageSpec) -> data_pb2.NextOptimizer:
 
 
 def data_ranges(messages: Iterable[types_pb2.DataRange]) -> tuple[DataRange, ...]:
-    """Returns the data ranges in a message."""
+    """Reads the data ranges from a message."""
     return tuple(DataRange(each.loader, each.pass_number, each.start, each.stop) for each in messages)
 
 

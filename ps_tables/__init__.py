@@ -20,7 +20,7 @@ row_arrays.py     Arrays of rows in reserved memory, which grow without a copy
 native/           Loops over rows and ids in C, in a library that wheels bring along
 numbers.py        An allocator of numbers
 optimizing_rows.py Optimizers that step some rows of a table, with the state of each row
-places.py         The positions of rows in memory, on which training works
+positions.py      The positions of rows in memory, on which training works
 removed.py        Ids of rows that were removed lately
 saved.py          Rows in the state_dict of a model
 sizes.py          The memory of a number of rows, and the number of rows for an amount of memory

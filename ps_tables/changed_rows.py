@@ -16,7 +16,7 @@ import torch
 
 from ps_protocol.row_ids import Ids
 from ps_tables.entries import BLOCK, Entries
-from ps_tables.places import Column
+from ps_tables.positions import Column
 
 
 class RowWalk:

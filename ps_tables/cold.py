@@ -23,12 +23,12 @@ import torch
 from ps_protocol.errors import LimitExceeded
 from ps_tables.entries import BLOCK, Entries
 from ps_tables.numbers import Numbers
-from ps_tables.places import Fill, RowPositions, Versions
+from ps_tables.positions import Fill, RowPositions, Versions
 from ps_tables.row_arrays import RowArray, RowNumbers, reserved
 
 Records = npt.NDArray[np.float32]  # [n, elements of a record]
 
-PLACE_BYTES = 4  # memory for the position of a row
+POSITION_BYTES = 4  # memory for the position of a row
 
 _STEPS = 16  # steps of the walk with one update: some milliseconds
 _LEAST_MOVED = 1024  # rows that may move with one update, besides as many as have come
@@ -47,10 +47,10 @@ class ColdFile(Protocol):
     def nbytes(self) -> int:
         """Bytes on disk."""
 
-    def read(self, places: RowNumbers) -> Records:
+    def read(self, positions: RowNumbers) -> Records:
         """Returns records that were written, by their numbers."""
 
-    def write(self, places: RowNumbers, records: Records) -> bool:
+    def write(self, positions: RowNumbers, records: Records) -> bool:
         """Writes records in ascending order of their numbers. Returns False if the disk refuses; their content is then
         undefined."""
 
@@ -58,12 +58,12 @@ class ColdFile(Protocol):
 class _Column:
     """One array of rows, which are read by their numbers, from memory or from the file."""
 
-    def __init__(self, places: WithFile, name: str, dim: int) -> None:
-        self._places, self._name, self.dim = places, name, dim
+    def __init__(self, positions: WithFile, name: str, dim: int) -> None:
+        self._positions, self._name, self.dim = positions, name, dim
 
     def read(self, rows: RowNumbers, out: torch.Tensor) -> None:
         """Copies rows: see RowArray.read."""
-        self._places.read(rows, {self._name: out})
+        self._positions.read(rows, {self._name: out})
 
 
 class WithFile(RowPositions):
@@ -79,7 +79,7 @@ class WithFile(RowPositions):
         self.columns = {name: _Column(self, name, array.dim) for name, array in arrays.items()}
         # By number, the position of a row. 0: it has none; above 0: the position in memory, plus 1; below 0: -1 minus
         # the position in the file.
-        self._places: npt.NDArray[np.int32] = reserved(capacity, np.int32)
+        self._positions: npt.NDArray[np.int32] = reserved(capacity, np.int32)
         self._memory, self._cold = Numbers(), Numbers()
         self._end = 0  # numbers from this one on never had a position
         self._moves = False  # rows are being moved to the file, until enough memory is free
@@ -92,26 +92,26 @@ class WithFile(RowPositions):
 
     def of(self, numbers: RowNumbers) -> RowNumbers:
         """Returns the positions of rows in memory. Rows that are in the file are first read into memory."""
-        places = self._places.take(numbers).astype(np.int64)
-        cold = np.flatnonzero(places < 0)
+        positions = self._positions.take(numbers).astype(np.int64)
+        cold = np.flatnonzero(positions < 0)
         for first in range(0, len(cold), _COPIED):
             some = cold[first : first + _COPIED]
-            left = -1 - places[some]
+            left = -1 - positions[some]
             records = self._file.read(left)
-            places[some] = self._taken(numbers[some]) + 1
+            positions[some] = self._taken(numbers[some]) + 1
             for name, values in self._cut(records).items():
-                self._arrays[name].write(places[some] - 1, values)
+                self._arrays[name].write(positions[some] - 1, values)
             self._cold.give_back(left)
         self._read += len(cold)
-        return places - 1
+        return positions - 1
 
     def of_new(self, numbers: RowNumbers) -> RowNumbers:
         """Returns positions in memory for new rows. A number that still has the position of an expired row keeps it."""
-        places = self._places.take(numbers).astype(np.int64)
-        self._cold.give_back(-1 - places[places < 0])
-        missing = np.flatnonzero(places <= 0)
-        places[missing] = self._taken(numbers[missing]) + 1
-        return places - 1
+        positions = self._positions.take(numbers).astype(np.int64)
+        self._cold.give_back(-1 - positions[positions < 0])
+        missing = np.flatnonzero(positions <= 0)
+        positions[missing] = self._taken(numbers[missing]) + 1
+        return positions - 1
 
     def fill(self, numbers: RowNumbers, last: Versions, write: Fill, more: int = 0) -> None:
         """Writes rows by calls of `write`, some at a time. The rows trained longest ago come first, and move to the
@@ -153,18 +153,18 @@ class WithFile(RowPositions):
         if self._next >= self._end:
             self._next, self._before = 0, min(version, self._age(rows))
         block = slice(self._next, min(self._end, self._next + BLOCK))
-        last, places = rows.last(block), self._places[block]
-        gone = np.flatnonzero(rows.gone(block) & (places != 0))
-        self._give_back(places[gone])
-        places[gone] = 0
-        old = np.flatnonzero((places > 0) & (last < self._before))
+        last, positions = rows.last(block), self._positions[block]
+        gone = np.flatnonzero(rows.gone(block) & (positions != 0))
+        self._give_back(positions[gone])
+        positions[gone] = 0
+        old = np.flatnonzero((positions > 0) & (last < self._before))
         self._next = block.start + int(old[most]) if len(old) > most else block.stop
         return self._move(block.start + old[:most])
 
     def _age(self, rows: Entries) -> int:
         """Returns a version before which about an eighth of the rows in memory were last trained."""
         sample = np.arange(0, self._end, max(1, self._end // _SAMPLE))
-        last = rows.last(sample)[self._places.take(sample) > 0]
+        last = rows.last(sample)[self._positions.take(sample) > 0]
         last = last[last > 0]
         eighth = len(last) // 8
         return int(np.partition(last, eighth)[eighth]) + 1 if len(last) else 0
@@ -174,12 +174,12 @@ class WithFile(RowPositions):
         numbers = numbers[: max(0, self._file.room - self._cold.used)]
         if not len(numbers):
             return 0
-        places = self._places.take(numbers)
+        positions = self._positions.take(numbers)
         records = np.empty((len(numbers), sum(array.dim for array in self._arrays.values())), np.float32)
         first = 0
         for array in self._arrays.values():
             values = torch.empty(len(numbers), array.dim, dtype=torch.float32, device="cpu")
-            array.read(places.astype(np.int64) - 1, values)
+            array.read(positions.astype(np.int64) - 1, values)
             records[:, first : first + array.dim] = values.numpy()
             first += array.dim
         to = self._cold.take(len(numbers))
@@ -188,20 +188,20 @@ class WithFile(RowPositions):
             self._cold.give_back(to[to < self._file.room])
             self._cold.drop(to[to >= self._file.room])
             return self._move(numbers)  # as many as fit now
-        self._give_back(places)
-        self._places[numbers] = -1 - to
+        self._give_back(positions)
+        self._positions[numbers] = -1 - to
         return len(numbers)
 
     def _taken(self, numbers: RowNumbers) -> RowNumbers:
         """Allocates a position in memory for each of these rows. Returns the positions."""
         taken = self._memory.take(len(numbers))
-        self._places[numbers] = taken + 1
+        self._positions[numbers] = taken + 1
         self._end = max(self._end, int(np.max(numbers, initial=-1)) + 1)
         self._came += len(numbers)
         return taken
 
-    def _give_back(self, places: npt.NDArray[np.int32]) -> None:
-        wide = places.astype(np.int64)
+    def _give_back(self, positions: npt.NDArray[np.int32]) -> None:
+        wide = positions.astype(np.int64)
         self._memory.give_back(wide[wide > 0] - 1)
         self._cold.give_back(-1 - wide[wide < 0])
 
@@ -209,14 +209,14 @@ class WithFile(RowPositions):
 
     def read(self, numbers: RowNumbers, out: Mapping[str, torch.Tensor]) -> None:
         """Copies rows out of several columns: first those in memory, then those in the file, in its order."""
-        places = self._places.take(numbers, mode="clip").astype(np.int64)
+        positions = self._positions.take(numbers, mode="clip").astype(np.int64)
         for name, tensor in out.items():
-            self._arrays[name].read(places - 1, tensor)  # rows in the file get any value until they are read below
-        cold = np.flatnonzero((places < 0) & (numbers >= 0))
-        cold = cold[np.argsort(-places[cold])]
+            self._arrays[name].read(positions - 1, tensor)  # rows in the file get any value until they are read below
+        cold = np.flatnonzero((positions < 0) & (numbers >= 0))
+        cold = cold[np.argsort(-positions[cold])]
         for first in range(0, len(cold), _COPIED):
             some = cold[first : first + _COPIED]
-            columns = self._cut(self._file.read(-1 - places[some]))
+            columns = self._cut(self._file.read(-1 - positions[some]))
             for name, tensor in out.items():
                 tensor.numpy().reshape(len(numbers), -1)[some] = columns[name].numpy()
         self._read += len(cold)
@@ -245,7 +245,7 @@ class WithFile(RowPositions):
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the map from numbers to positions takes."""
-        return self._end * self._places.itemsize
+        return self._end * self._positions.itemsize
 
     @property
     def file_rows(self) -> int:

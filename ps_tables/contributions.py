@@ -70,12 +70,12 @@ class RowGradients:
         """Returns the sum of at least one contribution: each row's gradients are added in the order given."""
         if len(contributions) == 1:
             return contributions[0]
-        ids, places, *_ = distinct(np.concatenate([each.ids for each in contributions]))
+        ids, positions, *_ = distinct(np.concatenate([each.ids for each in contributions]))
         counts = np.zeros(len(ids), np.int64)
         sums = torch.zeros(len(ids), contributions[0].gradients.shape[1], dtype=torch.float32, device="cpu")
         first = 0
         for each in contributions:
-            at = places[first : first + len(each)]
+            at = positions[first : first + len(each)]
             counts[at] += each.counts  # distinct within one contribution
             add_rows(sums, at, each.gradients)
             first += len(each)

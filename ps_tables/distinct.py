@@ -15,13 +15,13 @@ class Distinct(NamedTuple):
     """The ids of a batch, once each.
 
     ids:    [m], by shard, and then in the order of the batch
-    places: [n], the index in `ids` of each id of the batch
+    positions: [n], the index in `ids` of each id of the batch
     counts: [m], how often each occurs in the batch
     ends:   [shards], where the ids of each shard end
     """
 
     ids: Ids
-    places: Longs
+    positions: Longs
     counts: Longs
     ends: Longs
 
@@ -57,5 +57,5 @@ def distinct(ids: Ids, salt: int = 0, shards: int = 1) -> Distinct:
         ends = np.cumsum(np.bincount(of, minlength=shards))
     number = np.empty(len(ids), np.int64)
     number[firsts] = np.arange(len(firsts))
-    places = number.take(first)
-    return Distinct(ids.take(firsts), places, np.bincount(places, minlength=len(firsts)), ends)
+    positions = number.take(first)
+    return Distinct(ids.take(firsts), positions, np.bincount(positions, minlength=len(firsts)), ends)

@@ -36,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def in_order(tensors: Tensors) -> Tensors:
-    """Returns a snapshot with its rows, and its waiting ids, sorted by mixed ids."""
+    """Returns a snapshot with its rows, and its waiting ids, sorted by their hashes (`row_ids.mix`)."""
     ordered = dict(tensors)
     for prefix in ("", "waiting."):
         if f"{prefix}ids" in tensors:

@@ -16,15 +16,15 @@ from ps_tables.native.loops import Floats, Longs, Loops
 _PIECE = 2**16
 
 
-def rows_at(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Returns the rows with the indices `places`: [m, dim], [n] to [n, dim]. Raises IndexError for an index out of
+def rows_at(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Returns the rows with the indices `positions`: [m, dim], [n] to [n, dim]. Raises IndexError for an index out of
     range.
     """
     loops = _loops_for(rows)
     if loops is None or not rows.is_contiguous():
-        return rows.index_select(0, places)
-    found = torch.empty(len(places), rows.shape[1], dtype=torch.float32, device="cpu")
-    loops.rows_at(rows.detach().numpy(), places.numpy(), found.numpy())
+        return rows.index_select(0, positions)
+    found = torch.empty(len(positions), rows.shape[1], dtype=torch.float32, device="cpu")
+    loops.rows_at(rows.detach().numpy(), positions.numpy(), found.numpy())
     return found
 
 
@@ -49,35 +49,35 @@ def copy_numbers(numbers: Floats, out: Floats) -> bool:
     return are_all
 
 
-def add_rows(sums: torch.Tensor, places: Longs, values: torch.Tensor) -> None:
-    """Adds values, in order, to the rows of `sums` with the indices `places`: [m, dim], [n], values [n, dim]."""
+def add_rows(sums: torch.Tensor, positions: Longs, values: torch.Tensor) -> None:
+    """Adds values, in order, to the rows of `sums` with the indices `positions`: [m, dim], [n], values [n, dim]."""
     loops = _loops_for(values)
     if loops is not None:
-        loops.add(sums.numpy(), places, values.detach().contiguous().numpy())
+        loops.add(sums.numpy(), positions, values.detach().contiguous().numpy())
     else:
-        sums.index_add_(0, torch.from_numpy(places), values)
+        sums.index_add_(0, torch.from_numpy(positions), values)
 
 
-def added_up(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns, for each index below `count`, the sum of its values: values [n, dim], their indices `places` [n] to
+def added_up(values: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns, for each index below `count`, the sum of its values: values [n, dim], their indices `positions` [n] to
     [count, dim].
     """
     loops = _loops_for(values)
     if loops is not None:
         sums = torch.empty(count, values.shape[1], dtype=torch.float32, device="cpu")
-        loops.sum(sums.numpy(), places.numpy(), values.detach().contiguous().numpy())
+        loops.sum(sums.numpy(), positions.numpy(), values.detach().contiguous().numpy())
         return sums
-    if _is_plain(values) and len(places):
-        return _added_up_in_bags(values, places.numpy(), count)
-    return values.new_zeros(count, values.shape[1]).index_add_(0, places, values)
+    if _is_plain(values) and len(positions):
+        return _added_up_in_bags(values, positions.numpy(), count)
+    return values.new_zeros(count, values.shape[1]).index_add_(0, positions, values)
 
 
-def _added_up_in_bags(values: torch.Tensor, places: Longs, count: int) -> torch.Tensor:
+def _added_up_in_bags(values: torch.Tensor, positions: Longs, count: int) -> torch.Tensor:
     """Returns the sums of float32 on the CPU by torch's bags, after sorting: half the time of index_add_, and the same
     bits (measured: 0.6 beside 1.1 ms for 26,624 gradients of 10,271 rows)."""
-    keys = (places << 32) | np.arange(len(places))
+    keys = (positions << 32) | np.arange(len(positions))
     keys.sort()
-    ends = np.cumsum(np.bincount(places, minlength=count))
+    ends = np.cumsum(np.bincount(positions, minlength=count))
     begins = torch.from_numpy(np.concatenate([np.zeros(1, np.int64), ends[:-1]]))
     order = torch.from_numpy(keys & (2**32 - 1))
     return functional.embedding_bag(order, values.contiguous(), begins, mode="sum")

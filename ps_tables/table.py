@@ -30,7 +30,7 @@ from ps_tables.copies import CopiedColumn, EntriesCopy, TableCopy
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
 from ps_tables.optimizing_rows import row_optimizer
-from ps_tables.places import InMemory, RowPositions
+from ps_tables.positions import InMemory, RowPositions
 from ps_tables.removed import RemovedIds
 from ps_tables.row_arrays import RowArray, RowNumbers
 
@@ -105,9 +105,9 @@ class Table:
         self._weights = RowArray(capacity, spec.dim)
         self._optimizer = row_optimizer(optimizer, values, capacity, spec.dim)
         arrays = self._in_memory()
-        self._places: RowPositions = InMemory(arrays, capacity)
+        self._positions: RowPositions = InMemory(arrays, capacity)
         if beyond is not None:
-            self._places = WithFile(arrays, capacity, beyond.in_memory, beyond.file)
+            self._positions = WithFile(arrays, capacity, beyond.in_memory, beyond.file)
         self._candidates = Candidates(spec.admit_after, capacity, salt) if spec.admit_after > 1 else None
         self._removed = RemovedIds(capacity)
         self._copy: TableCopy | None = None  # the last copy that was begun
@@ -120,15 +120,15 @@ class Table:
     @property
     def nbytes(self) -> int:
         """Bytes of memory, including rows that have expired and are not reused yet."""
-        rows = self._places.memory_rows * 4 * sum(array.dim for array in self._in_memory().values())
+        rows = self._positions.memory_rows * 4 * sum(array.dim for array in self._in_memory().values())
         waiting = self._candidates.nbytes if self._candidates is not None else 0
-        return self._rows.nbytes + self._places.nbytes + rows + waiting + self._removed.nbytes
+        return self._rows.nbytes + self._positions.nbytes + rows + waiting + self._removed.nbytes
 
     @property
     def in_file(self) -> InFile:
         """The rows in the file, and how many were read from it."""
-        places = self._places
-        return InFile(places.file_rows, places.file_bytes, places.read_from_file)
+        positions = self._positions
+        return InFile(positions.file_rows, positions.file_bytes, positions.read_from_file)
 
     def pull(self, ids: Ids, out: torch.Tensor) -> int:
         """Reads rows: ids [n], which may repeat, into `out`, [n, dim] float32 contiguous. Returns how many of the ids
@@ -137,7 +137,7 @@ class Table:
         An id without a row gets its initial value.
         """
         numbers = self._rows.find(ids)
-        self._places.read(numbers, {"weights": out})
+        self._positions.read(numbers, {"weights": out})
         if _all_found(numbers):
             return len(ids)
         untrained = np.flatnonzero(numbers < 0)
@@ -154,11 +154,11 @@ class Table:
         """
         self._values.update(values or {})
         self.version = version
-        self._rows.limit = self._places.limit
+        self._rows.limit = self._positions.limit
         numbers, sums, applied = self._used(update, version)
-        self._optimizer.step(self._weights, self._places.of(numbers), sums, count, self._values, version)
+        self._optimizer.step(self._weights, self._positions.of(numbers), sums, count, self._values, version)
         expired = self._expire(version)
-        self._places.settle(self._rows, version)
+        self._positions.settle(self._rows, version)
         return replace(applied, expired=expired) if expired else applied
 
     def _used(self, update: RowGradients, version: int) -> tuple[RowNumbers, torch.Tensor, Applied]:
@@ -185,9 +185,9 @@ class Table:
         self._rows.use(numbers[numbers >= 0], version)
         made, evicted = self._make(update.ids, numbers, new, version)
         if len(made):
-            places = self._places.of_new(numbers[made])
-            self._weights.write(places, initial_rows(self.spec.initializer, update.ids[made], self.spec.dim))
-            self._optimizer.reset(places, self._values)
+            positions = self._positions.of_new(numbers[made])
+            self._weights.write(positions, initial_rows(self.spec.initializer, update.ids[made], self.spec.dim))
+            self._optimizer.reset(positions, self._values)
         numbers, sums = _of_rows(numbers, update.gradients)
         return numbers, sums, Applied(len(numbers), len(made), waiting, len(new) - len(made), 0, evicted)
 
@@ -197,20 +197,20 @@ class Table:
         version: the number of the last update, or of the next one, whose `apply` follows
         """
         self.version = version
-        self._rows.limit = self._places.limit
+        self._rows.limit = self._positions.limit
         numbers = self._rows.find(rows.ids)
         self._rows.use(numbers[numbers >= 0], version)
         new = np.flatnonzero(numbers < 0)
         made, evicted = self._make(rows.ids, numbers, new, version)
-        self._places.of_new(numbers[made])
+        self._positions.of_new(numbers[made])
         if self._candidates is not None:
             self._candidates.forget(rows.ids[made], version)
         for first in range(0, len(numbers), _ASSIGNED):  # a few at a time: memory need not hold them all
             here = first + np.flatnonzero(numbers[first : first + _ASSIGNED] >= 0)
-            places = self._places.of(numbers[here])
-            self._weights.write(places, rows.values[torch.from_numpy(here)])
-            self._optimizer.reset(places, self._values)
-            self._places.settle(self._rows, version)
+            positions = self._positions.of(numbers[here])
+            self._weights.write(positions, rows.values[torch.from_numpy(here)])
+            self._optimizer.reset(positions, self._values)
+            self._positions.settle(self._rows, version)
         return Applied(0, len(made), 0, len(new) - len(made), 0, evicted)
 
     def _make(self, ids: Ids, numbers: RowNumbers, new: np.ndarray, version: int) -> tuple[np.ndarray, int]:
@@ -236,15 +236,15 @@ class Table:
         """
         removed = None if since is None else self._removed.after(since)
         known = 0 if since is None or removed is None else since
-        return RowWalk(self._rows, self._places.columns["weights"], known, self.version, removed)
+        return RowWalk(self._rows, self._positions.columns["weights"], known, self.version, removed)
 
     @property
     def capacity(self) -> int:
         """The number of rows that fit now."""
-        return self._places.limit
+        return self._positions.limit
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Returns a copy of the table's whole state, with rows sorted by mixed ids.
+        """Returns a copy of the table's whole state, with rows sorted by the ids' hashes (`row_ids.mix`).
 
         ids [n], weights [n, dim], state.OPTIMIZER.* [n, dim] or [n, 1], and last [n], the version that trained each;
         waiting.ids, waiting.counts and waiting.last of ids that wait for admission; version [1]
@@ -260,7 +260,7 @@ class Table:
             name: torch.empty(len(ids), array.dim, dtype=torch.float32, device="cpu")
             for name, array in self._in_memory().items()
         }
-        self._places.read(numbers, arrays)
+        self._positions.read(numbers, arrays)
         return tensors | arrays
 
     def copy(self, since: int | None = None) -> TableCopy:
@@ -286,7 +286,7 @@ class Table:
         if since is not None and waiting is not None:
             others["waiting.oldest"] = np.array([waiting.entries.oldest])
         columns = {name: CopiedColumn(each.dim, torch.float32) for name, each in self._in_memory().items()}
-        rows = EntriesCopy(self._rows, self.version, since or 0, columns, self._places.read)
+        rows = EntriesCopy(self._rows, self.version, since or 0, columns, self._positions.read)
         waits = waiting.copy(self.version, since or 0) if waiting is not None else None
         self._copy = TableCopy(rows, waits, since, {name: torch.from_numpy(each) for name, each in others.items()})
         return self._copy
@@ -311,7 +311,7 @@ class Table:
         arrays = self._in_memory()
         if not arrays.keys() <= tensors.keys():
             arrays = {"weights": self._weights}
-        capacity = self._places.limit - len(self)
+        capacity = self._positions.limit - len(self)
         ids = _checked(tensors, self.spec, capacity, {name: array.dim for name, array in arrays.items()})
         if len(self) and bool((self._rows.find(ids) >= 0).any()):
             raise InvalidRequest(f"table {self.spec.name!r}: expected ids once each, got some in two parts")
@@ -319,13 +319,13 @@ class Table:
         if waiting is not None and bool((waiting.entries.find(tensors["waiting.ids"].numpy()) >= 0).any()):
             raise InvalidRequest(f"table {self.spec.name!r}: expected waiting.ids once each, got some in two parts")
 
-        def write(which: slice | RowNumbers, places: RowNumbers) -> None:
-            self._optimizer.reset(places, self._values)
+        def write(which: slice | RowNumbers, positions: RowNumbers) -> None:
+            self._optimizer.reset(positions, self._values)
             for name, array in arrays.items():
-                array.write(places, tensors[name][which].contiguous())
+                array.write(positions, tensors[name][which].contiguous())
 
         last = tensors["last"].numpy()
-        self._places.fill(self._rows.add(ids, last), last, write, more)
+        self._positions.fill(self._rows.add(ids, last), last, write, more)
         if waiting is not None:
             ids, counts, last = (tensors[f"waiting.{name}"].numpy() for name in ("ids", "counts", "last"))
             waiting.restore(ids, counts, last, int(tensors["version"]))
@@ -333,8 +333,8 @@ class Table:
         self._removed = RemovedIds(self._capacity, self.version)
 
     def _in_memory(self) -> dict[str, RowArray]:
-        """Returns the arrays of rows, which are indexed by a row's position in memory. The columns of `_places`, which
-        also read the file, are indexed by a row's number.
+        """Returns the arrays of rows, which are indexed by a row's position in memory. The columns of `_positions`,
+        which also read the file, are indexed by a row's number.
         """
         kept = self._optimizer.state.items()
         return {"weights": self._weights, **{f"state.{self._name}.{name}": each for name, each in kept}}

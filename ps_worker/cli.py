@@ -140,7 +140,7 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
         show_ranks=None if arguments.show_ranks is None else {int(rank) for rank in arguments.show_ranks.split(",")},
         stop_on_failure=arguments.stop_on_failure,
         servers=servers_plan(arguments) if with_servers else None,
-        group=arguments.group or 0,
+        group_size=arguments.group or 0,
     )
 
 

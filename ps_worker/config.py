@@ -140,7 +140,7 @@ class WorkerConfig(JobOptions):
     mode_given:       whether an argument or PS_MODE gives the mode; otherwise it follows from other settings
     wire:             the wire formats of gradients and weights, if the script names none
     metrics_insecure: metrics may be served beyond this machine without TLS
-    log_level:        the least level that is logged; None: the script's, or Python's default
+    log_level:        the lowest level that is logged; None: the script's, or Python's default
     log_format:       text or json: the format of log lines, if the script sets up no logging
     native:           auto or off: whether tables use the library
     timeline:         the file of a timeline; None: there is none. timeline_first, timeline_steps: its first step, and
@@ -171,9 +171,9 @@ def resolve(**arguments: object) -> WorkerConfig:
     if unknown := sorted(arguments.keys() - settings.keys()):
         raise TypeError(f"there is no setting {unknown[0]!r}")
     values = {name: setting.find(arguments.get(name)) for name, setting in settings.items()}
-    place = find_rank(values["rank"], values["world_size"], values["local_rank"])
-    mode, consistency = _mode(values, place)
-    rank, world_size = _checked_place(mode, consistency, values["elastic"], place)
+    process = find_rank(values["rank"], values["world_size"], values["local_rank"])
+    mode, consistency = _mode(values, process)
+    rank, world_size = _checked_rank(mode, consistency, values["elastic"], process)
     if consistency is not None:
         check_quorum(consistency, world_size)
     insecure = values["insecure"]
@@ -184,7 +184,7 @@ def resolve(**arguments: object) -> WorkerConfig:
         job=values["job"],
         rank=rank,
         world_size=world_size,
-        local_rank=place.local_rank,
+        local_rank=process.local_rank,
         connect_timeout=values["connect_timeout"],
         start_timeout=values["start_timeout"],
         group_timeout=values["group_timeout"],
@@ -226,9 +226,9 @@ def rule_of(mode: str, quorum: str | None, grace: float | None) -> Consistency |
     return with_quorum(mode, parse_mode(mode), None if quorum is None else parse_quorum(quorum), grace or 0.0)
 
 
-def _mode(values: dict[str, Any], place: RankOfProcess) -> tuple[str, Consistency | None]:
+def _mode(values: dict[str, Any], process: RankOfProcess) -> tuple[str, Consistency | None]:
     """Returns the given mode, or the one that follows from other settings, and its rule."""
-    several = not values["elastic"] and (place.world_size or 1) > 1
+    several = not values["elastic"] and (process.world_size or 1) > 1
     mode: str = values["mode"] or ("sync" if values["server"] else "ddp" if several else "single")
     consistency = rule_of(mode, values["quorum"], values["quorum_grace"])
     if consistency is not None and values["server"] is None:
@@ -236,8 +236,8 @@ def _mode(values: dict[str, Any], place: RankOfProcess) -> tuple[str, Consistenc
     return mode, consistency
 
 
-def _checked_place(
-    mode: str, consistency: Consistency | None, elastic: bool, place: RankOfProcess
+def _checked_rank(
+    mode: str, consistency: Consistency | None, elastic: bool, process: RankOfProcess
 ) -> tuple[int | None, int]:
     """Returns the rank and the number of workers: None and 0 in an elastic job."""
     if mode == "single":
@@ -246,12 +246,12 @@ def _checked_place(
         if consistency is None:
             raise InvalidRequest(f"an elastic job needs a server; mode {mode} has a fixed world size")
         return None, 0
-    if place.missing is not None:
-        raise InvalidRequest(place.missing)
-    world_size = 1 if place.world_size is None else place.world_size
-    if place.rank is None and world_size > 1:
+    if process.missing is not None:
+        raise InvalidRequest(process.missing)
+    world_size = 1 if process.world_size is None else process.world_size
+    if process.rank is None and world_size > 1:
         raise InvalidRequest(f"world_size is {world_size}, but no rank was given (rank=, PS_RANK or RANK)")
-    rank = place.rank or 0
+    rank = process.rank or 0
     if not 0 <= rank < world_size:
         raise InvalidRequest(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
     return rank, world_size

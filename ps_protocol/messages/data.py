@@ -218,7 +218,7 @@ def _header(call: PushCall) -> data_pb2.PushHeader:
 
 
 def _push(header: data_pb2.PushHeader, in_segment: bool, payload: Buffer | None) -> PushCall:
-    """Returns the call in a message. Raises InvalidRequest for a group that comes twice, and for elements both in the
+    """Reads the call from a message. Raises InvalidRequest for a group that comes twice, and for elements both in the
     segment and in the message.
     """
     if in_segment and payload is not None:

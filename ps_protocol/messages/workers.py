@@ -44,7 +44,7 @@ def shard_map_message(shards: ShardMap) -> types_pb2.ShardMap:
 
 
 def shard_map(message: types_pb2.ShardMap) -> ShardMap:
-    """Returns the shard map in a message."""
+    """Reads the shard map from a message."""
     return ShardMap({shard.index: shard.address for shard in message.shards}, tuple(message.bucket_shards))
 
 
@@ -98,7 +98,7 @@ def write_join(job: str, rank: int | None, request: JoinRequest) -> membership_p
 
 
 def read_join(message: membership_pb2.JoinRequest) -> JoinRequest:
-    """Returns the join request in a message."""
+    """Reads the join request from a message."""
     launch = message.launch
     return JoinRequest(
         message.pid,
@@ -301,7 +301,7 @@ def write_heartbeat(worker: Identity, clock: int, script_wanted: bool = False) -
 
 
 def read_heartbeat_answer(message: membership_pb2.HeartbeatResponse) -> HeartbeatAnswer:
-    """Returns the answer to a heartbeat in a message."""
+    """Reads the answer to a heartbeat from a message."""
     script = SavedState(message.script.clock, message.script.content) if message.HasField("script") else None
     return HeartbeatAnswer(message.script_request, script, message.script_coming)
 
@@ -331,7 +331,7 @@ def write_gather(request: GatherRequest) -> rounds_pb2.GatherValuesRequest:
 
 
 def read_gather(message: rounds_pb2.GatherValuesRequest) -> GatherRequest:
-    """Returns the value for a round in a message."""
+    """Reads the value for a round from a message."""
     return GatherRequest(identity(message.worker), message.round, message.clock, message.value)
 
 
@@ -373,7 +373,7 @@ def write_round_news(news: ValueNews) -> Iterator[rounds_pb2.GatherValuesRespons
 
 
 def read_round_news(message: rounds_pb2.GatherValuesResponse) -> ValueNews:
-    """Returns the news of a round in a message."""
+    """Reads the news of a round from a message."""
     return ValueNews(
         message.round,
         message.complete,
@@ -408,7 +408,7 @@ def write_lease_request(worker: Identity, request: LeaseRequest) -> leases_pb2.L
 
 
 def read_lease_request(message: leases_pb2.LeaseDataRequest) -> LeaseRequest:
-    """Returns the request for batches in a message."""
+    """Reads the request for batches from a message."""
     loader = message.loader
     seed = loader.seed if loader.HasField("seed") else None
     return LeaseRequest(

@@ -35,14 +35,14 @@ MAX_WEIGHT = 2.0**53  # the whole numbers up to there are exact
 class GradientChecks:
     """Checks the gradients of a job's buckets and tables: they must be finite, and their norm within a limit.
 
-    checks_finite: whether gradients are searched for infinities and NaNs
-    limits:        whether the norm is limited
+    checks_finite:  whether gradients are searched for infinities and NaNs
+    has_norm_limit: whether the norm is limited
     """
 
     def __init__(self, spec: JobSpec, norm_limit: float) -> None:
         """norm_limit: the L2 norm that the gradient in one push may have"""
         self._skips, self._limit = spec.non_finite is NonFinite.SKIP, norm_limit
-        self.checks_finite, self.limits = spec.non_finite is not NonFinite.ALLOW, norm_limit < math.inf
+        self.checks_finite, self.has_norm_limit = spec.non_finite is not NonFinite.ALLOW, norm_limit < math.inf
 
     def refuse_or_skip(self, rank: int, what: str) -> None:
         """Raises NonFiniteGradient, unless the job skips steps whose gradient is not finite. Then the caller must leave
@@ -150,7 +150,7 @@ class PushChecker:
         groups: set[int] = set()
         for pushed in call.buckets:
             if pushed.kind is PushKind.GRADIENT:
-                is_read = self._gradients.limits or (self._gradients.checks_finite and not pushed.finite)
+                is_read = self._gradients.has_norm_limit or (self._gradients.checks_finite and not pushed.finite)
                 if is_read or call.payload is not None:
                     return False
             elif pushed.kind not in (PushKind.SKIP, PushKind.COMMIT):
@@ -236,7 +236,7 @@ class PushChecker:
         is_checked = borrowed and pushed.finite  # a worker's own check counts only for values in its segment
         codec, _ = self._encoding(bucket, pushed.kind, pushed.state, "", borrowed)
         own = codec.copies or not (borrowed or memoryview(payload).readonly)
-        if self._gradients.limits and borrowed:
+        if self._gradients.has_norm_limit and borrowed:
             # Copied before the check: afterwards the worker could write another gradient into its segment.
             values, borrowed, own = values.clone(), False, True
         if self._gradients.checks_finite and not (is_checked or codec.is_checked_by_scales):
@@ -244,7 +244,7 @@ class PushChecker:
                 if position not in absent and not is_finite(values[part.offset : part.offset + part.length]):
                     self._gradients.refuse_or_skip(rank, self._spec.parameters[part.parameter].name)
                     return none
-        if self._gradients.limits:
+        if self._gradients.has_norm_limit:
             self._gradients.check_norm(rank, f"bucket {pushed.bucket}", _norm(bucket, values, absent))
         return Gradient(values, absent, call.groups, borrowed, own, weight=call.weight or 1, stage=call.stage)
 

@@ -243,7 +243,7 @@ class RowChecker:
         if self._gradients.checks_finite and not (are_finite(gradients) if known is None else known):
             self._gradients.refuse_or_skip(push.worker.rank, what)
             return False
-        if self._gradients.limits:
+        if self._gradients.has_norm_limit:
             self._gradients.check_norm(push.worker.rank, what, float(torch.linalg.vector_norm(gradients)))
         return True
 

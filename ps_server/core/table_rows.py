@@ -14,7 +14,7 @@ from ps_server.core.placement import TableShare
 from ps_server.core.server_figures import RowCounts
 from ps_server.core.sums import NamedValues, ValuesInUse
 from ps_tables.changed_rows import RowWalk
-from ps_tables.cold import PLACE_BYTES
+from ps_tables.cold import POSITION_BYTES
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.copies import TableCopy
 from ps_tables.increments import newest
@@ -235,11 +235,11 @@ def table_size(table: JobTable, place: TableShare) -> TableSize:
     if fit == share or not place.file_bytes:
         return in_memory
     # For each row, in memory or in the file, memory has an entry of the index: these take three quarters at most.
-    known, both = rows_within(3 * memory // 4, PLACE_BYTES, waits), memory + place.file_bytes
-    rows = min(share, known, rows_within(both, record + PLACE_BYTES, waits))
+    known, both = rows_within(3 * memory // 4, POSITION_BYTES, waits), memory + place.file_bytes
+    rows = min(share, known, rows_within(both, record + POSITION_BYTES, waits))
     if rows <= fit:
         return in_memory
-    left = memory - rows * PLACE_BYTES - index_bytes(rows, waits)
+    left = memory - rows * POSITION_BYTES - index_bytes(rows, waits)
     return TableSize(rows, left // record, memory, min(rows, place.file_bytes // record))
 
 

@@ -13,7 +13,7 @@ from ps_runtime.settings import magnitude
 
 _EXPECTED = "expected ROWSxDIM or ROWSxDIM:OPTIMIZER, as in 100Mx64:RowWiseAdagrad"
 # Memory keeps the position of each row in the file of --cold-rows-dir (docs/tables.md).
-PLACE_BYTES = 4
+POSITION_BYTES = 4
 DEFAULT_OPTIMIZER = "Adagrad"
 
 
@@ -66,7 +66,7 @@ def table_memory(tables: Iterable[TableQuestion], shards: int) -> TableMemory:
         one_row, found = _sizes(table, here)
         rows += here * one_row
         index += found
-        cold += here * PLACE_BYTES + found
+        cold += here * POSITION_BYTES + found
     return TableMemory(rows, index, cold)
 
 

@@ -33,7 +33,7 @@ def _relay_message(relay: RelayFigures) -> shard_pb2.RelayStatus:
 
 
 def feed_figures(message: shard_pb2.FeedStatus) -> FeedFigures:
-    """Returns the measurements of a job's readers in a message."""
+    """Reads the measurements of a job's readers from a message."""
     relays = tuple(_relay_figures(each) for each in message.relays)
     return FeedFigures(
         message.reader_count,

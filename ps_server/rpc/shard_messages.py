@@ -180,7 +180,7 @@ def versions_message(versions: VersionRange) -> shard_pb2.VersionRange:
 
 
 def versions(message: shard_pb2.VersionRange) -> VersionRange:
-    """Returns the versions and clocks of buckets in a message."""
+    """Reads the versions and clocks of buckets from a message."""
     return VersionRange(message.min_version, message.max_version, dict(message.clocks))
 
 
@@ -193,7 +193,7 @@ def restore_response(progress: RestoreProgress) -> shard_pb2.RestoreJobResponse:
 
 
 def restore_progress(message: shard_pb2.RestoreJobResponse) -> RestoreProgress:
-    """Returns the progress of a restore in a message."""
+    """Reads the progress of a restore from a message."""
     extent = versions(message.versions) if message.HasField("versions") else None
     return RestoreProgress(message.done_bytes, message.total_bytes, extent)
 
@@ -276,7 +276,7 @@ def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
 
 
 def worker_figures(message: figures_pb2.WorkerFigures) -> WorkerFigures:
-    """Returns the measurements of a worker in a message. Raises InvalidRequest for impossible ones."""
+    """Reads the measurements of a worker from a message. Raises InvalidRequest for impossible ones."""
     figures = WorkerFigures(
         measured=seconds(message.measured_duration),
         steps=message.step_count,
@@ -295,7 +295,7 @@ def worker_figures(message: figures_pb2.WorkerFigures) -> WorkerFigures:
 
 
 def shard_figures(message: figures_pb2.ShardFigures) -> ShardFigures:
-    """Returns the measurements of a shard's process in a message."""
+    """Reads the measurements of a shard's process from a message."""
     return ShardFigures(
         seconds(message.measured_duration),
         message.resident_bytes,
@@ -315,7 +315,7 @@ def shard_message(figures: ShardFigures) -> figures_pb2.ShardFigures:
 
 
 def shard_job_figures(message: figures_pb2.ShardJobFigures) -> ShardJobFigures:
-    """Returns a shard's measurements of a job in a message."""
+    """Reads a shard's measurements of a job from a message."""
     return ShardJobFigures(
         applies=message.apply_count,
         apply_seconds=seconds(message.apply_duration),
@@ -347,7 +347,7 @@ def shard_job_message(figures: ShardJobFigures) -> figures_pb2.ShardJobFigures:
 
 
 def table_figures(message: figures_pb2.TableFigures) -> TableFigures:
-    """Returns the size and the counts of a table in a message."""
+    """Reads the size and the counts of a table from a message."""
     counts = RowCounts(
         found=message.found_id_count,
         missing=message.missing_id_count,

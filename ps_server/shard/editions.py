@@ -47,11 +47,11 @@ Over = Callable[[PSError | None], None]  # called when all that a reader wants i
 
 @dataclass(frozen=True)
 class WantedEdition:
-    """What a reader wants.
+    """A reader's request for an edition.
 
-    version: the updates that each bucket is to have; None: those that it has when it is copied
-    least:   without a version, those that each bucket is to have at least
-    typed_buckets:  the buckets, and how each is to travel
+    version: the version at which each bucket is to be copied; None: its version when it is copied
+    least:   without `version`, the lowest version that each bucket may have
+    typed_buckets:  the buckets, each with the element type in which it is to be sent
     changes: the reader accepts changes since an older version
     maps:    the memory that readers of this host have mapped, if this reader is one of them; None: it is elsewhere
     """

@@ -159,7 +159,8 @@ class HostedTable(HostedUnit[ShardTable]):
     """
 
     def __init__(self, unit: ShardTable) -> None:
-        # Without threads, the thread that has begun a copy takes the lock again for the rest of it.
+        # Reentrant: without threads (NoThreads), the thread that begins a copy under this lock also makes the rest of
+        # it, and takes the lock once more.
         super().__init__(unit, threading.RLock())
         self.history = next(_HISTORIES)
         self.feeds: set[Feed] = set()

@@ -1,7 +1,7 @@
-"""Makes a view of coordinator and shards once a second, and sends it to readers.
+"""Makes a view of coordinator and shards once a second, and sends it to viewers.
 
 Shards are queried in other threads, one query at a time for each, and the view has the last answer: a shard that hangs
-delays nothing. While no reader asks for the view, a shard whose jobs do not change is queried less often: a query wakes
+delays nothing. While no viewer asks for the view, a shard whose jobs do not change is queried less often: a query wakes
 its process, the coordinator's, and threads of gRPC in both for a second afterwards.
 """
 
@@ -29,24 +29,24 @@ from ps_server.view.view import View
 LOOK_SECONDS = 1.0
 # A shard is queried again after so many times the time that its last answer took: watching costs it a twentieth.
 PAUSES_PER_ANSWER = 20
-REST_SECONDS = 5.0  # between two queries of a shard whose jobs do not change, while no reader asks for the view
+REST_SECONDS = 5.0  # between two queries of a shard whose jobs do not change, while no viewer asks for the view
 READ_SECONDS = 30.0  # for which a view that was read may be read again
 MOST_PAUSE_SECONDS = 10.0  # the longest such pause: an answer that took long has mostly waited for other work
 
 # Called with each view; with None when the coordinator stops. It must not wait.
-Reader = Callable[[View | None], None]
+Viewer = Callable[[View | None], None]
 
 
 class Watch:
     """Makes the view of a cluster. Methods may be called from any thread.
 
-    most_readers: the most readers at a time; one principal may have half as many
+    most_viewers: the most viewers at a time; one principal may have half as many
     process:      a number that no other coordinator's watch has
     """
 
-    def __init__(self, coordinator: Coordinator, most_readers: int, clock: Clock | None = None) -> None:
+    def __init__(self, coordinator: Coordinator, most_viewers: int, clock: Clock | None = None) -> None:
         self._coordinator = coordinator
-        self._most_readers = most_readers
+        self._most_viewers = most_viewers
         self._clock = clock or Clock()
         self._lock = threading.Lock()  # of all below
         self._maker, self._history = ViewMaker(), History()
@@ -57,7 +57,7 @@ class Watch:
         self._rests_until: dict[int, float] = {}
         self._read_at = -math.inf
         self._silent: set[int] = set()
-        self._readers: list[tuple[Reader, str]] = []  # with their principals
+        self._viewers: list[tuple[Viewer, str]] = []  # with their principals
         self._over = False
         self._background = Background()
         self.process = secrets.randbits(53)
@@ -69,17 +69,17 @@ class Watch:
         self._background.repeat("view", LOOK_SECONDS, self.look)
 
     def stop(self) -> None:
-        """Ends the thread and the readers."""
+        """Ends the thread and the viewers."""
         self._background.stop()
         with self._lock:
             self._over = True
-            readers, self._readers = self._readers, []
-        for reader, _ in readers:
-            reader(None)
+            viewers, self._viewers = self._viewers, []
+        for viewer, _ in viewers:
+            viewer(None)
 
     def look(self) -> None:
         """Starts queries of the shards, makes a view from the known answers, keeps a sample of it, and calls the
-        readers.
+        viewers.
         """
         for index, shard in self._coordinator.shards().items():
             if self._is_due(shard):
@@ -93,9 +93,9 @@ class Watch:
             number = self._history.next
             self._finished.look(view, number, lambda job: self._history.after(0, [job]), partial(_end, before))
             self._history.add(view.time, samples(view))
-            readers = list(self._readers)
-        for reader, _ in readers:
-            reader(view)
+            viewers = list(self._viewers)
+        for viewer, _ in viewers:
+            viewer(view)
 
     @property
     def view(self) -> View:
@@ -114,30 +114,30 @@ class Watch:
         with self._lock:
             return self._finished.kept
 
-    def add(self, reader: Reader, caller: str = "") -> Callable[[], None]:
-        """Calls a reader with the present view and each later one. Returns a function that stops this.
+    def add(self, viewer: Viewer, caller: str = "") -> Callable[[], None]:
+        """Calls a viewer with the present view and each later one. Returns a function that stops this.
 
         caller: the principal that reads; empty: unknown
 
-        Raises LimitExceeded for too many readers.
+        Raises LimitExceeded for too many viewers.
         """
         with self._lock:
-            if len(self._readers) >= self._most_readers:
-                raise LimitExceeded(f"max-views is {self._most_readers}: so many watch this cluster already")
-            own, most = sum(other == caller for _, other in self._readers), share(self._most_readers)
+            if len(self._viewers) >= self._most_viewers:
+                raise LimitExceeded(f"max-views is {self._most_viewers}: so many watch this cluster already")
+            own, most = sum(other == caller for _, other in self._viewers), share(self._most_viewers)
             if caller and own >= most:
                 text = f"{caller} watches this cluster {own} times: its share is half of max-views"
                 raise LimitExceeded(text)
             over = self._over
             if not over:
-                self._readers.append((reader, caller))
+                self._viewers.append((viewer, caller))
             self._read_at = self._clock.now()
-        reader(None if over else self._view)
+        viewer(None if over else self._view)
 
         def stop() -> None:
             with self._lock:
-                if (reader, caller) in self._readers:
-                    self._readers.remove((reader, caller))
+                if (viewer, caller) in self._viewers:
+                    self._viewers.remove((viewer, caller))
 
         return stop
 
@@ -151,7 +151,7 @@ class Watch:
             if known is None or known.process != shard.process:
                 self._answers[index] = Answer(shard.process)
                 self._ask_at[index] = self._rests_until[index] = now
-            is_read = self._readers or now < self._read_at + READ_SECONDS
+            is_read = self._viewers or now < self._read_at + READ_SECONDS
             ask_at = self._ask_at[index] if is_read else max(self._ask_at[index], self._rests_until[index])
         if known is not None and known.process != shard.process:
             text = f"shard {index} is served by a new process, {shard.pid} at {shard.address}"

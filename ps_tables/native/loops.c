@@ -32,44 +32,44 @@ static void fetch(const void *record, int64_t bytes)
         __builtin_prefetch((const char *)record + at);
 }
 
-static int64_t clipped(int64_t place, int64_t capacity)
+static int64_t clipped(int64_t position, int64_t capacity)
 {
-    return place < 0 ? 0 : place < capacity ? place : capacity - 1;
+    return position < 0 ? 0 : position < capacity ? position : capacity - 1;
 }
 
-static int are_inside(const int64_t *places, int64_t n, int64_t capacity)
+static int are_inside(const int64_t *positions, int64_t n, int64_t capacity)
 {
     int outside = 0;
     for (int64_t i = 0; i < n; i++)
-        outside |= (uint64_t)places[i] >= (uint64_t)capacity;
+        outside |= (uint64_t)positions[i] >= (uint64_t)capacity;
     return !outside;
 }
 
-void ps_gather(const char *records, int64_t capacity, int64_t bytes, const int64_t *places, int64_t n, char *out)
+void ps_gather(const char *records, int64_t capacity, int64_t bytes, const int64_t *positions, int64_t n, char *out)
 {
     for (int64_t i = 0; i < n; i++) {
         if (i + ROWS_AHEAD < n)
-            fetch(records + clipped(places[i + ROWS_AHEAD], capacity) * bytes, bytes);
-        memcpy(out + i * bytes, records + clipped(places[i], capacity) * bytes, bytes);
+            fetch(records + clipped(positions[i + ROWS_AHEAD], capacity) * bytes, bytes);
+        memcpy(out + i * bytes, records + clipped(positions[i], capacity) * bytes, bytes);
     }
 }
 
-int ps_rows_at(const float *rows, int64_t capacity, int64_t dim, const int64_t *places, int64_t n, float *out)
+int ps_rows_at(const float *rows, int64_t capacity, int64_t dim, const int64_t *positions, int64_t n, float *out)
 {
-    if (!are_inside(places, n, capacity))
+    if (!are_inside(positions, n, capacity))
         return OUTSIDE;
-    ps_gather((const char *)rows, capacity, dim * sizeof(float), places, n, (char *)out);
+    ps_gather((const char *)rows, capacity, dim * sizeof(float), positions, n, (char *)out);
     return INSIDE;
 }
 
-int ps_scatter(char *records, int64_t capacity, int64_t bytes, const int64_t *places, int64_t n, const char *values)
+int ps_scatter(char *records, int64_t capacity, int64_t bytes, const int64_t *positions, int64_t n, const char *values)
 {
-    if (!are_inside(places, n, capacity))
+    if (!are_inside(positions, n, capacity))
         return OUTSIDE;
     for (int64_t i = 0; i < n; i++) {
         if (i + ROWS_AHEAD < n)
-            fetch(records + places[i + ROWS_AHEAD] * bytes, bytes);
-        memcpy(records + places[i] * bytes, values + i * bytes, bytes);
+            fetch(records + positions[i + ROWS_AHEAD] * bytes, bytes);
+        memcpy(records + positions[i] * bytes, values + i * bytes, bytes);
     }
     return INSIDE;
 }
@@ -104,14 +104,14 @@ int ps_copy(const float *numbers, int64_t n, float *out)
 
 /* -- sums -------------------------------------------------------------------------------------------------------- */
 
-int ps_add(float *sums, int64_t capacity, int64_t dim, const int64_t *places, int64_t n, const float *values)
+int ps_add(float *sums, int64_t capacity, int64_t dim, const int64_t *positions, int64_t n, const float *values)
 {
-    if (!are_inside(places, n, capacity))
+    if (!are_inside(positions, n, capacity))
         return OUTSIDE;
     for (int64_t i = 0; i < n; i++) {
         if (i + ROWS_AHEAD < n)
-            fetch(sums + places[i + ROWS_AHEAD] * dim, dim * sizeof(float));
-        float *restrict sum = sums + places[i] * dim;
+            fetch(sums + positions[i + ROWS_AHEAD] * dim, dim * sizeof(float));
+        float *restrict sum = sums + positions[i] * dim;
         const float *restrict value = values + i * dim;
         for (int64_t j = 0; j < dim; j++)
             sum[j] += value[j];
@@ -119,44 +119,44 @@ int ps_add(float *sums, int64_t capacity, int64_t dim, const int64_t *places, in
     return INSIDE;
 }
 
-int ps_sum(float *sums, int64_t capacity, int64_t dim, const int64_t *places, int64_t n, const float *values,
+int ps_sum(float *sums, int64_t capacity, int64_t dim, const int64_t *positions, int64_t n, const float *values,
            uint8_t *seen)
 {
-    if (!are_inside(places, n, capacity))
+    if (!are_inside(positions, n, capacity))
         return OUTSIDE;
     if (capacity)
         memset(seen, 0, capacity);
     for (int64_t i = 0; i < n; i++) {
         if (i + ROWS_AHEAD < n)
-            fetch(sums + places[i + ROWS_AHEAD] * dim, dim * sizeof(float));
-        float *restrict sum = sums + places[i] * dim;
+            fetch(sums + positions[i + ROWS_AHEAD] * dim, dim * sizeof(float));
+        float *restrict sum = sums + positions[i] * dim;
         const float *restrict value = values + i * dim;
-        if (seen[places[i]]) {
+        if (seen[positions[i]]) {
             for (int64_t j = 0; j < dim; j++)
                 sum[j] += value[j];
         } else {
-            seen[places[i]] = 1;
+            seen[positions[i]] = 1;
             for (int64_t j = 0; j < dim; j++)
                 sum[j] = 0.0f + value[j]; /* -0.0 becomes 0.0, as in a sum from zeros */
         }
     }
-    for (int64_t place = 0; place < capacity; place++)
-        if (!seen[place])
-            memset(sums + place * dim, 0, dim * sizeof(float));
+    for (int64_t position = 0; position < capacity; position++)
+        if (!seen[position])
+            memset(sums + position * dim, 0, dim * sizeof(float));
     return INSIDE;
 }
 
 /* -- optimizers -------------------------------------------------------------------------------------------------- */
 
-int ps_sgd(float *weights, int64_t capacity, int64_t dim, const int64_t *places, int64_t n, const float *sums,
+int ps_sgd(float *weights, int64_t capacity, int64_t dim, const int64_t *positions, int64_t n, const float *sums,
            float count, float lr)
 {
-    if (!are_inside(places, n, capacity))
+    if (!are_inside(positions, n, capacity))
         return OUTSIDE;
     for (int64_t i = 0; i < n; i++) {
         if (i + ROWS_AHEAD < n)
-            fetch(weights + places[i + ROWS_AHEAD] * dim, dim * sizeof(float));
-        float *restrict row = weights + places[i] * dim;
+            fetch(weights + positions[i + ROWS_AHEAD] * dim, dim * sizeof(float));
+        float *restrict row = weights + positions[i] * dim;
         const float *restrict sum = sums + i * dim;
         for (int64_t j = 0; j < dim; j++)
             row[j] -= sum[j] / count * lr;
@@ -181,21 +181,21 @@ static float sum_of_squares(const float *sum, int64_t dim, float count)
     return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
 }
 
-int ps_adagrad(float *weights, float *squares, int64_t capacity, int64_t dim, const int64_t *places, int64_t n,
+int ps_adagrad(float *weights, float *squares, int64_t capacity, int64_t dim, const int64_t *positions, int64_t n,
                const float *sums, float count, float lr, float eps)
 {
-    if (!are_inside(places, n, capacity))
+    if (!are_inside(positions, n, capacity))
         return OUTSIDE;
     for (int64_t i = 0; i < n; i++) {
         if (i + ROWS_AHEAD < n) {
-            fetch(weights + places[i + ROWS_AHEAD] * dim, dim * sizeof(float));
-            fetch(squares + places[i + ROWS_AHEAD], sizeof(float));
+            fetch(weights + positions[i + ROWS_AHEAD] * dim, dim * sizeof(float));
+            fetch(squares + positions[i + ROWS_AHEAD], sizeof(float));
         }
-        float *restrict row = weights + places[i] * dim;
+        float *restrict row = weights + positions[i] * dim;
         const float *restrict sum = sums + i * dim;
-        const float total = squares[places[i]] + sum_of_squares(sum, dim, count) / (float)dim;
+        const float total = squares[positions[i]] + sum_of_squares(sum, dim, count) / (float)dim;
         const float scale = lr / (sqrtf(total) + eps);
-        squares[places[i]] = total;
+        squares[positions[i]] = total;
         for (int64_t j = 0; j < dim; j++)
             row[j] -= sum[j] / count * scale;
     }
@@ -292,11 +292,11 @@ int ps_are_distinct(const int64_t *ids, int64_t n, int64_t salt, int32_t *slots,
 }
 
 int64_t ps_distinct(const int64_t *ids, int64_t n, int64_t salt, int64_t shards, int32_t *slots, uint64_t mask,
-                    int32_t *scratch, int64_t *met, int64_t *distinct, int64_t *places, int64_t *counts,
+                    int32_t *scratch, int64_t *met, int64_t *distinct, int64_t *positions, int64_t *counts,
                     int64_t *ends)
 {
-    /* By the number of an id, in the order in which they are met: its slot, and its place. */
-    int32_t *slot_of = scratch, *place = scratch + n, m = 0;
+    /* By the number of an id, in the order in which they are met: its slot, and its position. */
+    int32_t *slot_of = scratch, *position = scratch + n, m = 0;
     memset(ends, 0, shards * sizeof *ends);
     for (int64_t i = 0; i < n; i++) {
         if (i + SLOTS_AHEAD < n)
@@ -308,22 +308,22 @@ int64_t ps_distinct(const int64_t *ids, int64_t n, int64_t salt, int64_t shards,
             slots[slot] = m;
             slot_of[m] = (int32_t)slot;
             met[m] = ids[i];
-            place[m] = (int32_t)shard_of(ids[i], shards); /* its shard, for now */
-            if (place[m] + 1 < shards)
-                ends[place[m] + 1]++;
+            position[m] = (int32_t)shard_of(ids[i], shards); /* its shard, for now */
+            if (position[m] + 1 < shards)
+                ends[position[m] + 1]++;
             m++;
         }
-        places[i] = slots[slot];
+        positions[i] = slots[slot];
     }
     for (int64_t shard = 1; shard < shards; shard++)
-        ends[shard] += ends[shard - 1]; /* where its ids begin; its end, when all have their places */
+        ends[shard] += ends[shard - 1]; /* where its ids begin; its end, when all have their positions */
     for (int32_t k = 0; k < m; k++) {
         slots[slot_of[k]] = -1;
-        place[k] = (int32_t)ends[place[k]]++;
-        distinct[place[k]] = met[k];
+        position[k] = (int32_t)ends[position[k]]++;
+        distinct[position[k]] = met[k];
         counts[k] = 0;
     }
     for (int64_t i = 0; i < n; i++)
-        counts[places[i] = place[places[i]]]++;
+        counts[positions[i] = position[positions[i]]]++;
     return m;
 }

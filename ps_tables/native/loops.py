@@ -47,34 +47,38 @@ class Loops:
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
-    def gather(self, records: Records, places: Longs, out: Records) -> None:
-        """Copies the records at `places`, like np.take with mode="clip". Raises IndexError if there are no records."""
-        _check_length(out, len(places))
+    def gather(self, records: Records, positions: Longs, out: Records) -> None:
+        """Copies the records at `positions`, like np.take with mode="clip".
+
+        Raises IndexError if there are no records.
+        """
+        _check_length(out, len(positions))
         _check_record(out, records.itemsize)
-        self._done(len(records) > 0 or len(places) == 0)
+        self._done(len(records) > 0 or len(positions) == 0)
         self._library.ps_gather(
             *(self._bytes(records), len(records), records.itemsize),
-            *(self._read(places), len(places), self._bytes(out, written=True)),
+            *(self._read(positions), len(positions), self._bytes(out, written=True)),
         )
 
-    def rows_at(self, rows: Floats, places: Longs, out: Floats) -> None:
-        """Copies rows: rows [m, dim], places [n], out [n, dim]. Raises IndexError for an index outside of `rows`."""
-        _check_length(out, len(places))
+    def rows_at(self, rows: Floats, positions: Longs, out: Floats) -> None:
+        """Copies rows: rows [m, dim], positions [n], out [n, dim]. Raises IndexError for an index outside of `rows`."""
+        _check_length(out, len(positions))
         _check_dim(out, rows.shape[1])
         self._done(
             self._library.ps_rows_at(
-                *(self._floats(rows), *rows.shape, self._read(places), len(places), self._floats(out, written=True))
+                *(self._floats(rows), *rows.shape, self._read(positions), len(positions)),
+                self._floats(out, written=True),
             )
         )
 
-    def scatter(self, records: Records, places: Longs, values: Records) -> None:
-        """Writes records at the indices `places`. Raises IndexError for an index outside of the array."""
-        _check_length(values, len(places))
+    def scatter(self, records: Records, positions: Longs, values: Records) -> None:
+        """Writes records at the indices `positions`. Raises IndexError for an index outside of the array."""
+        _check_length(values, len(positions))
         _check_record(values, records.itemsize)
         self._done(
             self._library.ps_scatter(
                 *(self._bytes(records, written=True), len(records), records.itemsize),
-                *(self._read(places), len(places), self._bytes(values)),
+                *(self._read(positions), len(positions), self._bytes(values)),
             )
         )
 
@@ -91,45 +95,46 @@ class Loops:
 
     # -- sums and steps ----------------------------------------------------------------------------------------------
 
-    def add(self, sums: Floats, places: Longs, values: Floats) -> None:
-        """Adds rows in order: sums [m, dim], places [n], values [n, dim]. Raises IndexError for an index outside of
+    def add(self, sums: Floats, positions: Longs, values: Floats) -> None:
+        """Adds rows in order: sums [m, dim], positions [n], values [n, dim]. Raises IndexError for an index outside of
         `sums`.
         """
-        self._done(self._library.ps_add(*self._rows_and_values(sums, places, values)))
+        self._done(self._library.ps_add(*self._rows_and_values(sums, positions, values)))
 
-    def sum(self, sums: Floats, places: Longs, values: Floats) -> None:
+    def sum(self, sums: Floats, positions: Longs, values: Floats) -> None:
         """As `add`, but `sums` is first set to zeros."""
-        arguments = self._rows_and_values(sums, places, values)
+        arguments = self._rows_and_values(sums, positions, values)
         self._done(self._library.ps_sum(*arguments, self._pointer("uint8_t[]", np.empty(len(sums), np.uint8))))
 
-    def sgd(self, weights: Floats, places: Longs, sums: Floats, count: float, lr: float) -> None:
-        """Steps distinct rows with plain SGD: weights [capacity, dim], places [n], sums [n, dim]. count: the divisor of
-        the mean
+    def sgd(self, weights: Floats, positions: Longs, sums: Floats, count: float, lr: float) -> None:
+        """Steps distinct rows with plain SGD: weights [capacity, dim], positions [n], sums [n, dim].
+
+        count: the divisor of the mean
         """
-        self._done(self._library.ps_sgd(*self._rows_and_values(weights, places, sums), count, lr))
+        self._done(self._library.ps_sgd(*self._rows_and_values(weights, positions, sums), count, lr))
 
     def adagrad(
-        self, weights: Floats, squares: Floats, places: Longs, sums: Floats, count: float, lr: float, eps: float
+        self, weights: Floats, squares: Floats, positions: Longs, sums: Floats, count: float, lr: float, eps: float
     ) -> None:
-        """Steps distinct rows with row-wise Adagrad: weights [capacity, dim], squares [capacity, 1], places [n], sums
-        [n, dim].
+        """Steps distinct rows with row-wise Adagrad: weights [capacity, dim], squares [capacity, 1], positions [n],
+        sums [n, dim].
 
         count: the divisor of the mean
         """
         _check_length(squares, len(weights))
         _check_dim(squares, 1)
-        rows, *more = self._rows_and_values(weights, places, sums)
+        rows, *more = self._rows_and_values(weights, positions, sums)
         self._done(self._library.ps_adagrad(rows, self._floats(squares, written=True), *more, count, lr, eps))
 
-    def _rows_and_values(self, rows: Floats, places: Longs, values: Floats) -> list[Any]:
+    def _rows_and_values(self, rows: Floats, positions: Longs, values: Floats) -> list[Any]:
         """Returns arguments: rows that are written, and values for some of them."""
-        _check_length(values, len(places))
+        _check_length(values, len(positions))
         _check_dim(values, rows.shape[1])
         return [
             self._floats(rows, written=True),
             *rows.shape,
-            self._read(places),
-            len(places),
+            self._read(positions),
+            len(positions),
             self._floats(_as_c_has_it(values)),
         ]
 
@@ -179,14 +184,14 @@ class Loops:
         slots = self._free_slots(needed)
         both, scratch, ends = np.empty((2, count), np.int64), np.empty((2, count), np.int64), np.empty(shards, np.int64)
         found, counts = both
-        places, met = np.empty(count, np.int64), scratch[0]
+        positions, met = np.empty(count, np.int64), scratch[0]
         many = self._library.ps_distinct(
             *(self._read(ids), count, salt, shards, self._pointer("int32_t[]", slots), needed - 1),
             self._pointer("int32_t[]", scratch[1].view(np.int32)),
-            *(self._longs(each) for each in (met, found, places, counts, ends)),
+            *(self._longs(each) for each in (met, found, positions, counts, ends)),
         )
         self._keep_slots(slots)
-        return found[:many].copy(), places, counts[:many].copy(), ends
+        return found[:many].copy(), positions, counts[:many].copy(), ends
 
     def _keep_slots(self, slots: npt.NDArray[np.int32]) -> None:
         """Keeps an array of slots, which are all free again, for a later call."""
@@ -232,7 +237,7 @@ class Loops:
 
     def _done(self, is_inside: int) -> None:
         if not is_inside:
-            raise IndexError("a place is outside of the array")
+            raise IndexError("a position is outside of the array")
 
 
 _TYPES = {

@@ -316,7 +316,8 @@ class Connection:
         if is_awaited:
             self._begin_wait()
         drafted = self._settle_drafts(drafts_count)
-        # Before any call: with a heartbeat of too low a clock, the coordinator would count a staged step as lost.
+        # The clock rises before any call is sent: after a heartbeat with the old clock, the coordinator would count a
+        # step as lost that a shard has staged.
         clock = self.clock + 1
         self.clock = clock - is_part
         sent = RowStep([], [], [])

@@ -88,9 +88,9 @@ class RowTransport:
         self._assignments = 0  # made so far
         # By clock, table and shard, the number of the last assignment sent
         self._assigned: dict[tuple[int, int, int], int] = {}
-        # Over gRPC a call holds a thread until it is answered, and so does a push in messages over a data connection: a
-        # shard that lags is to gather no more of them. Pulls have threads of their own: they wait for other workers,
-        # which may wait for this worker's pushes.
+        # At most as many threads as shards: over gRPC a call holds its thread until it is answered, and so does a push
+        # in several messages over a data connection, so a slow shard would make their number grow. Pulls have threads
+        # of their own: they wait for other workers, which may wait for this worker's pushes.
         threads = len(calls) if spec.tables else 0
         self._pushers, self._pullers = DaemonPool(threads, "push rows"), DaemonPool(threads, "pull rows")
         self._reader: DaemonPool | None = None  # of vectors that a script has given

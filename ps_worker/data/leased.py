@@ -294,14 +294,14 @@ class LeasedLoader:
         sampling = {"sampler": _Singly(leases)} if loader.batch_size is None else {"batch_sampler": leases}
         leased = rebuilt(loader, **sampling)
         self._inner = PreparedLoader(leased, device, timer, lambda: look_ahead(iter(leased)))
-        self._run = 0
+        self._iteration = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self._pass() if torch.is_grad_enabled() else iter(self._shares)
 
     def _pass(self) -> Iterator[Any]:
-        self._run += 1
-        run, leases = self._run, self._leases
+        self._iteration += 1
+        iteration, leases = self._iteration, self._leases
         leases.begin()
         try:
             while self._await_more():
@@ -310,13 +310,13 @@ class LeasedLoader:
                     if leases.data.rollbacks == rollbacks:
                         leases.take()
                         yield batch
-                        if self._run != run:
+                        if self._iteration != iteration:
                             raise InvalidRequest("another iteration over this loader has begun: this one cannot go on")
                     if leases.data.rollbacks != rollbacks:
                         leases.rollback()
                         break  # loaded batches were leased before
         finally:
-            if self._run == run:
+            if self._iteration == iteration:
                 leases.give_back()
 
     def _await_more(self) -> bool:

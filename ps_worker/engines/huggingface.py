@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ps_protocol.errors import PSError
 from ps_protocol.tensors import TORCH_DTYPES
+from ps_protocol.wire_formats import EDITION_WIRES
 from ps_worker.followed_model import WeightFeed, subscribe
 
 LARGEST_REQUEST = 2**20  # bytes
@@ -130,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Generate with a job's newest weights.")
     parser.add_argument("--server", help="HOST:PORT of the coordinator (PS_SERVER)")
     parser.add_argument("--job", help="the job's name (PS_JOB, default)")
-    parser.add_argument("--wire", default="bfloat16", choices=("bfloat16", "float32", "float16"), help="(%(default)s)")
+    parser.add_argument("--wire", default="bfloat16", choices=EDITION_WIRES, help="(%(default)s)")
     parser.add_argument("--model", required=True, help="a name or directory with the model's configuration")
     parser.add_argument("--models", type=int, default=2, help="requests that are computed at a time (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")

@@ -270,7 +270,8 @@ class ActorGroups:
         error = PSError(f"{said}: {_named(waiting)} would wait until the start timeout")
         error.__cause__ = next((self._survived[group] for group in sorted(waiting & self._survived.keys())), None)
         self._errors.append(error)
-        # Those that have left the job may still evaluate, or save. One that only starts will be found waiting, too.
+        # Groups that have left the job are not killed: they may still evaluate or save. A group that is still
+        # starting is not killed now; a later look finds it waiting.
         for group in sorted(waiting | self._due.keys()):
             self._due.pop(group, None)
             self._kill(group)

@@ -50,7 +50,7 @@ class ServerPlan:
 
 
 class _ServerActor:
-    """An actor with one server process. `place`: the process's address."""
+    """An actor with one server process. `addresses`: see ServerProcess.await_ready."""
 
     def __init__(self, plan: ServerPlan, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Returns when the server is ready.
@@ -64,14 +64,14 @@ class _ServerActor:
         restarts = ShardRestarts()
         while True:
             self._server = OneServer([*plan.arguments, *(() if is_first else plan.again)], self._environment())
-            place = self._await_ready(meanwhile)
-            if place is not None:
+            addresses = self._await_ready(meanwhile)
+            if addresses is not None:
                 break
             if is_first:
                 raise PSError(f"ps-server {plan.arguments[0]} does not start: {self._server.last_words()}")
             # A resource that it needs, such as its port, may still be in use by the old process.
             threading.Event().wait(restarts.after(0.0))
-        self.place = place
+        self.addresses = addresses
         try:
             start(threading.Thread(target=self._end_with_server, name="server's end", daemon=True))
         except TryLater:  # nothing would end the actor with it
@@ -81,9 +81,9 @@ class _ServerActor:
     def _await_ready(self, meanwhile: Callable[[], object]) -> dict[str, str] | None:
         while not self._server.has_ended():
             meanwhile()
-            place = self._server.await_ready(LOOK_SECONDS)
-            if place is not None:
-                return place
+            addresses = self._server.await_ready(LOOK_SECONDS)
+            if addresses is not None:
+                return addresses
         return None
 
     def _environment(self) -> dict[str, str]:
@@ -175,11 +175,11 @@ class ShardActor(_ServerActor):
         here = ServerPlan((*plan.arguments, "--host", host, "--port", "0"), plan.again, plan.certificates)
         # A report may come before the old process is quite gone, and be of no use then: so it is repeated.
         super().__init__(here, meanwhile=self._report_predecessor)
-        self._tell(self._coordinator.shard_is_ready, index, int(self.place["process"]))
+        self._tell(self._coordinator.shard_is_ready, index, int(self.addresses["process"]))
 
     def address(self) -> str:
         """Returns the shard's address."""
-        return self.place["address"]
+        return self.addresses["address"]
 
     def _report_predecessor(self) -> None:
         if ray.get_runtime_context().was_current_actor_reconstructed:

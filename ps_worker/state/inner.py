@@ -35,7 +35,8 @@ class Inner(Protocol):
     """The interface of the state of optimizers that step on the worker, for the worker's part of a checkpoint."""
 
     def captured(self, clock: int) -> InnerState | None:
-        """Copies the present state, after `clock` rounds, into memory. Returns it if it is small, otherwise None."""
+        """Copies the present state, after `clock` rounds, into memory. Returns the copy if it is small
+        enough for a checkpoint (MOST_BYTES), otherwise None."""
 
     def now(self) -> InnerState | None:
         """Returns a copy of the present state if it is small, otherwise None."""

@@ -68,7 +68,8 @@ class LateScript:
         """Takes over what the job's script has set, if this process is late and its script has reached the
         same stage.
 
-        may_ask_again: what others tell is of the step that this process is about to make
+        may_ask_again: whether to ask once more after a vain question; False within a round, when the other workers'
+            answer would be of another step
         """
         if not self.is_late or self._checkpoint.stage < self._until or (self._asks_again and not may_ask_again):
             return

@@ -61,8 +61,8 @@ SMALLEST = {
     "groups": "--layers 1 --width 64 --batch 1 --shards 1 --turns 1 --steps 2 --transport tcp --link-steps 2 --lease 2"
     " --modes sync --equal-steps 3",
 }
-MARKS = dict.fromkeys(("rows", "lowcomm", "crowd", "restore", "feed"), pytest.mark.long)  # which is made of rounds
-MARKS |= dict.fromkeys(("scale", "launches"), pytest.mark.repeat)  # two tests below run them in other ways
+MARKS = dict.fromkeys(("rows", "lowcomm", "crowd", "restore"), pytest.mark.long)  # which is made of rounds
+MARKS |= dict.fromkeys(("scale", "launches", "feed"), pytest.mark.repeat)  # tests below run them in other ways
 
 
 def run(name: str, flags: str, directory: Path, *more: str) -> list[dict[str, Any]]:
@@ -95,16 +95,10 @@ def check_feed(found: list[Result]) -> None:
     systems = {(line["scenario"], line["system"]): line for line in found}
     scenarios = dict.fromkeys(scenario for scenario, _ in systems)
     host, near, training, changed, link, unchanged, requests, memory = scenarios
-    for peer in ("plain sockets", "safetensors in a folder", "broadcast over gloo"):
-        assert systems[host, peer]["ratios"]["ours"] > 0
+    check_one_host({system: line for (scenario, system), line in systems.items() if scenario == host})
     for way in ("ours", "ours, in messages"):
-        assert systems[host, way]["editions"] == 2
-        assert set(systems[host, way]["ratios"]) == {"ours", "ours, in messages", "sockets", "two copies"}
         assert systems[requests, way]["editions"] > 1
         assert systems[requests, way]["torn"] == 0
-    assert systems[host, "ours"]["received_part"] == 0
-    assert systems[host, "ours, in messages"]["received_part"] > 0
-    assert systems[host, "Ray's object store"]["not_measured" if not has_ray() else "ms"]
     assert set(systems[near, "ours"]["ratios"]) == {"ours", "two copies"}
     assert systems[near, "messages of the same relay"]["ratios"]["ours"] > 0
     for readers in ("1 reader", "1 reader, in messages", "4 readers, 2 relays"):
@@ -116,6 +110,18 @@ def check_feed(found: list[Result]) -> None:
     assert copied["not_measured"] if why_no_link() else copied["ratios"]["ours"] > 0
     assert systems[unchanged, "ours"]["answers_per_core"] > 0
     assert set(systems[memory, "changes"]["ratios"]) == {"two copies"}
+
+
+def check_one_host(systems: dict[str, Result]) -> None:
+    """Editions on one host are measured in both ways, beside each peer."""
+    for peer in ("plain sockets", "safetensors in a folder", "broadcast over gloo"):
+        assert systems[peer]["ratios"]["ours"] > 0
+    for way in ("ours", "ours, in messages"):
+        assert systems[way]["editions"] == 2
+        assert set(systems[way]["ratios"]) == {"ours", "ours, in messages", "sockets", "two copies"}
+    assert systems["ours"]["received_part"] == 0
+    assert systems["ours, in messages"]["received_part"] > 0
+    assert systems["Ray's object store"]["not_measured" if not has_ray() else "ms"]
 
 
 def has_ray() -> bool:
@@ -163,6 +169,13 @@ def check_rows(found: list[Result]) -> None:
 
 
 SHAPES = {"feed": check_feed, "groups": check_groups, "train": check_train, "idle": check_idle, "rows": check_rows}
+
+
+@pytest.mark.long
+def test_one_part_of_a_benchmark_is_measured_alone(tmp_path: Path) -> None:
+    found = run("feed", SMALLEST["feed"], tmp_path, "--parts", "host")
+    assert len({line["scenario"] for line in found}) == 1
+    check_one_host({line["system"]: line for line in found})
 
 
 # -- what the kernel says of processes -------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_a_large_batch_has_the_same_distinct_ids(loops: Loops) -> None:
             assert all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))
             of = shards_of(expected.ids, shards)
             assert np.array_equal(expected.ends, [np.count_nonzero(of <= shard) for shard in range(shards)])
-            assert np.array_equal(expected.ids[expected.places], each)
+            assert np.array_equal(expected.ids[expected.positions], each)
 
 
 @given(
@@ -207,7 +207,7 @@ def test_rows_are_found_by_their_places(loops: Loops, dim: int) -> None:
     assert torch.equal(row_sums.rows_at(rows[::2], places // 2).isnan(), rows[::2][places // 2].isnan())
     assert row_sums.rows_at(rows, places[:0]).shape == (0, dim)
     for place in (50, -1):
-        with pytest.raises(IndexError, match="a place is outside of the array"):
+        with pytest.raises(IndexError, match="a position is outside of the array"):
             row_sums.rows_at(rows, torch.tensor([0, place]))
     odd = torch.zeros(3, dim)
     for use in (None, loops):
@@ -320,7 +320,7 @@ def test_a_loop_refuses_what_does_not_fit_and_writes_nothing(loops: Loops) -> No
             lambda places=places: loops.sgd(array.elements, places, ones, 1, 0.1),
             lambda places=places: loops.adagrad(array.elements, squares, places, ones, 1, 0.1, 0.0),
         ):
-            with pytest.raises(IndexError, match="a place is outside of the array"):
+            with pytest.raises(IndexError, match="a position is outside of the array"):
                 refused()
     good = np.array([3, 4])
     with pytest.raises(TypeError, match="expected an array of int64, got int32"):
@@ -370,7 +370,7 @@ def test_records_of_another_size_are_refused(loops: Loops) -> None:
         for refused in (loops.gather, loops.scatter):
             with pytest.raises(TypeError, match=f"expected records of 16 bytes, got {other.itemsize}"):
                 refused(records, places, other)
-    with pytest.raises(IndexError, match="a place is outside of the array"):
+    with pytest.raises(IndexError, match="a position is outside of the array"):
         loops.gather(records[:0], places, np.zeros(2, "V16"))
 
 

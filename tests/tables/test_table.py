@@ -173,7 +173,7 @@ def test_a_table_that_has_room_for_fewer_rows_than_before_makes_room_also_in_an_
     """As one whose file is on a disk that has become full."""
     rows = table(capacity=100)
     rows.apply(gradients(*range(100)), 1, 1)
-    rows._places._capacity = 60  # type: ignore[attr-defined]
+    rows._positions._capacity = 60  # type: ignore[attr-defined]
     applied = rows.apply(gradients(*range(50)), 1, 2)
     assert (applied.stepped, applied.evicted, len(rows)) == (50, 40, 60)
     assert rows.pull(np.arange(50), torch.empty(50, 4)) == 50
