@@ -137,8 +137,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0: any (%(default)s)")
     arguments = parser.parse_args()
-    config = AutoConfig.from_pretrained(arguments.model)
-    dtype = TORCH_DTYPES[arguments.wire]
+    config, dtype = AutoConfig.from_pretrained(arguments.model), TORCH_DTYPES[arguments.wire]
     with subscribe(arguments.server, arguments.job, wire=arguments.wire) as feed:
         models = FollowingModels(feed, lambda: AutoModelForCausalLM.from_config(config, dtype=dtype), arguments.models)
         with GenerationServer((arguments.host, arguments.port), models) as server:
