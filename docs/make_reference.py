@@ -47,11 +47,13 @@ FRAMEWORKS = {
     "engines.answers": ("TellsVersion",),
     "engines.huggingface": ("FollowingModels", "GenerationServer"),
     "engines.sglang": ("DiskFollower",),
-    "engines.vllm": ("FeedTransferEngine", "FollowInfo", "WantedVersion", "register"),
+    "engines.vllm": ("update", "FeedTransferEngine", "FollowInfo", "WantedVersion", "register"),
     "huggingface": ("OnServers", "PsTrainer"),
     "lightning": ("ParameterServerStrategy", "ParameterServerGroupStrategy", "FabricParameterServerStrategy"),
     "ray": ("PsConfig", "ParameterServer", "ActorGroups"),
 }
+# Beside a module's own file: another one that defines some of its names.
+ALSO_DEFINED_IN = {"engines.vllm": "engines.loaded_versions"}
 
 # A line that explains one or more names: "rank: from 0", "tls_cert, tls_key: this worker's certificate and key".
 EXPLAINS = re.compile(r"([a-z_]+(?:, [a-z_]+)*): +(\S.*)")
@@ -132,6 +134,8 @@ def framework_entries() -> Iterator[str]:
     for module, names in FRAMEWORKS.items():
         place = Path(str(session.__file__)).parent / module.replace(".", "/")
         sources = sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+        if module in ALSO_DEFINED_IN:
+            sources.append(Path(str(session.__file__)).parent / f"{ALSO_DEFINED_IN[module].replace('.', '/')}.py")
         nodes = [node for source in sources for node in ast.parse(source.read_text()).body]
         defined = {node.name: node for node in nodes if isinstance(node, _DEFINED)}
         for name in names:

@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from ps_protocol.errors import PSError, Unsupported
-from ps_worker.engines import answers
+from ps_worker.engines import loaded_versions
 from ps_worker.followed_model import WeightFeed, subscribe
 
 BACKEND = "ps_torch"
@@ -48,7 +48,7 @@ class WantedVersion(base.WeightTransferUpdateInfo):
 
     version: int = 0
     timeout: float = 600.0
-    report: str = ""  # where answers.py waits for the version that was loaded
+    report: str = ""  # where loaded_versions.py waits for the version that was loaded
 
 
 class FeedTransferEngine(base.WeightTransferEngine[FollowInfo, WantedVersion]):
@@ -88,7 +88,7 @@ class FeedTransferEngine(base.WeightTransferEngine[FollowInfo, WantedVersion]):
         try:
             self._received = self._load(update_info)
             if update_info.report and get_world_group().rank_in_group == 0:
-                answers.report(update_info.report, self._received)
+                loaded_versions.report(update_info.report, self._received)
         except BaseException:
             self._end_update()
             raise

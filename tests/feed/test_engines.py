@@ -35,8 +35,9 @@ from ps_protocol.errors import InvalidRequest, Unreachable, Unsupported
 from ps_torch.engines.answers import TellsVersion
 from ps_torch.engines.sglang import DiskFollower
 from ps_worker.edition_tensors import Edition
-from ps_worker.engines import answers
+from ps_worker.engines import loaded_versions
 from ps_worker.engines.folders import saved
+from ps_worker.engines.loaded_versions import update
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.launching import ROOT
 from tests.tools.remembering_trainer import RememberingTrainer
@@ -272,7 +273,8 @@ def test_an_answer_has_the_version_that_a_vllm_engine_has_loaded(
     async def engine(scope: Any, receive: Any, send: Any) -> None:
         asked = json.loads((await receive())["body"])
         if scope["path"] in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
-            assert workers.call(scope["path"][1:], *asked.values()) == ["", ""]
+            infos = [asked["update_info"]] if "update_info" in asked else []
+            assert workers.call(scope["path"][1:], *infos) == ["", ""]
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b""})
 
@@ -285,6 +287,64 @@ def test_an_answer_has_the_version_that_a_vllm_engine_has_loaded(
         ):
             assert ask(app, path, body)[0] == 200
         assert ask(app, "/v1/completions", {})[1][b"x-model-version"] == str(last).encode()
+    finally:
+        workers.call("shutdown")
+
+
+class InProcess:
+    """The stand-in of `vllm.LLM` before 0.27: what `update` calls of it."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        self._call("update_weights", request["update_info"])
+
+    def finish_weight_update(self) -> None:
+        self._call("finish_weight_update")
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        said = self._workers.call(method, *arguments)
+        if any(said):
+            raise RuntimeError(said[0])
+
+
+class Labelled(InProcess):
+    """From 0.27 on, vLLM has a label of its weights."""
+
+    label = "default"
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        super().finish_weight_update()
+        self.label = self.label if weight_version is None else weight_version
+
+    def get_weight_version(self) -> str:
+        return self.label
+
+
+def test_a_script_with_a_vllm_learns_which_version_it_has(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest, which may be later than the one that was asked for. vLLM's own label is the same."""
+    workers = Workers(vllm)
+    new, old = Labelled(workers), InProcess(workers)
+    workers.follow(shared.address, job)
+    try:
+        last = trainer.steps(3)
+        assert update(new, version=1, timeout=60.0) == last
+        assert new.get_weight_version() == str(last)
+        assert all(trainer.has(engine.model.loaded, last) for engine in workers.engines)
+        assert update(old) == last, "a vLLM without labels"
+        with pytest.raises(RuntimeError, match="did not come to version 9"):
+            update(new, version=9, timeout=0.1)
+        # The first worker is on another host.
+        monkeypatch.setattr(loaded_versions, "report", lambda address, version: None)
+        with pytest.raises(Unreachable, match="no known version"):
+            update(new)
+        assert new.get_weight_version() == "default", "it does not keep the label of other weights"
     finally:
         workers.call("shutdown")
 
@@ -550,7 +610,7 @@ async def loaded(receive: Any) -> None:
     """Takes a request as an engine does, which reports the version that it has loaded."""
     info = json.loads((await receive())["body"] or "{}").get("update_info", {})
     if "report" in info:
-        answers.report(info["report"], info["version"])
+        loaded_versions.report(info["report"], info["version"])
 
 
 def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
@@ -598,7 +658,9 @@ def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("short", "status", "version"), [(answers._SHORT, 200, b"7"), ((), 500, None)], ids=["another folder", "none"]
+    ("short", "status", "version"),
+    [(loaded_versions._SHORT, 200, b"7"), ((), 500, None)],
+    ids=["another folder", "none"],
 )
 def test_an_engine_is_updated_where_the_path_of_tmpdir_is_too_long_for_a_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: tuple[str, ...], status: int, version: bytes | None
@@ -607,7 +669,7 @@ def test_an_engine_is_updated_where_the_path_of_tmpdir_is_too_long_for_a_socket(
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(answers, "_SHORT", short)
+    monkeypatch.setattr(loaded_versions, "_SHORT", short)
     asked: list[str] = []
 
     async def engine(scope: Any, receive: Any, send: Any) -> None:
@@ -645,6 +707,110 @@ def test_an_engine_that_begins_to_take_weights_has_no_version_any_more(status: i
     ask(app, "/update_weights", {"update_info": {"version": 5}})
     ask(app, "/finish_weight_update", {})
     assert ask(app, "/v1/completions", {})[1][b"x-model-version"] == b"5"
+
+
+def test_vllm_is_told_the_version_as_the_label_of_its_weights() -> None:
+    """FastAPI takes a body by its content type and length."""
+    finished: list[Any] = []
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/finish_weight_update":
+            body = (await receive())["body"]
+            headers = dict(scope["headers"])
+            assert headers[b"content-length"] == str(len(body)).encode()
+            assert headers[b"content-type"] == b"application/json"
+            finished.append(body if body == b"{" else json.loads(body))
+        else:
+            await loaded(receive)
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = TellsVersion(engine)
+    for body in (None, {}, {"weight_version": None}):
+        assert ask(app, "/update_weights", {"update_info": {"version": 7}})[0] == 200
+        ask(app, "/finish_weight_update", body)
+        assert finished.pop() == {"weight_version": "7"}
+    ask(app, "/update_weights", {"update_info": {"version": 8}})
+    ask(app, "/finish_weight_update", {"weight_version": "step-8"})
+    assert finished.pop() == {"weight_version": "step-8"}, "the caller's own"
+    ask(app, "/finish_weight_update", {})
+    assert finished.pop() == {"weight_version": "default"}, "not the one of the weights before"
+    assert app.version is None
+    for other in ([], "text"):
+        ask(app, "/finish_weight_update", other)
+        assert finished.pop() == other, "vLLM says what is wrong with it"
+
+
+def test_weights_may_be_asked_for_by_a_list_with_an_entry_for_each_worker() -> None:
+    """As vLLM 0.29 takes them. Of several engines the lowest version counts."""
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        for info in json.loads((await receive())["body"]).get("update_info", []):
+            loaded_versions.report(info["report"], info["version"] + 1)
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = TellsVersion(engine)
+    assert ask(app, "/update_weights", {"update_info": [{"version": 4}, {"version": 3}]})[0] == 200
+    ask(app, "/finish_weight_update", {})
+    assert app.version == 4
+    for wrong in ([], [{}], [{"version": 4}, {"version": 0}], [4], "4"):
+        assert ask(app, "/update_weights", {"update_info": wrong})[0] == 400
+    assert app.version == 4
+
+
+def test_an_answer_whose_request_has_seen_an_update_has_both_versions() -> None:
+    async def main() -> None:
+        asked, may_answer = asyncio.Event(), asyncio.Event()
+
+        async def engine(scope: Any, receive: Any, send: Any) -> None:
+            if scope["path"].startswith("/v1"):
+                asked.set()
+                await may_answer.wait()
+            else:
+                await loaded(receive)
+            await send({"type": "http.response.start", "status": 200})
+            await send({"type": "http.response.body", "body": b""})
+
+        app = TellsVersion(engine)
+
+        async def post(path: str, body: Any) -> dict[bytes, bytes]:
+            sent: list[Any] = []
+
+            async def receive() -> Any:
+                return {"type": "http.request", "body": json.dumps(body).encode()}
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            await app({"type": "http", "path": path, "method": "POST"}, receive, send)
+            return dict(sent[0].get("headers", ()))
+
+        async def give(version: int) -> None:
+            await post("/start_weight_update", {})
+            await post("/update_weights", {"update_info": {"version": version}})
+            await post("/finish_weight_update", {})
+
+        async def generate(meanwhile: Any) -> dict[bytes, bytes]:
+            asked.clear()
+            may_answer.clear()
+            generating = asyncio.create_task(post("/v1/completions", {}))
+            await asked.wait()
+            await meanwhile
+            may_answer.set()
+            return await generating
+
+        async def nothing() -> None: ...
+
+        await give(3)
+        assert await generate(nothing()) == {b"x-model-version": b"3"}
+        assert await generate(give(4)) == {b"x-model-version": b"3", b"x-model-version-last": b"4"}
+        # The same version may have other weights, after a rollback.
+        assert await generate(give(4)) == {b"x-model-version": b"4", b"x-model-version-last": b"4"}
+        started = await generate(post("/start_weight_update", {}))
+        assert started == {b"x-model-version": b"4", b"x-model-version-last": b"unknown"}
+
+    asyncio.run(main())
 
 
 def test_two_requests_at_once_that_give_an_engine_weights_leave_no_wrong_version() -> None:
