@@ -2,16 +2,14 @@
 
     llm = LLM(model, weight_transfer_config=WeightTransferConfig(backend="ps_torch"))
     llm.init_weight_transfer_engine({"init_info": {"server": "trainer:50051"}})  # more by PS_* variables
-    llm.start_weight_update()
-    llm.update_weights({"update_info": {"version": 40}})  # waits for an edition with so many updates
-    llm.finish_weight_update()
+    version = update(llm, version=40)  # waits for an edition with so many updates
 
 vLLM finds the engine by itself: the package has an entry point in the group vllm.general_plugins, which calls
 `register` in each of vLLM's processes. The first of an engine's workers follows the job, and hands the weights to the
 others through vLLM's own group, so that all have one version. The trainer sends nothing and knows no engine.
 
-The interface is that of vllm/distributed/weight_transfer/{base,factory}.py at commit 02f250b0 (after 0.25), and in the
-documents of vLLM 0.25. Tests have a stand-in with that interface, because vLLM needs a GPU.
+The interface is that of vllm/distributed/weight_transfer/{base,factory}.py in vLLM 0.25 to 0.33. Tests hold this file
+against facts from the sources of these releases, and have a stand-in with that interface, because vLLM needs a GPU.
 """
 
 from __future__ import annotations
@@ -109,7 +107,7 @@ class FeedTransferEngine(base.WeightTransferEngine[FollowInfo, WantedVersion]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Raises Unsupported. vLLM calls this method of an engine to which a trainer sends the weights."""
+        """Raises Unsupported. vLLM before 0.28 calls this of an engine to which a trainer sends the weights."""
         raise Unsupported("parameter servers send the weights: a trainer has nothing to send")
 
     def _end_update(self) -> None:

@@ -1,7 +1,8 @@
 """Engines are given a job's newest weights, and never pass old ones off as new.
 
-vLLM and SGLang need GPUs. Here stand-ins have the interfaces that ps_worker/engines names; the job, its feed and the
-files are real. tests/frameworks/test_followed_models.py has transformers itself.
+vLLM and SGLang need GPUs. Here stand-ins have the interfaces that ps_worker/engines names, which
+test_engine_interfaces.py holds against facts from their sources; the job, its feed and the files are real.
+tests/frameworks/test_followed_models.py has transformers itself.
 """
 
 from __future__ import annotations
@@ -360,6 +361,9 @@ def test_vllm_finds_the_engine_by_an_entry_point(vllm: Any) -> None:
 # -- SGLang ----------------------------------------------------------------------------------------------------------
 
 
+FIELDS = {"model_path", "load_format", "abort_all_requests", "weight_version", "flush_cache"}  # of a request
+
+
 class Engine(ThreadingHTTPServer):
     """The stand-in of an SGLang server: the two routes that matter, and the answers that 0.5.23 gives there."""
 
@@ -401,7 +405,7 @@ class Routes(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         assert self.path == "/update_weights_from_disk"
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert asked.keys() <= {"model_path", "load_format", "abort_all_requests", "weight_version", "flush_cache"}
+        assert asked.keys() <= FIELDS
         if self.server.refuses:
             self._answer(400, {"success": False, "message": self.server.refuses, "num_paused_requests": 0})
             return
