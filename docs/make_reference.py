@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import ps_torch
+from ps_feed.edition import EditionArrays
+from ps_feed.subscribing import subscribe as subscribe_without_torch
+from ps_feed.subscription import Subscription
 from ps_worker import session
 from ps_worker.connecting import connect
 from ps_worker.edition_tensors import Edition, MadeOf
@@ -125,6 +128,10 @@ def feed_entries() -> Iterator[str]:
         yield text_of(inspect.getdoc(cls) or "", None) + "\n"
         if called_so:
             yield from member_entries(cls, called_so)
+    yield from entry("###", "ps_feed.subscribe", subscribe_without_torch)
+    yield from entry("###", "subscription.wait", Subscription.wait)
+    yield from entry("###", "arrays.names", EditionArrays.names)
+    yield from entry("###", "arrays.tensor", EditionArrays.tensor)
 
 
 def framework_entries() -> Iterator[str]:

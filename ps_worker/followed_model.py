@@ -16,10 +16,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from ps_feed.subscribing import reading_from
 from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, Unreachable
 from ps_worker import reading_blocks
-from ps_worker.config import check, reading_from
+from ps_worker.config import check
 from ps_worker.edition_tensors import Edition, MadeOf
 from ps_worker.fitted_model import Fit, Names, Slot, fit
 from ps_worker.followed_tables import Claim, FollowedTables, SharedRowFeed, bind

@@ -17,6 +17,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from ps_feed.subscribing import reading_from
 from ps_protocol.errors import (
     Forbidden,
     InvalidRequest,
@@ -34,7 +35,7 @@ from ps_runtime.credentials import Access
 from ps_runtime.memory import free_bytes
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.feeds import RowWatch, shard_addresses
-from ps_worker.config import check, reading_from
+from ps_worker.config import check
 from ps_worker.reading_blocks import ReadingBlocks
 from ps_worker.tables.ahead import flat_ids
 from ps_worker.tables.row_copy import ReadRowsMessage, RowCopy, saved_copy
