@@ -544,6 +544,42 @@ def test_followers_of_other_jobs_and_wire_formats_may_have_one_folder(
             engine.stop()
 
 
+def test_an_sglang_may_have_other_names_than_the_job(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
+) -> None:
+    """Such as separate tensors that the job has in one. Another follower with this folder has the job's names."""
+    names = {
+        "layers.up.weight": ps.MadeOf("0.weight", lambda both: both.chunk(2)[0]),
+        "layers.gate.weight": ps.MadeOf("0.weight", lambda both: both.chunk(2)[1]),
+        "head.weight": "2.weight",
+    }
+    own, other = Engine(), Engine()
+    try:
+        with ps.subscribe(shared.address, job) as feed:
+            follower = DiskFollower(feed, own.address, tmp_path / "versions", base, names=names)
+            for clock in range(2):
+                assert follower.update()
+                assert not follower.update(), "it has them"
+                new = trainer.past[clock]
+                assert own.weights.keys() == {*names, "0.bias", "2.bias"}
+                both = torch.cat((own.weights["layers.up.weight"], own.weights["layers.gate.weight"]))
+                assert torch.equal(both, new["0.weight"])
+                assert torch.equal(own.weights["head.weight"], new["2.weight"])
+                assert own.weight_version.startswith(f"{clock}-")
+                assert DiskFollower(feed, other.address, tmp_path / "versions", base).update()
+                assert trainer.has(other.weights, clock)
+                feed.wait_for(trainer.step())
+            # A follower that is started again with other names does not take the engine's weights for its own.
+            feed.wait_for(trainer.step())
+            assert follower.update()
+            own.weights.clear()
+            assert DiskFollower(feed, own.address, tmp_path / "versions", base, names={"head": "2.weight"}).update()
+            assert "head" in own.weights
+    finally:
+        own.stop()
+        other.stop()
+
+
 def test_followers_of_one_job_may_write_one_version_at_the_same_time(
     shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
 ) -> None:
@@ -552,8 +588,8 @@ def test_followers_of_one_job_may_write_one_version_at_the_same_time(
     class Overtaken(Edition):
         """While it is written, another follower writes the same from its begin to its end."""
 
-        def save(self, path: str | Path, max_shard_bytes: int | None = None) -> None:
-            super().save(path, max_shard_bytes)
+        def save(self, path: str | Path, max_shard_bytes: int | None = None, names: Any = None) -> None:
+            super().save(path, max_shard_bytes, names)
             places.append(saved(Edition(self.arrays, job), tmp_path, base, 300))
 
     with ps.subscribe(shared.address, job) as feed:
