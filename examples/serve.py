@@ -57,7 +57,7 @@ class Served:
     """Models that follow training.
 
     Each request has one of them for itself, and so need not wait for another's end to get newer weights. Their
-    parameters are views of the feed's weights: on a CPU ten models take up as much memory as one.
+    parameters share one copy of the feed's weights: ten models take up as much memory as one.
 
     count:  models, and so requests that are computed at a time
     heads, block: as the model was trained; all else is seen in its weights

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -45,24 +45,27 @@ class _Loaded:
         problem: An edition of which it could not make them, and why.
     """
 
-    def __init__(self, model: nn.Module, row_feeds: Mapping[str, SharedRowFeed]) -> None:
-        self.model = weakref.ref(model)
+    def __init__(self, model: nn.Module, row_feeds: Mapping[str, SharedRowFeed], tensors: TensorMaker) -> None:
+        self.model, self._tensors = weakref.ref(model), tensors
         self.slots, self.is_copied = list[Slot](), False
         self.row_blocks = [feed.blocks for feed in row_feeds.values()]
         self.edition: Edition | None = None
         self.ready: Made | None = None
         self.problem: tuple[Edition, Exception] | None = None
         self.readers = 0
-        self.changed, self.making = threading.Condition(), threading.Lock()
-        self._tensors = TensorMaker()
+        self.changed = threading.Condition()
 
-    def made(self, edition: Edition) -> Made:
-        """Returns the tensors of an edition in the model's types and devices. The caller holds `making` if the model
-        is copied.
-        """
+    def views(self, edition: Edition) -> Made:
+        """Returns the tensors of an edition where they are views of it. In another type or device they are copied."""
         slots = self.slots
-        made = self._tensors.made(slots, edition)
-        return edition, [(slot.target, tensor) for slot, tensor in zip(slots, made, strict=True)]
+        tensors = [slot.source.tensor(edition).to(slot.target.device, slot.target.dtype) for slot in slots]
+        return edition, [(slot.target, tensor) for slot, tensor in zip(slots, tensors, strict=True)]
+
+    def copies(self, edition: Edition) -> Made:
+        """Returns the tensors of an edition in the model's types and devices. The caller holds the feed's `_making`."""
+        slots = self.slots
+        tensors = self._tensors.made(slots, edition)
+        return edition, [(slot.target, tensor) for slot, tensor in zip(slots, tensors, strict=True)]
 
     def put(self, made: Made) -> None:
         """Makes the model use these tensors. The caller holds `changed`, and there is no reader."""
@@ -119,7 +122,8 @@ class WeightFeed:
         self._subscription, self._job, self._names, self._tables = subscription, job, names, tables
         self._maker = maker  # None: readers make the tensors of copied models themselves
         self._models: weakref.WeakKeyDictionary[nn.Module, _Loaded] = weakref.WeakKeyDictionary()
-        self._loading = threading.Lock()
+        self._loading, self._making = threading.Lock(), threading.Lock()
+        self._tensors = TensorMaker()
 
     def __enter__(self) -> WeightFeed:
         return self
@@ -240,11 +244,12 @@ class WeightFeed:
                 fitted = self._fit(model, edition)
             with self._loading:  # another thread may load the same model, and read it then
                 if model not in self._models:
-                    loaded = _Loaded(model, row_feeds)
+                    loaded = _Loaded(model, row_feeds, self._tensors)
                     self._fitted(loaded, fitted.slots, edition)
-                    made = loaded.made(edition)
-                    loaded.put(made)
-                    loaded.ready = made if loaded.is_copied else None
+                    if loaded.is_copied:
+                        with self._making:
+                            loaded.ready = loaded.copies(edition)
+                    loaded.put(loaded.ready or loaded.views(edition))
                     bind(fitted.tables, row_feeds)
                     self._models[model] = loaded
                     return model
@@ -423,8 +428,12 @@ class WeightFeed:
             self._fit_again(loaded, newest)
             if before is not None and before.arrays is newest.arrays:
                 return None
-            with loaded.making if loaded.is_copied else nullcontext():
-                return loaded.made(newest)
+            if not loaded.is_copied:
+                return loaded.views(newest)
+            with self._making:
+                if not self._is_made_apart(loaded):  # the thread may have begun meanwhile
+                    loaded.ready = None  # it may be older than what the model gets now
+                    return loaded.copies(newest)
         if loaded.problem is not None and loaded.problem[0].arrays is newest.arrays:
             raise loaded.problem[1].with_traceback(None)
         return None if loaded.ready is None or loaded.ready[0] is before else loaded.ready
@@ -440,11 +449,14 @@ class WeightFeed:
         for loaded in models:
             if not self._subscription.closed:
                 self._make(loaded)
+        if not any(loaded.is_copied for loaded in models):
+            with self._making:
+                self._tensors.forget()
 
     def _make(self, loaded: _Loaded) -> None:
         """Makes the tensors of the newest edition for a model, if a thread does so for it. Readers are told why it
         could not."""
-        with loaded.making:
+        with self._making:
             newest, ready = self._subscription.edition, loaded.ready
             is_made = newest is None or (ready is not None and ready[0].arrays is newest)
             if newest is None or is_made or not self._is_made_apart(loaded):
@@ -452,7 +464,7 @@ class WeightFeed:
             edition = Edition(newest, self._job)
             try:
                 self._fit_again(loaded, edition)
-                ready, loaded.problem = loaded.made(edition), None
+                ready, loaded.problem = loaded.copies(edition), None
             except Exception as error:  # the functions of a `MadeOf` are a script's
                 loaded.problem = edition, error
             with loaded.changed:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ps_feed.edition import EditionArrays
 from ps_protocol.errors import TryLater
 from ps_runtime.background import guarded, start
 from ps_worker.edition_tensors import Edition
@@ -84,27 +85,48 @@ class EditionMaker:
 
 
 class TensorMaker:
-    """Makes the tensors of one model. Used by one thread at a time, but for `used`."""
+    """Makes the tensors of a feed's models. Used by one thread at a time, but for `used`.
+
+    Models whose tensors have the same types and devices share one copy of each edition.
+    """
 
     def __init__(self) -> None:
         self._copies: dict[torch.device, CudaCopies] = {}
+        self._shared: weakref.WeakValueDictionary[tuple[object, ...], torch.Tensor] = weakref.WeakValueDictionary()
+        self._arrays: EditionArrays | None = None  # of which `_shared` has copies
 
     def made(self, slots: Sequence[Slot], edition: Edition) -> list[torch.Tensor]:
         """Returns the tensors of an edition in the types and on the devices of the slots: views of the edition if these
         are the same. Copies to GPUs have come to an end.
         """
-        tensors = [self._one(slot, slot.source.tensor(edition)) for slot in slots]
+        if self._arrays is not edition.arrays:
+            self._shared.clear()
+            self._arrays = edition.arrays
+        tensors = [self._one(slot, edition) for slot in slots]
         for copies in self._copies.values():
             copies.wait()
         return tensors
+
+    def forget(self) -> None:
+        """Keeps no edition in memory, where no model needs copies any more."""
+        self._shared.clear()
+        self._arrays = None
 
     def used(self) -> None:
         """Notes that the calling thread has queued its last work with the tensors of a model on GPUs."""
         for copies in list(self._copies.values()):
             copies.used()
 
-    def _one(self, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+    def _one(self, slot: Slot, edition: Edition) -> torch.Tensor:
         device, dtype = slot.target.device, slot.target.dtype
+        # A `MadeOf` is that of another model if a mapping gives both; each name makes one of its own.
+        key = (slot.source.names if slot.source.is_one else slot.source, device, dtype)
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = self._shared[key] = self._moved(slot.source.tensor(edition), device, dtype)
+        return shared
+
+    def _moved(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         if device.type != "cuda" or tensor.is_cuda or not tensor.numel():
             return tensor.to(device, dtype)
         if device not in self._copies:

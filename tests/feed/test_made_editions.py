@@ -120,6 +120,42 @@ def test_a_model_of_another_type_follows(shared: Cluster, job: str, trainer: Tra
         assert torch.equal(feed.load(model).weight, trainer.past[5]["weight"].to(dtype)), "load brings the newest"
 
 
+def test_models_of_one_type_share_one_copy(shared: Cluster, job: str, trainer: Trainer) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        models = [feed.load(nn.Linear(20, 8, dtype=torch.float64)) for _ in range(3)]
+        other = feed.load(nn.Linear(20, 8, dtype=torch.bfloat16))
+        clock = trainer.step()
+        feed.wait_for(clock)
+        places = set()
+        for model in (*models, other):
+            version, weight = read(feed, model, max_behind=0)
+            assert version == clock
+            assert torch.equal(weight, trainer.past[clock]["weight"].to(model.weight.dtype))
+            places.add(model.weight.data_ptr())
+        assert len(places) == 2
+        assert len({model.weight.data_ptr() for model in models}) == 1
+
+
+def test_a_model_that_is_no_copy_waits_for_no_copy_of_another(
+    shared: Cluster, job: str, trainer: Trainer, gate: Gate
+) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Linear(20, 8)
+
+    with ps.subscribe(shared.address, job, names=names(gate) | {"own.bias": "bias", "own.weight": "weight"}) as feed:
+        copied, viewed = feed.load(nn.Linear(20, 8)), feed.load(Wrapped())
+        gate.close()
+        feed.wait_for(trainer.step())
+        assert gate.entered.wait(TEST_SECONDS)
+        with feed.reading(viewed, max_behind=0) as version:
+            assert version == 1
+            assert torch.equal(viewed.own.weight, trainer.past[1]["weight"])
+        assert read(feed, copied)[0] == 0
+        gate.open.set()
+
+
 def test_editions_that_come_faster_than_they_are_made_are_passed_over(
     shared: Cluster, job: str, trainer: Trainer, gate: Gate
 ) -> None:
