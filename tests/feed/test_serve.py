@@ -213,3 +213,32 @@ def test_the_model_is_served_while_it_trains_and_when_a_relay_a_shard_the_traine
     kill_family(servers.process.pid)
     until(lambda: ask(address, "/healthz")[0] == 503, "its saying that it may be behind")
     assert ask(address, "/generate", {})[:2] == (200, version)
+
+
+@pytest.mark.long
+def test_servers_training_and_the_service_start_with_one_command_and_end_with_it(
+    commands: Commands, tmp_path: Path
+) -> None:
+    shape = [f"--{name}={value}" for name, value in SHAPE.items()]
+    more = ["--batch-size=8", "--lr=0.01", "--steps=1000000"]
+    service = commands.start(str(SCRIPT), "--demo", f"--out={tmp_path}", "--port=0", *shape, *more)
+    [address] = service.says(r"serving version \d+ at (http://\S+)\n")
+    first = ask(address, "/score", {"text": TEXT})[2]["loss"]
+    until(lambda: ask(address, "/score", {"text": TEXT})[2]["loss"] < first - 0.5, "a served model that has learnt")
+    started = psutil.Process(service.process.pid).children(recursive=True)
+    assert len(started) >= 4, "a coordinator, shards, workers"
+    service.process.send_signal(signal.SIGINT)
+    until(lambda: not any(each.is_running() for each in started), "the end of all that was started")
+    assert service.process.wait(60) == 130
+
+
+def test_flags_of_the_training_are_for_the_demo_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve = launching.load(SCRIPT)
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--demo", "--lr=0.01"])
+    assert serve.parse_arguments().training == ["--lr=0.01"]
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--lr=0.01"])
+    with pytest.raises(SystemExit):
+        serve.parse_arguments()
+    assert "unrecognized arguments: --lr=0.01" in capsys.readouterr().err
