@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.feed import test_engines
+from tests.tools import engine_stand_ins as stand_ins
 from tests.tools.engine_sources import GIVES_WEIGHTS, MEMBERS, WANTED, facts_of, misfits_of_vllm
 from tests.tools.launching import ROOT
 
@@ -56,21 +56,21 @@ def test_a_vllm_that_the_adapter_does_not_fit_is_seen() -> None:
 @pytest.mark.parametrize("release", VLLM)
 def test_the_stand_in_of_vllm_has_its_interface(release: str) -> None:
     facts = VLLM[release]
-    stand_in = test_engines.TransferEngine
+    stand_in = stand_ins.TransferEngine
     abstract = {f"WeightTransferEngine.{name}" for name in stand_in.__abstractmethods__}
     assert abstract >= set(facts["abstract"])
     told = facts["takes"]
     for name in ("__init__", "parse_init_info", "update_weights", *stand_in.__abstractmethods__):
         own = parameters(vars(stand_in)[name])
         assert told.get(f"WeightTransferEngine.{name}", own) == own
-    assert len(parameters(test_engines.Factory.register_engine)) == len(
+    assert len(parameters(stand_ins.Factory.register_engine)) == len(
         told["WeightTransferEngineFactory.register_engine"]
     )
     for name in ("broadcast", "broadcast_object"):
-        assert parameters(vars(test_engines.Group)[name]) == told[f"GroupCoordinator.{name}"]
+        assert parameters(vars(stand_ins.Group)[name]) == told[f"GroupCoordinator.{name}"]
     has_label = "LLM.get_weight_version" in told
     assert has_label == (tuple(map(int, release.split("."))) >= tuple(map(int, FIRST_WITH_LABEL.split("."))))
-    llm = test_engines.Labelled if has_label else test_engines.InProcess
+    llm = stand_ins.Labelled if has_label else stand_ins.InProcess
     for name in MEMBERS["LLM"] - {"init_weight_transfer_engine"}:
         assert (f"LLM.{name}" in told) == hasattr(llm, name)
         if f"LLM.{name}" in told:
@@ -81,7 +81,7 @@ def test_the_stand_in_of_vllm_has_its_interface(release: str) -> None:
 
 def test_the_stand_in_of_vllm_demands_no_method_that_none_of_its_releases_does() -> None:
     demanded = {name for facts in VLLM.values() for name in facts["abstract"]}
-    assert {f"WeightTransferEngine.{name}" for name in test_engines.TransferEngine.__abstractmethods__} == demanded
+    assert {f"WeightTransferEngine.{name}" for name in stand_ins.TransferEngine.__abstractmethods__} == demanded
 
 
 @pytest.mark.parametrize("release", SGLANG)
@@ -89,7 +89,7 @@ def test_the_follower_and_the_stand_in_of_sglang_fit_it(release: str) -> None:
     facts = SGLANG[release]
     fields = set(facts["takes"]["UpdateWeightFromDiskReqInput"])
     assert fields >= {"model_path", "weight_version"}, "what DiskFollower sends"
-    assert fields >= test_engines.FIELDS
+    assert fields >= stand_ins.FIELDS
     assert facts["routes"].keys() == {"GET /model_info", "POST /update_weights_from_disk"}
 
 
