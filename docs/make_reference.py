@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import ps_torch
+from ps_feed.edition import EditionArrays
+from ps_feed.subscribing import subscribe as subscribe_without_torch
+from ps_feed.subscription import Subscription
 from ps_worker import session
 from ps_worker.connecting import connect
 from ps_worker.edition_tensors import Edition, MadeOf
@@ -47,11 +50,13 @@ FRAMEWORKS = {
     "engines.answers": ("TellsVersion",),
     "engines.huggingface": ("FollowingModels", "GenerationServer"),
     "engines.sglang": ("DiskFollower",),
-    "engines.vllm": ("FeedTransferEngine", "FollowInfo", "WantedVersion", "register"),
+    "engines.vllm": ("update", "FeedTransferEngine", "FollowInfo", "WantedVersion", "register"),
     "huggingface": ("OnServers", "PsTrainer"),
     "lightning": ("ParameterServerStrategy", "ParameterServerGroupStrategy", "FabricParameterServerStrategy"),
     "ray": ("PsConfig", "ParameterServer", "ActorGroups"),
 }
+# Beside a module's own file: another one that defines some of its names.
+ALSO_DEFINED_IN = {"engines.vllm": "engines.loaded_versions"}
 
 # A line that explains one or more names: "rank: from 0", "tls_cert, tls_key: this worker's certificate and key".
 EXPLAINS = re.compile(r"([a-z_]+(?:, [a-z_]+)*): +(\S.*)")
@@ -123,6 +128,10 @@ def feed_entries() -> Iterator[str]:
         yield text_of(inspect.getdoc(cls) or "", None) + "\n"
         if called_so:
             yield from member_entries(cls, called_so)
+    yield from entry("###", "ps_feed.subscribe", subscribe_without_torch)
+    yield from entry("###", "subscription.wait", Subscription.wait)
+    yield from entry("###", "arrays.names", EditionArrays.names)
+    yield from entry("###", "arrays.tensor", EditionArrays.tensor)
 
 
 def framework_entries() -> Iterator[str]:
@@ -132,6 +141,8 @@ def framework_entries() -> Iterator[str]:
     for module, names in FRAMEWORKS.items():
         place = Path(str(session.__file__)).parent / module.replace(".", "/")
         sources = sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+        if module in ALSO_DEFINED_IN:
+            sources.append(Path(str(session.__file__)).parent / f"{ALSO_DEFINED_IN[module].replace('.', '/')}.py")
         nodes = [node for source in sources for node in ast.parse(source.read_text()).body]
         defined = {node.name: node for node in nodes if isinstance(node, _DEFINED)}
         for name in names:

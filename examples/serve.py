@@ -5,6 +5,8 @@
     python examples/serve.py --server 127.0.0.1:50051
     curl -si localhost:8000/generate --json '{"prompt": "def ", "length": 80}'
 
+`python examples/serve.py --demo` does all of this on one machine: it starts servers and workers, too, and ends them.
+
 This process is no worker: training neither knows it nor waits for it. The lines marked (ps) are all that this takes.
 Every answer says in `x-model-version` how many updates its weights have. A request reads one version from its beginning
 to its end, however often weights arrive meanwhile. If the trainer or the servers are gone, the last weights go on being
@@ -14,19 +16,25 @@ served, and /healthz says how old they are.
 from __future__ import annotations
 
 import argparse
+import os
 import queue
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import uvicorn
 from char_gpt import CharGPT, Shape, write_text
+from demo import SCRIPT, await_server, running, terminate, threads
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
@@ -57,7 +65,7 @@ class Served:
     """Models that follow training.
 
     Each request has one of them for itself, and so need not wait for another's end to get newer weights. Their
-    parameters are views of the feed's weights: on a CPU ten models take up as much memory as one.
+    parameters share one copy of the feed's weights: ten models take up as much memory as one.
 
     count:  models, and so requests that are computed at a time
     heads, block: as the model was trained; all else is seen in its weights
@@ -162,6 +170,28 @@ def application(served: Served, late: float, max_behind: int | None) -> FastAPI:
     return app
 
 
+@contextmanager
+def training(arguments: argparse.Namespace) -> Iterator[str]:
+    """Starts servers of two shards, and two workers that train the model; gives the servers' address. They end with the
+    block.
+    """
+    signal.signal(signal.SIGTERM, terminate)
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    server = ["ps-server", "up", "--shards", "2", "--port", "0", "--metrics-port", "0"]
+    with (out / "server.log").open("w") as log, running(server, stdout=log, stderr=subprocess.STDOUT) as process:
+        address, page = await_server(process, out / "server.log")
+        print(f"the servers are ready; watch the job in a browser, while it trains: {page}", flush=True)
+        workers = ["ps-worker", "run", "--server", address, "--workers", "2", str(SCRIPT), "--out", str(out)]
+        workers += ["--steps=2000", f"--heads={arguments.heads}", f"--block={arguments.block}", *arguments.training]
+        share = os.environ | {"OMP_NUM_THREADS": threads(2)}
+        with (
+            (out / "workers.log").open("w") as said,
+            running(workers, env=share, stdout=said, stderr=subprocess.STDOUT),
+        ):
+            yield address
+
+
 def parse_arguments() -> argparse.Namespace:
     """Parses the arguments. Options that are not given come from PS_* variables, as for a training script."""
     parser = argparse.ArgumentParser(description="Serve the GPT of char_gpt.py while it trains.")
@@ -176,13 +206,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0: any (%(default)s)")
     parser.add_argument("--wait", type=float, default=600.0, help="seconds to wait for the weights (%(default)s)")
-    return parser.parse_args()
+    parser.add_argument("--demo", action="store_true", help="start servers, and workers with all other flags, too")
+    parser.add_argument("--out", type=Path, default=Path("runs/serve"), help="logs of --demo (%(default)s)")
+    arguments, arguments.training = parser.parse_known_args()
+    if arguments.training and not arguments.demo:
+        parser.error(f"unrecognized arguments: {' '.join(arguments.training)}")
+    return arguments
 
 
 def main() -> None:
     """Runs the example; see the top of this file."""
     arguments = parse_arguments()
-    with ps.subscribe(arguments.server, arguments.job, wire=arguments.wire) as feed:  # (ps)
+    with (
+        training(arguments) if arguments.demo else nullcontext(arguments.server) as server,
+        ps.subscribe(server, arguments.job, wire=arguments.wire) as feed,  # (ps)
+    ):
         served = Served(feed, arguments.models, arguments.heads, arguments.block, arguments.wait)
         app = application(served, arguments.late, arguments.max_behind)
         # Listens before the server runs, so that the line below tells the port and comes before the first request.
@@ -193,4 +231,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -7,6 +7,23 @@ pace.py          Chooses the next edition to request: how many updates ahead of 
 edition_file.py  An edition as a safetensors file, made of views of its memory
 telling.py       The reports that a relay sends to the servers that it follows
 subscription.py  Follows a job: the newest edition, in memory
+subscribing.py   `subscribe`, for scripts: follows a job by arguments and PS_* variables
 """
 
+from typing import TYPE_CHECKING, Any
+
 import ps_runtime  # noqa: F401  # sets what grpc reads when it is imported
+
+__all__ = ["subscribe"]
+
+if TYPE_CHECKING:
+    from ps_feed.subscribing import subscribe
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Returns `subscribe`, which is imported when it is asked for: servers import this package, too."""
+        if name == "subscribe":
+            from ps_feed.subscribing import subscribe
+
+            return subscribe
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -306,3 +306,11 @@ def _is_service_link(name: str, value: str) -> bool:
 def _about(name: str) -> str:
     near = get_close_matches(name, sorted(KNOWN_VARIABLES), 1)
     return f"the variable {name} is not known and has no effect" + (f", did you mean {near[0]}?" if near else "")
+
+
+# Settings of workers and of processes that follow their job.
+JOB_SERVER = Setting("server", "the coordinator; not needed for single and ddp", host_port, metavar="HOST:PORT")
+JOB_NAME = Setting("job", "the job's name", default="default", metavar="NAME")
+SHARED_DIRECTORY = Setting(
+    "shared_directory", "where memory is shared with servers on this host", Path, DEFAULT_SHARED_DIRECTORY
+)

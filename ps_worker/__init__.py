@@ -19,6 +19,7 @@ prepared.py     Maps the arguments of `prepare` to its results
 row_feed.py     A live copy of a table in a process that does not train
 reading_blocks.py Blocks in which readers see no change, and the changes that wait for their end
 followed_model.py `subscribe`: a job's weights in a process that does not train
+made_editions.py  Copies of an edition for models of another type or device, in a thread
 followed_tables.py The rows of such a model: a copy of each of its tables, which follows training
 fitted_model.py How such a model fits the job: what each of its tensors is made of, and which tables it reads
 edition_tensors.py A job's weights at one version: as tensors, as files, and for models with other names

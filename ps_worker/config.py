@@ -10,17 +10,18 @@ from typing import Any
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import WIRES
 from ps_protocol.modes import Consistency, check_quorum, parse_mode, parse_quorum, with_quorum
-from ps_runtime.credentials import Access, access
+from ps_runtime.credentials import access
 from ps_runtime.launch_id import launch_id
 from ps_runtime.logs import log_settings
 from ps_runtime.rank import RankOfProcess, find_rank
 from ps_runtime.settings import (
-    DEFAULT_SHARED_DIRECTORY,
+    JOB_NAME,
+    JOB_SERVER,
     NATIVE,
+    SHARED_DIRECTORY,
     Setting,
     access_settings,
     count,
-    host_port,
     index,
     one_of,
     port_number,
@@ -76,11 +77,11 @@ MODES = (
 # logging, so `connect` takes neither log_level nor log_format. The wire is a matter of `prepare`, the library for
 # tables one of the whole process.
 SETTINGS = (
-    Setting("server", "the coordinator; not needed for single and ddp", host_port, metavar="HOST:PORT"),
+    JOB_SERVER,
     Setting("mode", MODES, mode_name),
     Setting("quorum", "in sync, how many live workers an update waits for: Q, or all-N", quorum_text, metavar="Q"),
     Setting("quorum_grace", "seconds that it then waits for the others; 0 if not given", seconds, metavar="S"),
-    Setting("job", "the job's name", default="default", metavar="NAME"),
+    JOB_NAME,
     Setting("world_size", "workers of the whole job, if others start elsewhere", count, metavar="W"),
     Setting("elastic", "no fixed world size: ranks are given out, workers come and go", bool),
     Setting("connect_timeout", "seconds to keep trying a server", seconds, 60.0, "S"),
@@ -114,7 +115,7 @@ SETTINGS = (
         TRANSPORTS[0],
     ),
     Setting("wire", "how gradients and weights travel: int4, say, or PUSH,PULL", wire_formats, metavar="FORMAT"),
-    Setting("shared_directory", "where memory is shared with servers on this host", Path, DEFAULT_SHARED_DIRECTORY),
+    SHARED_DIRECTORY,
     NATIVE,
     *access_settings(),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
@@ -255,30 +256,3 @@ def _checked_rank(
     if not 0 <= rank < world_size:
         raise InvalidRequest(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
     return rank, world_size
-
-
-def reading_from(
-    server: str | None,
-    tls_cert: str | None,
-    tls_key: str | None,
-    tls_ca: str | None,
-    token_file: str | None,
-    insecure: bool | None,
-    relays: bool = False,
-) -> tuple[str, Access]:
-    """Returns the coordinator's address and what to show it, for a process that reads and does not train.
-
-    relays: several addresses may be given, with commas between them
-
-    Raises InvalidRequest where there is no address, or where settings contradict each other.
-    """
-    names = ("tls_cert", "tls_key", "tls_ca", "token_file", "insecure")
-    given = (tls_cert, tls_key, tls_ca, token_file, insecure)
-    shown = access(*(check(name, value) for name, value in zip(names, given, strict=True)))
-    if relays and server is not None and "," in server:
-        address = ",".join(check("server", each) for each in server.split(","))
-    else:
-        address = check("server", server)
-    if address is None:
-        raise InvalidRequest("a feed needs a server: the argument server='HOST:PORT', or PS_SERVER")
-    return address, shown

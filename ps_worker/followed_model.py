@@ -16,13 +16,15 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from ps_feed.subscribing import reading_from
 from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, Unreachable
 from ps_worker import reading_blocks
-from ps_worker.config import check, reading_from
+from ps_worker.config import check
 from ps_worker.edition_tensors import Edition, MadeOf
 from ps_worker.fitted_model import Fit, Names, Slot, fit
 from ps_worker.followed_tables import Claim, FollowedTables, SharedRowFeed, bind
+from ps_worker.made_editions import EditionMaker, TensorMaker, is_copied
 from ps_worker.reading_blocks import enter_all, leave_all
 
 M = TypeVar("M", bound=nn.Module)
@@ -30,27 +32,46 @@ LOOK_SECONDS = 0.01  # between two looks for a newer edition in `async for`
 ROW_PERIOD, SHORTEST_ROW_PERIOD = 1.0, 0.1  # seconds between two looks for changes of rows
 
 
-class _Loaded:
-    """A loaded model: its tensors, their version, the feeds of its rows, and the number of its readers."""
+# An edition with a model's tensors, and what each of them becomes.
+Made = tuple[Edition, list[tuple[torch.Tensor, torch.Tensor]]]
 
-    def __init__(self, model: nn.Module, slots: list[Slot], row_feeds: Mapping[str, SharedRowFeed]) -> None:
-        self.model, self.slots = weakref.ref(model), slots
+
+class _Loaded:
+    """A loaded model: its tensors, their version, the feeds of its rows, and the number of its readers.
+
+    Attributes:
+        is_copied: Whether a tensor of it is a copy, which takes time to make.
+        ready: If so, the last edition of which a thread has made the tensors.
+        problem: An edition of which it could not make them, and why.
+    """
+
+    def __init__(self, model: nn.Module, row_feeds: Mapping[str, SharedRowFeed], tensors: TensorMaker) -> None:
+        self.model, self._tensors = weakref.ref(model), tensors
+        self.slots, self.is_copied = list[Slot](), False
         self.row_blocks = [feed.blocks for feed in row_feeds.values()]
         self.edition: Edition | None = None
+        self.ready: Made | None = None
+        self.problem: tuple[Edition, Exception] | None = None
         self.readers = 0
         self.changed = threading.Condition()
 
-    def made(self, edition: Edition) -> list[torch.Tensor]:
-        """Returns the tensors of an edition in the model's types and devices: views of the edition if these are the
-        same.
-        """
-        return [slot.source.tensor(edition).to(slot.target.device, slot.target.dtype) for slot in self.slots]
+    def views(self, edition: Edition) -> Made:
+        """Returns the tensors of an edition where they are views of it. In another type or device they are copied."""
+        slots = self.slots
+        tensors = [slot.source.tensor(edition).to(slot.target.device, slot.target.dtype) for slot in slots]
+        return edition, [(slot.target, tensor) for slot, tensor in zip(slots, tensors, strict=True)]
 
-    def put(self, edition: Edition, tensors: list[torch.Tensor]) -> None:
+    def copies(self, edition: Edition) -> Made:
+        """Returns the tensors of an edition in the model's types and devices. The caller holds the feed's `_making`."""
+        slots = self.slots
+        tensors = self._tensors.made(slots, edition)
+        return edition, [(slot.target, tensor) for slot, tensor in zip(slots, tensors, strict=True)]
+
+    def put(self, made: Made) -> None:
         """Makes the model use these tensors. The caller holds `changed`, and there is no reader."""
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            slot.target.data = tensor
-        self.edition = edition
+        self.edition, tensors = made
+        for target, tensor in tensors:
+            target.data = tensor
 
     @property
     def gives_way(self) -> bool:
@@ -77,6 +98,7 @@ class _Loaded:
         self._count_out()
 
     def _count_out(self) -> None:
+        self._tensors.used()
         with self.changed:
             self.readers -= 1
             self.changed.notify_all()
@@ -90,11 +112,18 @@ class WeightFeed:
     """
 
     def __init__(
-        self, subscription: Subscription, job: str, names: Names | None, tables: FollowedTables | None = None
+        self,
+        subscription: Subscription,
+        job: str,
+        names: Names | None,
+        tables: FollowedTables | None = None,
+        maker: EditionMaker | None = None,
     ) -> None:
         self._subscription, self._job, self._names, self._tables = subscription, job, names, tables
+        self._maker = maker  # None: readers make the tensors of copied models themselves
         self._models: weakref.WeakKeyDictionary[nn.Module, _Loaded] = weakref.WeakKeyDictionary()
-        self._loading = threading.Lock()
+        self._loading, self._making = threading.Lock(), threading.Lock()
+        self._tensors = TensorMaker()
 
     def __enter__(self) -> WeightFeed:
         return self
@@ -215,11 +244,16 @@ class WeightFeed:
                 fitted = self._fit(model, edition)
             with self._loading:  # another thread may load the same model, and read it then
                 if model not in self._models:
-                    loaded = _Loaded(model, fitted.slots, row_feeds)
-                    loaded.put(edition, loaded.made(edition))
+                    loaded = _Loaded(model, row_feeds, self._tensors)
+                    self._fitted(loaded, fitted.slots, edition)
+                    if loaded.is_copied:
+                        with self._making:
+                            loaded.ready = loaded.copies(edition)
+                    loaded.put(loaded.ready or loaded.views(edition))
                     bind(fitted.tables, row_feeds)
                     self._models[model] = loaded
                     return model
+        self._make(self._loaded(model))
         with self.reading(model, timeout=deadline - time.monotonic()):
             return model
 
@@ -228,9 +262,11 @@ class WeightFeed:
         """Gives a block in which a loaded model does not change, and returns the version of its weights.
 
         The newest edition is put into the model before the block begins, unless another thread is in such a block: then
-        both read the same version. Rows of its tables do not change either, nor do those of other models with the same
-        table: changes wait until no thread is in a block. A block that begins while some wait lets them in first, for a
-        second at most.
+        both read the same version. If the model's tensors are copies, as on a GPU, it is the newest edition that a
+        thread of the feed has copied; the block waits for a newer one only if `max_behind` asks for it.
+
+        Rows of its tables do not change either, nor do those of other models with the same table: changes wait until no
+        thread is in a block. A block that begins while some wait lets them in first, for a second at most.
 
         Args:
             model: A model that `load` has returned.
@@ -314,6 +350,8 @@ class WeightFeed:
     def close(self) -> None:
         """Ends the feed. Editions and loaded models stay as they are."""
         self._subscription.close()
+        if self._maker is not None:
+            self._maker.close()
         if self._tables is not None:
             self._tables.close()
 
@@ -326,6 +364,8 @@ class WeightFeed:
     def _may_enter(self, loaded: _Loaded, max_behind: int | None) -> bool:
         """Whether `_enter` need not wait, as far as can be seen without one of its locks."""
         current = loaded.edition if loaded.readers else None
+        if current is None and self._is_made_apart(loaded) and loaded.ready is not None:
+            current = loaded.ready[0]
         return max_behind is None or self._lag(current) <= max_behind
 
     def _lag(self, current: Edition | None) -> float:
@@ -351,21 +391,19 @@ class WeightFeed:
         """Returns the edition in the model once it is new enough, and counts a reader in."""
         while True:
             newest, before = self.wait_for(timeout=max(0.0, deadline - time.monotonic())), loaded.edition
-            is_newer = before is None or before.arrays is not newest.arrays
-            self._fit_again(loaded, newest)
-            tensors = loaded.made(newest) if is_newer else []
+            made = self._made(loaded, newest)
             with loaded.changed:
-                if is_newer and not loaded.readers:
+                if made is not None and not loaded.readers:
                     if loaded.edition is not before:  # another thread has put one in: it may be older than this one
                         continue
-                    loaded.put(newest, tensors)
+                    loaded.put(made)
                 current = loaded.edition
                 assert current is not None
                 lag = self._lag(current)
                 if max_behind is None or lag <= max_behind:
                     loaded.readers += 1
                     return current
-                if self.ended and not loaded.readers:
+                if self.ended and not loaded.readers and current.arrays is newest.arrays:
                     raise NotFound(
                         f"job {self._job!r} has ended: version {current.version} is the newest there is, and {lag} "
                         "updates older than its last"
@@ -379,13 +417,74 @@ class WeightFeed:
                     raise Unreachable(f"job {self._job!r}: version {current.version} is too old: {why}")
                 loaded.changed.wait(min(left, 0.05) if not loaded.readers else left)
 
+    def _made(self, loaded: _Loaded, newest: Edition) -> Made | None:
+        """Returns the edition that a model is to get, with its tensors; None: the model has it.
+
+        It is the newest one. Of a copied model it is the last of which the thread has made the tensors. Raises what
+        has kept the thread from that.
+        """
+        before = loaded.edition
+        if not self._is_made_apart(loaded):
+            self._fit_again(loaded, newest)
+            if before is not None and before.arrays is newest.arrays:
+                return None
+            if not loaded.is_copied:
+                return loaded.views(newest)
+            with self._making:
+                if not self._is_made_apart(loaded):  # the thread may have begun meanwhile
+                    loaded.ready = None  # it may be older than what the model gets now
+                    return loaded.copies(newest)
+        if loaded.problem is not None and loaded.problem[0].arrays is newest.arrays:
+            raise loaded.problem[1].with_traceback(None)
+        return None if loaded.ready is None or loaded.ready[0] is before else loaded.ready
+
+    def _is_made_apart(self, loaded: _Loaded) -> bool:
+        """Whether a thread makes the tensors of a model."""
+        return loaded.is_copied and self._maker is not None and self._maker.runs
+
+    def _make_all(self) -> None:
+        """Makes the tensors of the newest edition for all models that are copied."""
+        with self._loading:  # no model is added meanwhile
+            models = list(self._models.values())
+        for loaded in models:
+            if not self._subscription.closed:
+                self._make(loaded)
+        if not any(loaded.is_copied for loaded in models):
+            with self._making:
+                self._tensors.forget()
+
+    def _make(self, loaded: _Loaded) -> None:
+        """Makes the tensors of the newest edition for a model, if a thread does so for it. Readers are told why it
+        could not."""
+        with self._making:
+            newest, ready = self._subscription.edition, loaded.ready
+            is_made = newest is None or (ready is not None and ready[0].arrays is newest)
+            if newest is None or is_made or not self._is_made_apart(loaded):
+                return
+            edition = Edition(newest, self._job)
+            try:
+                self._fit_again(loaded, edition)
+                ready, loaded.problem = loaded.copies(edition), None
+            except Exception as error:  # the functions of a `MadeOf` are a script's
+                loaded.problem = edition, error
+            with loaded.changed:
+                loaded.ready = ready
+                loaded.changed.notify_all()
+
     def _fit_again(self, loaded: _Loaded, edition: Edition) -> None:
         """Checks again whether the model fits if another run of the job has begun. Raises InvalidRequest."""
         before, model = loaded.edition, loaded.model()
         if before is not None and model is not None and before.arrays.contents is not edition.arrays.contents:
-            slots = self._fit(model, edition).slots
-            with loaded.changed:
-                loaded.slots = slots
+            self._fitted(loaded, self._fit(model, edition).slots, edition)
+
+    def _fitted(self, loaded: _Loaded, slots: list[Slot], edition: Edition) -> None:
+        """Notes what the tensors of a model are made of."""
+        with loaded.changed:
+            loaded.slots = slots
+            loaded.is_copied = any(is_copied(slot, edition) for slot in slots)
+            loaded.ready = loaded.ready if loaded.is_copied else None
+        if loaded.is_copied and self._maker is not None:
+            self._maker.begin(self._make_all)
 
     def _fit(self, model: nn.Module, edition: Edition) -> Fit:
         return fit(model, edition, self._job, self._names)
@@ -450,6 +549,7 @@ def subscribe(
     name = check("job", job)
     wanted = None if parameters is None else tuple(parameters)
     shared_directory = check("shared_directory", None)
+    maker = EditionMaker()
     subscription = Subscription(
         address,
         name,
@@ -460,6 +560,7 @@ def subscribe(
         access=access,
         changes=changes,
         shared_directory=shared_directory,
+        on_event=maker.wake,
     )
     tables = FollowedTables(
         address,
@@ -473,4 +574,4 @@ def subscribe(
         token_file=token_file,
         insecure=insecure,
     )
-    return WeightFeed(subscription, name, names, tables)
+    return WeightFeed(subscription, name, names, tables, maker)

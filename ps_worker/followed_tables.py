@@ -14,6 +14,7 @@ from ps_protocol.errors import NotFound, PSError, Unreachable, Unsupported
 from ps_runtime.credentials import Access
 from ps_worker.cluster.feeds import upstream_of
 from ps_worker.fitted_model import TableSlot, first_three
+from ps_worker.reading_blocks import ReadingBlocks
 from ps_worker.row_feed import RowFeed, RowFollower
 from ps_worker.tables.followed_rows import FollowedRows
 from ps_worker.tables.own_rows import LocalRows, Rows
@@ -54,6 +55,11 @@ class SharedRowFeed(RowFeed):
         """Ends a user's claim."""
         with self._claims:
             self._users.discard(user)
+
+    @property
+    def blocks(self) -> ReadingBlocks:
+        """The blocks in which readers see no change of the rows."""
+        return self._blocks
 
     @property
     def is_used(self) -> bool:
@@ -210,5 +216,11 @@ def bind(slots: Sequence[TableSlot], feeds: Mapping[str, SharedRowFeed]) -> None
         before = rows.before if isinstance(rows, FollowedRows) else rows
         assert isinstance(before, LocalRows)
         before.forget()
+        if (
+            isinstance(rows, FollowedRows)
+            and isinstance(rows.feed, SharedRowFeed)
+            and rows.feed is not feeds[slot.table]
+        ):
+            rows.feed.give_back(slot.module)  # another WeightFeed has loaded the module before
         feeds[slot.table].claim(slot.module)
         slot.module.local = FollowedRows(slot.table, feeds[slot.table], before)

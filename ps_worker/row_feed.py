@@ -17,6 +17,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from ps_feed.subscribing import reading_from
 from ps_protocol.errors import (
     Forbidden,
     InvalidRequest,
@@ -34,7 +35,7 @@ from ps_runtime.credentials import Access
 from ps_runtime.memory import free_bytes
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.feeds import RowWatch, shard_addresses
-from ps_worker.config import check, reading_from
+from ps_worker.config import check
 from ps_worker.reading_blocks import ReadingBlocks
 from ps_worker.tables.ahead import flat_ids
 from ps_worker.tables.row_copy import ReadRowsMessage, RowCopy, saved_copy
@@ -261,7 +262,7 @@ class RowFeed:
         self._source = _Source(address, shown, check("job", job), table, period, where, save_every)
         self._condition = threading.Condition()
         self._closing = threading.Event()
-        self.blocks = ReadingBlocks()
+        self._blocks = ReadingBlocks()
         self._serving: tuple[RowFollower, ...] = ()  # complete: `rows` reads their copies
         self._coming: tuple[RowFollower, ...] = ()  # incomplete: they replace `_serving` once all are complete
         self._trouble: PSError | None = None  # the error of the last request for the number of shards
@@ -346,12 +347,12 @@ class RowFeed:
         Changes that arrive wait until no thread is in such a block. A block that begins while some wait lets them in
         first, for a second at most.
         """
-        self.blocks.give_way()
-        self.blocks.enter()
+        self._blocks.give_way()
+        self._blocks.enter()
         try:
             yield self.version
         finally:
-            self.blocks.leave()
+            self._blocks.leave()
 
     def wait_for(self, version: int = 0, timeout: float = 60.0) -> int:
         """Waits until the copy is complete and has reached a version. Returns its version.
@@ -379,7 +380,7 @@ class RowFeed:
     def _end_now(self) -> None:
         """Ends the feed at the exit of the interpreter, and waits EXIT_SECONDS at most for its threads."""
         self._closing.set()
-        self.blocks.wake()
+        self._blocks.wake()
         followers = self._followed()
         for each in followers:
             each.end(wait=False)
@@ -388,7 +389,7 @@ class RowFeed:
     def _begin_close(self) -> None:
         """Tells the feed's threads to end."""
         self._closing.set()
-        self.blocks.wake()
+        self._blocks.wake()
         with self._condition:
             self._condition.notify_all()
         for each in self._followed():
@@ -456,7 +457,7 @@ class RowFeed:
 
     def _followers(self, shards: int) -> tuple[RowFollower, ...]:
         made = tuple(
-            RowFollower(self._source, shard, shards, self.blocks, self._settle, self._goes_on)
+            RowFollower(self._source, shard, shards, self._blocks, self._settle, self._goes_on)
             for shard in range(shards)
         )
         try:
@@ -471,7 +472,7 @@ class RowFeed:
     def _settle(self) -> None:
         """Serves the new followers once all of them are complete, and wakes waiters."""
         if self._are_complete(self._coming):
-            with self.blocks.change(self._closing.is_set) as may_change, self._condition:
+            with self._blocks.change(self._closing.is_set) as may_change, self._condition:
                 if may_change and self._are_complete(self._coming):  # another thread may have been first
                     before, self._serving, self._coming = self._serving, self._coming, ()
                     for each in before:

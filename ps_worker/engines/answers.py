@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
-import tempfile
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
+
+from ps_worker.engines.loaded_versions import UNLABELLED, report_socket, reported
 
 log = logging.getLogger("ps_worker")
 
@@ -21,11 +21,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-HEADER = b"x-model-version"
+HEADER, LAST_HEADER = b"x-model-version", b"x-model-version-last"
 # The routes by which vLLM is given weights.
 _START, _UPDATE, _FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
-_REPORTS = socket.AF_UNIX, socket.SOCK_DGRAM
-_SHORT = "/tmp", "/dev/shm"  # folders with short names, if TMPDIR has a long one
 _NOT_DONE = (401, 403, 404, 405)  # answers with which the engine did nothing
 
 
@@ -36,6 +34,13 @@ class TellsVersion:
     one to /update_weights brings the next, and one to /finish_weight_update has the engine use it. From then on every
     answer has the header `x-model-version`: the version that the engine loaded, which may be later than the one that
     was asked for. Before, and when any of these requests has failed, requests below /v1 get 503.
+
+    An answer whose request has seen an update has `x-model-version-last`, too: the version at the moment at which
+    its headers are sent, or "unknown" while weights are being replaced. Its tokens may be of all versions from the
+    first to the last. The headers of a stream are sent before its tokens.
+
+    From vLLM 0.27 on the version is vLLM's own label of its weights, too, unless the request to /finish_weight_update
+    names another.
 
     The engine's first worker tells the version, so it has to be on this host. Of several engines behind one server the
     lowest version counts.
@@ -63,12 +68,17 @@ class TellsVersion:
             await self._app(scope, receive, send)
         elif path == _UPDATE and scope.get("method") == "POST":
             await self._update(scope, receive, send)
-        elif path in (_START, _FINISH) and scope.get("method") == "POST":
+        elif path == _START and scope.get("method") == "POST":
+            await self._watch(scope, receive, send, path, lambda: None)
+        elif path == _FINISH and scope.get("method") == "POST":
+            version = None if self._under_way else self._received
+            scope, receive = _replaced(scope, receive, _labelled(await _body(receive), version))
             await self._watch(scope, receive, send, path, lambda: self._received)
         elif self.version is None and path.startswith("/v1"):
             await _answer(send, 503, "the engine has not been given weights of training yet")
         else:
-            await self._app(scope, receive, _telling(send, self.version))
+            given = self._given
+            await self._app(scope, receive, _telling(send, self.version, lambda: self._later(given)))
 
     async def _update(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Passes on a request to /update_weights, and in it the socket to which the engine reports what it loads."""
@@ -78,21 +88,16 @@ class TellsVersion:
             await _answer(_telling(send, self.version), 400, why)
             return
         with ExitStack() as stack:
-            found = _report_socket(stack)
+            found = report_socket(stack)
             if found is None:
                 why = "there is no folder for a socket: give the engine's server a TMPDIR that is short and writable"
                 await _answer(_telling(send, self.version), 500, why)
                 return
-            reports, request["update_info"]["report"] = found
-            body = json.dumps(request).encode()
-            headers = [each for each in scope.get("headers", ()) if each[0].lower() != b"content-length"]
-            changed = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
-            left = [body]
-
-            async def replayed() -> Message:
-                return {"type": "http.request", "body": left.pop()} if left else await receive()
-
-            await self._watch(changed, replayed, send, _UPDATE, lambda: _reported(reports))
+            reports, address = found
+            for each in _infos(request):
+                each["report"] = address
+            scope, receive = _replaced(scope, receive, json.dumps(request).encode())
+            await self._watch(scope, receive, send, _UPDATE, lambda: reported(reports))
 
     async def _watch(
         self,
@@ -131,6 +136,12 @@ class TellsVersion:
         finally:
             over()
 
+    def _later(self, given: int) -> bytes | None:
+        """Returns the version for LAST_HEADER; None: the weights are those of a moment when `_given` was `given`."""
+        if given == self._given and not self._under_way:
+            return None
+        return b"unknown" if self.version is None else str(self.version).encode()
+
     def _note(self, path: str, version: int | None, status: int, given: int) -> None:
         """Records the result of a request. given: the number of such requests that had succeeded when it began"""
         if status in _NOT_DONE:
@@ -144,37 +155,6 @@ class TellsVersion:
         self._loaded = version if is_sure and path == _FINISH else None
 
 
-def report(address: str, version: int) -> None:
-    """Tells a `TellsVersion` of this host the version that an engine has loaded, if it still waits for that."""
-    with suppress(OSError), socket.socket(*_REPORTS) as reports:
-        reports.sendto(str(version).encode(), address)
-
-
-def _report_socket(stack: ExitStack) -> tuple[socket.socket, str] | None:
-    """Returns a socket to which engines report, and its address; None: it can be in no folder.
-
-    stack: removes both at its end
-    """
-    for parent in (None, *_SHORT):  # the address of such a socket has 107 bytes at most, and TMPDIR may have more
-        with ExitStack() as undo, suppress(OSError):
-            folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="ps-", dir=parent))
-            reports, address = undo.enter_context(socket.socket(*_REPORTS)), f"{folder}/version"
-            reports.bind(address)
-            reports.setblocking(False)
-            stack.enter_context(undo.pop_all())
-            return reports, address
-    return None
-
-
-def _reported(reports: socket.socket) -> int | None:
-    """Returns the lowest version that engines have reported; None: none has."""
-    versions = []
-    with suppress(BlockingIOError):
-        while True:
-            versions.append(int(reports.recv(32)))
-    return min(versions, default=None)
-
-
 async def _body(receive: Receive) -> bytes:
     """Returns the whole body of a request."""
     body, has_more = bytearray(), True
@@ -185,22 +165,67 @@ async def _body(receive: Receive) -> bytes:
     return bytes(body)
 
 
+def _replaced(
+    scope: MutableMapping[str, Any], receive: Receive, body: bytes
+) -> tuple[MutableMapping[str, Any], Receive]:
+    """Returns a request as the application gets it, with another body, which is JSON."""
+    own = (b"content-length", b"content-type")
+    headers = [each for each in scope.get("headers", ()) if each[0].lower() not in own]
+    headers += [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
+    left = [body]
+
+    async def replayed() -> Message:
+        return {"type": "http.request", "body": left.pop()} if left else await receive()
+
+    return {**scope, "headers": headers}, replayed
+
+
+def _infos(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns what a request to /update_weights has for an engine's workers: the same for all, or from vLLM 0.29 on a
+    list by worker.
+    """
+    found = request["update_info"]
+    return found if isinstance(found, list) else [found]
+
+
 def _asked(body: bytes) -> dict[str, Any] | None:
     """Returns a request to /update_weights; None: it names no version. 0 would be any version, and is none here."""
     try:
         request: dict[str, Any] = json.loads(body)
-        version = request["update_info"]["version"]
+        versions = [each["version"] for each in _infos(request)]
     except (ValueError, KeyError, TypeError):
         return None
-    return request if type(version) is int and version > 0 else None
+    return request if versions and all(type(each) is int and each > 0 for each in versions) else None
 
 
-def _telling(send: Send, version: int | None) -> Send:
-    """Returns a `send` that adds the version to an answer's headers."""
+def _labelled(body: bytes, version: int | None) -> bytes:
+    """Returns the body of a request to /finish_weight_update with the version as vLLM's label, if it has no label.
+
+    version: None: it is unknown. Without a label vLLM would keep the one of the weights before.
+    """
+    try:
+        request = json.loads(body or b"{}")
+    except ValueError:
+        return body
+    if not isinstance(request, dict):
+        return body
+    if request.get("weight_version") is None:
+        request["weight_version"] = UNLABELLED if version is None else str(version)
+    return json.dumps(request).encode()
+
+
+def _telling(send: Send, version: int | None, later: Callable[[], bytes | None] = lambda: None) -> Send:
+    """Returns a `send` that adds the version to an answer's headers.
+
+    later: returns another version to add while the headers are sent; None: there is none
+    """
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start" and version is not None:
-            message["headers"] = [*message.get("headers", ()), (HEADER, str(version).encode())]
+            own, last = [(HEADER, str(version).encode())], later()
+            if last is not None:
+                own.append((LAST_HEADER, last))
+            message["headers"] = [*message.get("headers", ()), *own]
         await send(message)
 
     return sending

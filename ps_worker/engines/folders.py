@@ -6,40 +6,46 @@ import secrets
 import shutil
 import time
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
-from ps_worker.edition_tensors import Edition
+from ps_worker.edition_tensors import Edition, MadeOf
 
 LEFT_SECONDS = 3600.0  # after which an unfinished directory is of a process that has died
+Names = Mapping[str, str | MadeOf]
 _UNFINISHED = ".unfinished"
 _WEIGHTS = (".safetensors", ".bin", ".pt")
 
 
-def label(edition: Edition) -> str:
+def label(edition: Edition, names: Names | None = None) -> str:
     """Returns a label that no edition with other weights has, even after a restart of this process. The version is not
     enough: another run, or a rollback, has other weights at the same version.
+
+    names: the names under which the tensors are saved: an engine that has them under others has other weights
     """
-    arrays = edition.arrays
-    text = f"{edition.version}-{edition.run}-{arrays.timeline}"
+    arrays, more = edition.arrays, list[object]()
     if arrays.buffers_version or not arrays.contents.spec.consistency.has_one_version:  # each bucket has its own
-        each = sorted((index, version, arrays.timelines.get(index)) for index, version in arrays.versions.items())
-        text += f"-{zlib.crc32(repr(each).encode()):08x}"
-    return text
+        more += sorted((index, version, arrays.timelines.get(index)) for index, version in arrays.versions.items())
+    for name, source in sorted((names or {}).items()):
+        more.append((name, (source,) if isinstance(source, str) else source.names))
+    check = f"-{zlib.crc32(repr(more).encode()):08x}" if more else ""
+    return f"{edition.version}-{edition.run}-{arrays.timeline}{check}"
 
 
-def saved(edition: Edition, folder: Path, base: Path | None, max_shard_bytes: int) -> Path:
+def saved(edition: Edition, folder: Path, base: Path | None, max_shard_bytes: int, names: Names | None = None) -> Path:
     """Returns the directory of an edition, and writes it if it is missing.
 
-    base: a checkpoint, whose other files (configuration, tokenizer) are copied beside the weights
+    base:  a checkpoint, whose other files (configuration, tokenizer) are copied beside the weights
+    names: as for Edition.save
     """
-    contents, version = edition.arrays.contents, label(edition)
+    contents, version = edition.arrays.contents, label(edition, names)
     place = folder / contents.spec.name / contents.wire / version
     beside = place.with_name(
         f"{version}.{secrets.token_hex(4)}{_UNFINISHED}"
     )  # another follower may be writing it, too
     if not place.exists():
         try:
-            edition.save(beside, max_shard_bytes)
+            edition.save(beside, max_shard_bytes, names)
             for file in base.iterdir() if base is not None else ():
                 if file.is_file() and file.suffix not in _WEIGHTS and ".index." not in file.name:
                     shutil.copy2(file, beside / file.name)

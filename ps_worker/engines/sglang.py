@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_protocol.errors import InvalidRequest, PSError, Unreachable
-from ps_worker.engines.folders import label, saved, tidy
+from ps_worker.engines.folders import Names, label, saved, tidy
 from ps_worker.followed_model import WeightFeed, subscribe
 
 log = logging.getLogger("ps_worker")
@@ -41,6 +41,8 @@ class DiskFollower:
         base: The engine's own checkpoint: its files that are no weights are put beside the weights.
         max_shard_bytes: The largest size of a file.
         api_key: The engine's --api-key or --admin-api-key.
+        names: The engine's names of tensors, where they are not the job's: as for `feed.save`. Two followers that have
+            one folder and the same names have to have the same functions in a `MadeOf`, too.
     """
 
     def __init__(
@@ -51,20 +53,21 @@ class DiskFollower:
         base: str | Path | None = None,
         max_shard_bytes: int = 5 * 10**9,
         api_key: str | None = None,
+        names: Names | None = None,
     ) -> None:
         self.feed, self.engine, self.folder = feed, engine.rstrip("/"), Path(folder).absolute()
         self._base = None if base is None else Path(base)
-        self._most, self._api_key = max_shard_bytes, api_key
+        self._most, self._api_key, self._names = max_shard_bytes, api_key, names
 
     def update(self, timeout: float = 60.0) -> bool:
         """Gives the engine the newest weights; False: it has them. Raises Unreachable where there are no weights, or no
         engine answers, and InvalidRequest with the words of an engine that refuses them.
         """
         edition = self.feed.wait_for(timeout=timeout)
-        version = label(edition)
+        version = label(edition, self._names)
         if self._ask("/model_info").get("weight_version") == version:
             return False
-        place = saved(edition, self.folder, self._base, self._most)
+        place = saved(edition, self.folder, self._base, self._most, self._names)
         try:
             self._ask("/update_weights_from_disk", {"model_path": str(place), "weight_version": version})
         finally:

@@ -2,16 +2,14 @@
 
     llm = LLM(model, weight_transfer_config=WeightTransferConfig(backend="ps_torch"))
     llm.init_weight_transfer_engine({"init_info": {"server": "trainer:50051"}})  # more by PS_* variables
-    llm.start_weight_update()
-    llm.update_weights({"update_info": {"version": 40}})  # waits for an edition with so many updates
-    llm.finish_weight_update()
+    version = update(llm, version=40)  # waits for an edition with so many updates
 
 vLLM finds the engine by itself: the package has an entry point in the group vllm.general_plugins, which calls
 `register` in each of vLLM's processes. The first of an engine's workers follows the job, and hands the weights to the
 others through vLLM's own group, so that all have one version. The trainer sends nothing and knows no engine.
 
-The interface is that of vllm/distributed/weight_transfer/{base,factory}.py at commit 02f250b0 (after 0.25), and in the
-documents of vLLM 0.25. Tests have a stand-in with that interface, because vLLM needs a GPU.
+The interface is that of vllm/distributed/weight_transfer/{base,factory}.py in vLLM 0.25 to 0.33. Tests hold this file
+against facts from the sources of these releases, and have a stand-in with that interface, because vLLM needs a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from ps_protocol.errors import PSError, Unsupported
-from ps_worker.engines import answers
+from ps_worker.engines import loaded_versions
 from ps_worker.followed_model import WeightFeed, subscribe
 
 BACKEND = "ps_torch"
@@ -48,7 +46,7 @@ class WantedVersion(base.WeightTransferUpdateInfo):
 
     version: int = 0
     timeout: float = 600.0
-    report: str = ""  # where answers.py waits for the version that was loaded
+    report: str = ""  # where loaded_versions.py waits for the version that was loaded
 
 
 class FeedTransferEngine(base.WeightTransferEngine[FollowInfo, WantedVersion]):
@@ -88,7 +86,7 @@ class FeedTransferEngine(base.WeightTransferEngine[FollowInfo, WantedVersion]):
         try:
             self._received = self._load(update_info)
             if update_info.report and get_world_group().rank_in_group == 0:
-                answers.report(update_info.report, self._received)
+                loaded_versions.report(update_info.report, self._received)
         except BaseException:
             self._end_update()
             raise
@@ -109,7 +107,7 @@ class FeedTransferEngine(base.WeightTransferEngine[FollowInfo, WantedVersion]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Raises Unsupported. vLLM calls this method of an engine to which a trainer sends the weights."""
+        """Raises Unsupported. vLLM before 0.28 calls this of an engine to which a trainer sends the weights."""
         raise Unsupported("parameter servers send the weights: a trainer has nothing to send")
 
     def _end_update(self) -> None:

@@ -1,7 +1,8 @@
 """Engines are given a job's newest weights, and never pass old ones off as new.
 
-vLLM and SGLang need GPUs. Here stand-ins have the interfaces that ps_worker/engines names; the job, its feed and the
-files are real. tests/frameworks/test_followed_models.py has transformers itself.
+vLLM and SGLang need GPUs. Here stand-ins have the interfaces that ps_worker/engines names, which
+test_engine_interfaces.py holds against facts from their sources; the job, its feed and the files are real.
+tests/frameworks/test_followed_models.py has transformers itself.
 """
 
 from __future__ import annotations
@@ -10,22 +11,18 @@ import asyncio
 import importlib
 import json
 import os
-import queue
 import sys
 import tempfile
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -35,9 +32,11 @@ from ps_protocol.errors import InvalidRequest, Unreachable, Unsupported
 from ps_torch.engines.answers import TellsVersion
 from ps_torch.engines.sglang import DiskFollower
 from ps_worker.edition_tensors import Edition
-from ps_worker.engines import answers
+from ps_worker.engines import loaded_versions
 from ps_worker.engines.folders import saved
+from ps_worker.engines.loaded_versions import update
 from tests.tools.cluster import Cluster, in_parallel, until
+from tests.tools.engine_stand_ins import Engine, EngineModel, Factory, Group, InProcess, Labelled, TransferEngine
 from tests.tools.launching import ROOT
 from tests.tools.remembering_trainer import RememberingTrainer
 
@@ -54,95 +53,6 @@ def trainer(shared: Cluster, job: str) -> Iterator[RememberingTrainer[nn.Sequent
 
 
 # -- vLLM ------------------------------------------------------------------------------------------------------------
-
-A, B = TypeVar("A"), TypeVar("B")
-
-
-class TransferEngine(ABC, Generic[A, B]):
-    """The stand-in of WeightTransferEngine."""
-
-    init_info_cls: type[A]
-    update_info_cls: type[B]
-
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
-        self.config, self.vllm_config, self.device, self.model = config, vllm_config, device, model
-        self.model_config = vllm_config.model_config
-
-    def parse_init_info(self, init_dict: dict[str, Any]) -> A:
-        return self.init_info_cls(**init_dict)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.update_info_cls(**update_info))
-
-    @abstractmethod
-    def init_transfer_engine(self, init_info: A) -> None: ...
-
-    @abstractmethod
-    def start_weight_update(self) -> None: ...
-
-    @abstractmethod
-    def finish_weight_update(self) -> None: ...
-
-    @abstractmethod
-    def receive_weights(self, update_info: B) -> None: ...
-
-    @abstractmethod
-    def shutdown(self) -> None: ...
-
-    @staticmethod
-    @abstractmethod
-    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None: ...
-
-
-class Factory:
-    """The stand-in of WeightTransferEngineFactory."""
-
-    _registry: dict[str, type[Any]] = {}  # noqa: RUF012  # as vLLM has it
-
-    @classmethod
-    def register_engine(cls, name: str, engine: type[Any], class_name: str | None = None) -> None:
-        assert name not in cls._registry
-        cls._registry[name] = engine
-
-
-class Group:
-    """The stand-in of the group of an engine's workers; each is a thread here."""
-
-    world_size = 2
-
-    def __init__(self) -> None:
-        self._ranks = threading.local()
-        self._handed = [queue.SimpleQueue[Any]() for _ in range(self.world_size)]
-
-    def enter(self, rank: int) -> None:
-        self._ranks.own = rank
-
-    @property
-    def rank_in_group(self) -> int:
-        return int(self._ranks.own)
-
-    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        if self.rank_in_group == src:
-            for rank in {*range(self.world_size)} - {src}:
-                self._handed[rank].put(obj)
-            return obj
-        return self._handed[self.rank_in_group].get(timeout=60)
-
-    def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
-        return input_.copy_(self.broadcast_object(input_, src))
-
-
-class EngineModel(nn.Module):
-    """The stand-in of vLLM's model: it takes a checkpoint's tensors, and fuses them as it likes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded: dict[str, torch.Tensor] = {}
-        self.is_reloading = False
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        assert self.is_reloading
-        self.loaded.update((name, tensor.clone()) for name, tensor in weights)
 
 
 @pytest.fixture
@@ -272,7 +182,8 @@ def test_an_answer_has_the_version_that_a_vllm_engine_has_loaded(
     async def engine(scope: Any, receive: Any, send: Any) -> None:
         asked = json.loads((await receive())["body"])
         if scope["path"] in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
-            assert workers.call(scope["path"][1:], *asked.values()) == ["", ""]
+            infos = [asked["update_info"]] if "update_info" in asked else []
+            assert workers.call(scope["path"][1:], *infos) == ["", ""]
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b""})
 
@@ -289,6 +200,30 @@ def test_an_answer_has_the_version_that_a_vllm_engine_has_loaded(
         workers.call("shutdown")
 
 
+def test_a_script_with_a_vllm_learns_which_version_it_has(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest, which may be later than the one that was asked for. vLLM's own label is the same."""
+    workers = Workers(vllm)
+    new, old = Labelled(workers), InProcess(workers)
+    workers.follow(shared.address, job)
+    try:
+        last = trainer.steps(3)
+        assert update(new, version=1, timeout=60.0) == last
+        assert new.get_weight_version() == str(last)
+        assert all(trainer.has(engine.model.loaded, last) for engine in workers.engines)
+        assert update(old) == last, "a vLLM without labels"
+        with pytest.raises(RuntimeError, match="did not come to version 9"):
+            update(new, version=9, timeout=0.1)
+        # The first worker is on another host.
+        monkeypatch.setattr(loaded_versions, "report", lambda address, version: None)
+        with pytest.raises(Unreachable, match="no known version"):
+            update(new)
+        assert new.get_weight_version() == "default", "it does not keep the label of other weights"
+    finally:
+        workers.call("shutdown")
+
+
 def test_vllm_finds_the_engine_by_an_entry_point(vllm: Any) -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert '[project.entry-points."vllm.general_plugins"]\nps_torch = "ps_torch.engines.vllm:register"\n' in text
@@ -298,66 +233,6 @@ def test_vllm_finds_the_engine_by_an_entry_point(vllm: Any) -> None:
 
 
 # -- SGLang ----------------------------------------------------------------------------------------------------------
-
-
-class Engine(ThreadingHTTPServer):
-    """The stand-in of an SGLang server: the two routes that matter, and the answers that 0.5.23 gives there."""
-
-    daemon_threads = True
-
-    def __init__(self, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), Routes)
-        self.weights: dict[str, torch.Tensor] = {}
-        self.weight_version = "default"
-        self.refuses = ""
-        self.updates = 0
-        self.first_told = ""  # the version that it says first
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def load(self, folder: Path) -> None:
-        assert json.loads((folder / "config.json").read_text()) == {"model_type": "tiny"}
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
-        for name, file in index["weight_map"].items():
-            with safe_open(folder / file, "pt") as opened:
-                self.weights[name] = opened.get_tensor(name)
-
-    def stop(self) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-class Routes(BaseHTTPRequestHandler):
-    server: Engine
-
-    def do_GET(self) -> None:
-        assert self.path == "/model_info"
-        self.server.first_told = self.server.first_told or self.server.weight_version
-        self._answer(200, {"model_path": "/models/tiny", "weight_version": self.server.weight_version})
-
-    def do_POST(self) -> None:
-        assert self.path == "/update_weights_from_disk"
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert asked.keys() <= {"model_path", "load_format", "abort_all_requests", "weight_version", "flush_cache"}
-        if self.server.refuses:
-            self._answer(400, {"success": False, "message": self.server.refuses, "num_paused_requests": 0})
-            return
-        self.server.load(Path(asked["model_path"]))
-        self.server.weight_version = asked["weight_version"]
-        self.server.updates += 1
-        self._answer(200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
-
-    def _answer(self, code: int, answer: dict[str, Any]) -> None:
-        text = json.dumps(answer).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, format: str, *arguments: Any) -> None: ...
 
 
 @pytest.fixture
@@ -480,6 +355,42 @@ def test_followers_of_other_jobs_and_wire_formats_may_have_one_folder(
             engine.stop()
 
 
+def test_an_sglang_may_have_other_names_than_the_job(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
+) -> None:
+    """Such as separate tensors that the job has in one. Another follower with this folder has the job's names."""
+    names = {
+        "layers.up.weight": ps.MadeOf("0.weight", lambda both: both.chunk(2)[0]),
+        "layers.gate.weight": ps.MadeOf("0.weight", lambda both: both.chunk(2)[1]),
+        "head.weight": "2.weight",
+    }
+    own, other = Engine(), Engine()
+    try:
+        with ps.subscribe(shared.address, job) as feed:
+            follower = DiskFollower(feed, own.address, tmp_path / "versions", base, names=names)
+            for clock in range(2):
+                assert follower.update()
+                assert not follower.update(), "it has them"
+                new = trainer.past[clock]
+                assert own.weights.keys() == {*names, "0.bias", "2.bias"}
+                both = torch.cat((own.weights["layers.up.weight"], own.weights["layers.gate.weight"]))
+                assert torch.equal(both, new["0.weight"])
+                assert torch.equal(own.weights["head.weight"], new["2.weight"])
+                assert own.weight_version.startswith(f"{clock}-")
+                assert DiskFollower(feed, other.address, tmp_path / "versions", base).update()
+                assert trainer.has(other.weights, clock)
+                feed.wait_for(trainer.step())
+            # A follower that is started again with other names does not take the engine's weights for its own.
+            feed.wait_for(trainer.step())
+            assert follower.update()
+            own.weights.clear()
+            assert DiskFollower(feed, own.address, tmp_path / "versions", base, names={"head": "2.weight"}).update()
+            assert "head" in own.weights
+    finally:
+        own.stop()
+        other.stop()
+
+
 def test_followers_of_one_job_may_write_one_version_at_the_same_time(
     shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
 ) -> None:
@@ -488,8 +399,8 @@ def test_followers_of_one_job_may_write_one_version_at_the_same_time(
     class Overtaken(Edition):
         """While it is written, another follower writes the same from its begin to its end."""
 
-        def save(self, path: str | Path, max_shard_bytes: int | None = None) -> None:
-            super().save(path, max_shard_bytes)
+        def save(self, path: str | Path, max_shard_bytes: int | None = None, names: Any = None) -> None:
+            super().save(path, max_shard_bytes, names)
             places.append(saved(Edition(self.arrays, job), tmp_path, base, 300))
 
     with ps.subscribe(shared.address, job) as feed:
@@ -550,7 +461,7 @@ async def loaded(receive: Any) -> None:
     """Takes a request as an engine does, which reports the version that it has loaded."""
     info = json.loads((await receive())["body"] or "{}").get("update_info", {})
     if "report" in info:
-        answers.report(info["report"], info["version"])
+        loaded_versions.report(info["report"], info["version"])
 
 
 def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
@@ -598,7 +509,9 @@ def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("short", "status", "version"), [(answers._SHORT, 200, b"7"), ((), 500, None)], ids=["another folder", "none"]
+    ("short", "status", "version"),
+    [(loaded_versions._SHORT, 200, b"7"), ((), 500, None)],
+    ids=["another folder", "none"],
 )
 def test_an_engine_is_updated_where_the_path_of_tmpdir_is_too_long_for_a_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: tuple[str, ...], status: int, version: bytes | None
@@ -607,7 +520,7 @@ def test_an_engine_is_updated_where_the_path_of_tmpdir_is_too_long_for_a_socket(
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(answers, "_SHORT", short)
+    monkeypatch.setattr(loaded_versions, "_SHORT", short)
     asked: list[str] = []
 
     async def engine(scope: Any, receive: Any, send: Any) -> None:
@@ -645,6 +558,110 @@ def test_an_engine_that_begins_to_take_weights_has_no_version_any_more(status: i
     ask(app, "/update_weights", {"update_info": {"version": 5}})
     ask(app, "/finish_weight_update", {})
     assert ask(app, "/v1/completions", {})[1][b"x-model-version"] == b"5"
+
+
+def test_vllm_is_told_the_version_as_the_label_of_its_weights() -> None:
+    """FastAPI takes a body by its content type and length."""
+    finished: list[Any] = []
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/finish_weight_update":
+            body = (await receive())["body"]
+            headers = dict(scope["headers"])
+            assert headers[b"content-length"] == str(len(body)).encode()
+            assert headers[b"content-type"] == b"application/json"
+            finished.append(body if body == b"{" else json.loads(body))
+        else:
+            await loaded(receive)
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = TellsVersion(engine)
+    for body in (None, {}, {"weight_version": None}):
+        assert ask(app, "/update_weights", {"update_info": {"version": 7}})[0] == 200
+        ask(app, "/finish_weight_update", body)
+        assert finished.pop() == {"weight_version": "7"}
+    ask(app, "/update_weights", {"update_info": {"version": 8}})
+    ask(app, "/finish_weight_update", {"weight_version": "step-8"})
+    assert finished.pop() == {"weight_version": "step-8"}, "the caller's own"
+    ask(app, "/finish_weight_update", {})
+    assert finished.pop() == {"weight_version": "default"}, "not the one of the weights before"
+    assert app.version is None
+    for other in ([], "text"):
+        ask(app, "/finish_weight_update", other)
+        assert finished.pop() == other, "vLLM says what is wrong with it"
+
+
+def test_weights_may_be_asked_for_by_a_list_with_an_entry_for_each_worker() -> None:
+    """As vLLM 0.29 takes them. Of several engines the lowest version counts."""
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        for info in json.loads((await receive())["body"]).get("update_info", []):
+            loaded_versions.report(info["report"], info["version"] + 1)
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = TellsVersion(engine)
+    assert ask(app, "/update_weights", {"update_info": [{"version": 4}, {"version": 3}]})[0] == 200
+    ask(app, "/finish_weight_update", {})
+    assert app.version == 4
+    for wrong in ([], [{}], [{"version": 4}, {"version": 0}], [4], "4"):
+        assert ask(app, "/update_weights", {"update_info": wrong})[0] == 400
+    assert app.version == 4
+
+
+def test_an_answer_whose_request_has_seen_an_update_has_both_versions() -> None:
+    async def main() -> None:
+        asked, may_answer = asyncio.Event(), asyncio.Event()
+
+        async def engine(scope: Any, receive: Any, send: Any) -> None:
+            if scope["path"].startswith("/v1"):
+                asked.set()
+                await may_answer.wait()
+            else:
+                await loaded(receive)
+            await send({"type": "http.response.start", "status": 200})
+            await send({"type": "http.response.body", "body": b""})
+
+        app = TellsVersion(engine)
+
+        async def post(path: str, body: Any) -> dict[bytes, bytes]:
+            sent: list[Any] = []
+
+            async def receive() -> Any:
+                return {"type": "http.request", "body": json.dumps(body).encode()}
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            await app({"type": "http", "path": path, "method": "POST"}, receive, send)
+            return dict(sent[0].get("headers", ()))
+
+        async def give(version: int) -> None:
+            await post("/start_weight_update", {})
+            await post("/update_weights", {"update_info": {"version": version}})
+            await post("/finish_weight_update", {})
+
+        async def generate(meanwhile: Any) -> dict[bytes, bytes]:
+            asked.clear()
+            may_answer.clear()
+            generating = asyncio.create_task(post("/v1/completions", {}))
+            await asked.wait()
+            await meanwhile
+            may_answer.set()
+            return await generating
+
+        async def nothing() -> None: ...
+
+        await give(3)
+        assert await generate(nothing()) == {b"x-model-version": b"3"}
+        assert await generate(give(4)) == {b"x-model-version": b"3", b"x-model-version-last": b"4"}
+        # The same version may have other weights, after a rollback.
+        assert await generate(give(4)) == {b"x-model-version": b"4", b"x-model-version-last": b"4"}
+        started = await generate(post("/start_weight_update", {}))
+        assert started == {b"x-model-version": b"4", b"x-model-version-last": b"unknown"}
+
+    asyncio.run(main())
 
 
 def test_two_requests_at_once_that_give_an_engine_weights_leave_no_wrong_version() -> None:

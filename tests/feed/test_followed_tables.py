@@ -360,6 +360,19 @@ def test_models_share_one_feed_of_each_table_which_ends_with_the_last_of_them(
     agree(feed, feed.load(Model()), trainer)
 
 
+def test_a_model_that_another_feed_loads_gives_back_the_rows_of_the_first(
+    shared: Cluster, job: str, feed: ps.WeightFeed, trainer: Trainer
+) -> None:
+    trainer.steps(3)
+    model = feed.load(Model())
+    threads = row_threads()
+    with ps.subscribe(shared.address, job, period=PERIOD) as other:
+        other.load(model)
+        until(lambda: not threads & row_threads(), "the end of the first feed's rows")
+        trainer.steps(3)
+        agree(other, model, trainer)
+
+
 def test_a_closed_feed_has_no_threads_even_while_a_model_is_read(shared: Cluster, job: str, trainer: Trainer) -> None:
     trainer.steps(3)
     before = {*threading.enumerate()}

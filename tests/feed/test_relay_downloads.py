@@ -122,6 +122,33 @@ def test_an_edition_by_its_version_may_change_and_by_its_name_never(
     assert (status, text.decode()) == (404, f"job {job!r} has no edition 77 here: there are 0, {last}\n")
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_download_goes_on_at_another_relay(
+    shared: Cluster, job: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have the edition under one ETag, in which async has the versions of all buckets."""
+    monkeypatch.setattr(relay_site, "FIRST_SECONDS", 0.1)
+    path = f"/jobs/{job}/latest.safetensors"
+    with (
+        relay(shared.address, http_port=0) as first,
+        relay(shared.address, http_port=0) as second,
+        shared.connect(mode, job=job) as session,
+    ):
+        trainer = FollowedTrainer(session)
+        last = trainer.steps(3)
+        _, headers, body = newest(first, job, last)
+        etag, half = headers["etag"], len(body) // 2
+        until(lambda: ask(second, path, "HEAD")[1].get("etag") == etag, "the edition at the other relay")
+        begun = ask(first, path, range=f"bytes=0-{half - 1}")
+        status, _, rest = ask(second, path, range=f"bytes={half}-", if_range=etag)
+        assert (begun[0], status) == (206, 206)
+        assert begun[2] + rest == body
+        assert trainer.has(load(begun[2] + rest), last)
+        newest(second, job, trainer.steps(1))
+        status, _, whole = ask(second, path, range=f"bytes={half}-", if_range=etag)
+        assert (status, len(whole)) == (200, len(body)), "a newer edition is sent from its begin"
+
+
 RANGES = (
     ("bytes=0-9", 0, 10),
     ("bytes=100-", 100, None),

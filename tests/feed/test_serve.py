@@ -159,15 +159,23 @@ def trained(commands: Commands, server: str) -> Command:
     return commands.start(script, *shape, "--steps=1000000", "--batch-size=8", "--lr=0.01", **where)
 
 
+def relay_of(commands: Commands, server: str) -> tuple[Command, str]:
+    """Starts a relay of servers; its process and address."""
+    process = commands.start("-m", "ps_server", "relay", f"--upstream={server}", "--port=0", "--metrics-port=0")
+    [address] = process.says(r"ready at (\S+)")
+    return process, address
+
+
 @pytest.mark.long
-def test_the_model_is_served_while_it_trains_and_when_trainer_and_servers_are_gone(
+def test_the_model_is_served_while_it_trains_and_when_a_relay_a_shard_the_trainer_and_the_servers_are_killed(
     commands: Commands, tmp_path: Path
 ) -> None:
     checkpoints = [f"--checkpoint-dir={tmp_path / 'checkpoints'}", "--checkpoint-every=1s"]
     servers = commands.start("-m", "ps_server", "up", "--shards=2", "--port=0", "--metrics-port=0", *checkpoints)
     [server] = servers.says(r"ps-server: ready at (\S+) \(\d shards?\)\n")
     trainer = trained(commands, server)
-    address = served(commands, server, "--late=1")
+    relays = [relay_of(commands, server) for _ in range(2)]
+    address = served(commands, ",".join(each for _, each in relays), "--late=1")
     first = ask(address, "/score", {"text": TEXT})[2]
 
     def lower(than: float) -> dict[str, Any] | None:
@@ -177,6 +185,12 @@ def test_the_model_is_served_while_it_trains_and_when_trainer_and_servers_are_go
 
     second = until(lambda: lower(first["loss"] - 0.5), "a served model that has learnt")
     assert second["version"] > first["version"]
+
+    relays[0][0].process.kill()  # the one that the service reads from
+    lost = ask(address, "/generate", {})
+    assert lost[0] == 200
+    until(lambda: ask(address, "/generate", {})[1] > lost[1] + 2, "newer weights from the other relay")
+    assert ask(address, "/generate", {})[0] == 200
 
     [pid] = [each["pid"] for each in requests.fetch(server)["shards"] if each["index"] == 1]
     psutil.Process(pid).suspend()  # cut off for as long as this test wants, in place of the second that a restart takes
@@ -199,3 +213,32 @@ def test_the_model_is_served_while_it_trains_and_when_trainer_and_servers_are_go
     kill_family(servers.process.pid)
     until(lambda: ask(address, "/healthz")[0] == 503, "its saying that it may be behind")
     assert ask(address, "/generate", {})[:2] == (200, version)
+
+
+@pytest.mark.long
+def test_servers_training_and_the_service_start_with_one_command_and_end_with_it(
+    commands: Commands, tmp_path: Path
+) -> None:
+    shape = [f"--{name}={value}" for name, value in SHAPE.items()]
+    more = ["--batch-size=8", "--lr=0.01", "--steps=1000000"]
+    service = commands.start(str(SCRIPT), "--demo", f"--out={tmp_path}", "--port=0", *shape, *more)
+    [address] = service.says(r"serving version \d+ at (http://\S+)\n")
+    first = ask(address, "/score", {"text": TEXT})[2]["loss"]
+    until(lambda: ask(address, "/score", {"text": TEXT})[2]["loss"] < first - 0.5, "a served model that has learnt")
+    started = psutil.Process(service.process.pid).children(recursive=True)
+    assert len(started) >= 4, "a coordinator, shards, workers"
+    service.process.send_signal(signal.SIGINT)
+    until(lambda: not any(each.is_running() for each in started), "the end of all that was started")
+    assert service.process.wait(60) == 130
+
+
+def test_flags_of_the_training_are_for_the_demo_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve = launching.load(SCRIPT)
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--demo", "--lr=0.01"])
+    assert serve.parse_arguments().training == ["--lr=0.01"]
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--lr=0.01"])
+    with pytest.raises(SystemExit):
+        serve.parse_arguments()
+    assert "unrecognized arguments: --lr=0.01" in capsys.readouterr().err

@@ -409,28 +409,6 @@ def test_max_behind_waits_for_those_who_read_an_old_version(shared: Cluster, job
         assert got == [2]
 
 
-def test_a_model_gets_newer_weights_however_long_it_takes_to_make_its_tensors(
-    shared: Cluster, job: str, trainer: Trainer
-) -> None:
-    """Meanwhile even newer ones come, each time."""
-    with ps.subscribe(shared.address, job) as feed:
-
-        def slow(tensor: torch.Tensor) -> torch.Tensor:
-            trainer.step()
-            feed.wait_for(trainer.session.clock)
-            return tensor
-
-        model = Model()
-        with ps.subscribe(shared.address, job, names={"scale": ps.MadeOf("scale", slow)}) as other:
-            loaded = other.load(model)
-            for _ in range(3):
-                before = trainer.steps(1)
-                other.wait_for(before)
-                with other.reading(loaded) as version:
-                    assert version >= before
-                    assert torch.equal(loaded.first.weight, trainer.past[version]["first.weight"])
-
-
 def test_what_others_told_since_makes_an_edition_old_also_where_no_newer_one_is_wanted(
     shared: Cluster, job: str, trainer: Trainer
 ) -> None:

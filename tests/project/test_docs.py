@@ -122,7 +122,7 @@ def test_the_code_of_the_page_on_feeds_runs_beside_each_other(
     shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rollouts, their trainer, an engine and a reader of one job. tests/feed/test_engines.py has the code for vLLM."""
-    first, rollout, trainer, names, vllm, following = (
+    first, rollout, trainer, names, vllm, following, arrays = (
         text.replace("trainer:50051", shared.address).replace('"default"', repr(job))
         for text in re.findall(r"^```python\n(.*?)^```", (DOCS / "feed.md").read_text(), re.DOTALL | re.MULTILINE)
     )
@@ -131,6 +131,7 @@ def test_the_code_of_the_page_on_feeds_runs_beside_each_other(
         monkeypatch.setenv(f"PS_{name}", value)
     model, cells, loaded = torch.nn.Linear(4, 4), torch.ones(2, 4), dict[str, torch.Tensor]()
     engine = SimpleNamespace(load_weights=loaded.update, version=-1)
+    engine.load = lambda found, version: setattr(engine, "arrays", (version, found))
     there = {"ps": ps_torch, "torch": torch, "engine": engine, "samples": _Samples(), "policy": model}
     there |= {"Model": lambda: torch.nn.Linear(4, 4), "Policy": lambda: torch.nn.Linear(4, 4)}
     there |= {"question": cells, "prompts": cells, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
@@ -141,7 +142,7 @@ def test_the_code_of_the_page_on_feeds_runs_beside_each_other(
         return found
 
     with ThreadPoolExecutor() as others:
-        beside = [others.submit(run, text) for text in (rollout, following)]
+        beside = [others.submit(run, text) for text in (rollout, following, arrays)]
         trained = run(trainer)
         read = run(first)
         read["feed"].close()
@@ -149,10 +150,11 @@ def test_the_code_of_the_page_on_feeds_runs_beside_each_other(
         trained["session"].close()
         for each in beside:
             each.result(60)
-    assert (read["version"], engine.version) == (clock, clock)
+    assert (read["version"], engine.version, engine.arrays[0]) == (clock, clock, clock)
     assert clock > 0
     assert torch.equal(read["answer"], trained["policy"](cells))
     assert torch.equal(loaded["weight"], trained["policy"].weight.bfloat16())
+    assert engine.arrays[1]["weight"].tobytes() == loaded["weight"].view(torch.uint16).numpy().tobytes()
     assert run(names)["names"].keys() == {"qkv.weight", "up.weight", "head.weight"}
 
 

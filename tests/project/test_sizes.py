@@ -65,7 +65,11 @@ def test_what_is_too_large_is_found(text: str, what: list[str]) -> None:
     assert [place for place, _ in too_large("x.py", text, syntax(text))] == what
 
 
-ENGINES = {"vLLM": ("vllm", "answers"), "SGLang": ("sglang", "folders"), "`transformers`": ("huggingface",)}
+ENGINES = {
+    "vLLM": ("vllm", "answers", "loaded_versions"),
+    "SGLang": ("sglang", "folders"),
+    "`transformers`": ("huggingface",),
+}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

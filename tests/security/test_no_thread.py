@@ -43,6 +43,7 @@ from ps_server.rpc.registration import ShardRegistration
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.lock_lease import LockLease
 from ps_worker.cluster.local_segment import LocalSegment
+from ps_worker.made_editions import EditionMaker
 from ps_worker.neighbours import Neighbours
 from ps_worker.row_feed import RowFeed
 from ps_worker.state.checkpoint import WorkerCheckpoint, decode
@@ -214,6 +215,14 @@ def subscription(_: Path) -> None:
     assert {*subscriptions._open} == before
 
 
+def maker_of_editions(_: Path) -> None:
+    """Readers make the tensors themselves, until there is a thread."""
+    maker = EditionMaker()
+    maker.begin(lambda: None)
+    assert not maker.runs
+    maker.close()
+
+
 def one_server(_: Path) -> None:
     """The process that it has started ends with it."""
     at_start(lambda: OneServer(["health", "--server=127.0.0.1:1"], environment()))
@@ -255,6 +264,7 @@ HERE: dict[str, Callable[[Path], None]] = {
     "ps_worker/neighbours.py Neighbours.__init__": neighbours,
     "ps_worker/row_feed.py RowFeed.__init__": row_feed,
     "ps_feed/subscription.py Subscription.__init__": subscription,
+    "ps_worker/made_editions.py EditionMaker.begin": maker_of_editions,
     "ps_launch/one_server.py OneServer.__init__": one_server,
     "ps_launch/lifeline.py Lifeline.__init__": lifeline,
 }

@@ -295,14 +295,14 @@ def test_no_row_changes_in_a_block_of_reading_and_a_closed_feed_does_not_wait_fo
     with feed.reading() as version:
         before = feed.rows(IDS)
         clock = trainer.steps(3)
-        until(lambda: feed.blocks.gives_way, "changes that wait")
+        until(lambda: feed._blocks.gives_way, "changes that wait")
         assert torch.equal(feed.rows(IDS), before)
         assert (version, feed.version) == (3, 3)
     assert feed.wait_for(clock) == clock
     assert trainer.is_had_by(feed)
     with feed.reading():
         trainer.steps(3)
-        until(lambda: feed.blocks.gives_way, "changes that wait")
+        until(lambda: feed._blocks.gives_way, "changes that wait")
         feed.close()
         assert feed.version == clock
     assert feed.rows(torch.empty(0, 2, dtype=torch.int64)).shape == (0, 2, 3)

@@ -7,6 +7,8 @@ heartbeats.py           Heartbeats that come more often than by default
 row_ids.py              The mix of ids once more, with whole numbers
 rpc_faults.py           Loses, delays and repeats calls, of gRPC and of data connections
 browsing.py             A request as a browser makes it
+engine_sources.py       What the adapters of inference engines use of an engine, read from its sources
+engine_stand_ins.py     Stand-ins of vLLM and SGLang
 http2.py                Frames of HTTP/2 by hand: just enough to be taken for a caller
 slow_client.py          Clients that send one byte at a time
 crowded.py              Many connections to one port, of clients that say nothing

@@ -1,0 +1,103 @@
+"""`subscribe`: a job's weights as numpy arrays, by the settings of `ps_torch.subscribe`, in a process without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from ps_feed.subscription import Subscription
+from ps_protocol.errors import InvalidRequest
+from ps_runtime.credentials import Access, access
+from ps_runtime.settings import JOB_NAME, JOB_SERVER, SHARED_DIRECTORY, access_settings
+
+# What a process that follows a job may be told by arguments and PS_* variables, by name.
+SETTINGS = {setting.name: setting for setting in (JOB_SERVER, JOB_NAME, SHARED_DIRECTORY, *access_settings())}
+
+
+def subscribe(
+    server: str | None = None,
+    job: str | None = None,
+    *,
+    every: int = 1,
+    period: float = 0.0,
+    wire: str = "float32",
+    changes: bool | None = None,
+    parameters: Collection[str] | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    tls_ca: str | None = None,
+    token_file: str | None = None,
+    insecure: bool | None = None,
+) -> Subscription:
+    """Follows the weights of a job, as `ps_torch.subscribe` does, in a process that need not have torch.
+
+    What it returns has no models: `wait` and iteration give editions, whose `tensor(name).values` are numpy arrays. Do
+    not write to them. numpy has no bfloat16: such a tensor's array has the same bits as uint16, and its `dtype` says
+    "bfloat16".
+
+    Args:
+        server: HOST:PORT of the coordinator or a relay (PS_SERVER). Several relays have commas between them: where one
+            does not answer, the subscription goes on from the next.
+        job: The job's name (PS_JOB); "default" by default.
+        every: The smallest number of updates between two editions.
+        period: The smallest number of seconds between two editions.
+        wire: The element type in which float32 weights are transferred and kept: "float32", "bfloat16" or "float16".
+        changes: Whether to ask for what changed since the last edition. None: where editions arrive slowly.
+        parameters: The names of the tensors to transfer. None: all.
+        tls_cert, tls_key, tls_ca, token_file, insecure: As for `ps_torch.connect` (PS_TLS_CERT and so on).
+
+    Raises:
+        InvalidRequest: Settings are out of range or contradict each other, or no server is given.
+
+    Example:
+        import ps_feed
+
+        with ps_feed.subscribe("trainer:50051") as subscription:
+            for edition in subscription:
+                arrays = {name: tensor.values for name, tensor in edition.items()}
+                engine.load(arrays, edition.version)
+    """
+    address, shown = reading_from(server, tls_cert, tls_key, tls_ca, token_file, insecure, relays=True)
+    return Subscription(
+        address,
+        _found("job", job),
+        every=every,
+        wire=wire,
+        parameters=None if parameters is None else tuple(parameters),
+        period=period,
+        access=shown,
+        changes=changes,
+        shared_directory=_found("shared_directory", None),
+    )
+
+
+def reading_from(
+    server: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    tls_ca: str | None,
+    token_file: str | None,
+    insecure: bool | None,
+    relays: bool = False,
+) -> tuple[str, Access]:
+    """Returns the coordinator's address and what to show it, for a process that reads and does not train.
+
+    relays: several addresses may be given, with commas between them
+
+    Raises InvalidRequest where there is no address, or where settings contradict each other.
+    """
+    names = ("tls_cert", "tls_key", "tls_ca", "token_file", "insecure")
+    given = (tls_cert, tls_key, tls_ca, token_file, insecure)
+    shown = access(*(_found(name, value) for name, value in zip(names, given, strict=True)))
+    if relays and server is not None and "," in server:
+        address = ",".join(_found("server", each) for each in server.split(","))
+    else:
+        address = _found("server", server)
+    if address is None:
+        raise InvalidRequest("a feed needs a server: the argument server='HOST:PORT', or PS_SERVER")
+    return address, shown
+
+
+def _found(name: str, value: object) -> Any:
+    """Returns the value of a setting: an argument, or else its variable. Raises InvalidRequest for an invalid one."""
+    return SETTINGS[name].find(value)

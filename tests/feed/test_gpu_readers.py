@@ -1,0 +1,58 @@
+"""A model on a GPU follows a job: each edition is copied on a stream of its own. Needs a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ps_torch as ps
+from tests.tools.cluster import Cluster
+from tests.tools.remembering_trainer import RememberingTrainer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+WIDTH = 512  # the work of a block is still queued when the next edition is copied
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_each_block_reads_one_version_on_a_gpu(shared: Cluster, job: str, dtype: torch.dtype, wire: str) -> None:
+    with shared.connect("sync", job=job) as session:
+        trainer = RememberingTrainer(session, make_model(), lambda model: model(torch.randn(4, WIDTH)).square().mean())
+        with ps.subscribe(shared.address, job, wire=wire) as feed:
+            model = feed.load(make_model().to("cuda", dtype))
+            batch = torch.randn(256, WIDTH, device="cuda", dtype=dtype)
+            for _ in range(20):
+                clock = trainer.step()
+                feed.wait_for(clock)
+                with feed.reading(model, max_behind=0) as version:
+                    seen = [each.detach().clone() for each in model.parameters()]
+                    for _ in range(20):
+                        model(batch)  # is queued, and goes on behind the block
+                    after = [each.detach().clone() for each in model.parameters()]
+                assert version == clock
+                rounded = torch.bfloat16 if wire == "bfloat16" else torch.float32
+                wanted = [each.to(rounded).to(dtype) for each in trainer.past[clock].values()]
+                assert all(torch.equal(one.cpu(), other) for one, other in zip(seen, wanted, strict=True))
+                assert all(torch.equal(one, other) for one, other in zip(seen, after, strict=True))
+
+
+def test_copies_are_made_on_another_stream_than_the_readers(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job) as session:
+        trainer = RememberingTrainer(session, make_model(), lambda model: model(torch.randn(4, WIDTH)).square().mean())
+        with ps.subscribe(shared.address, job) as feed:
+            model = feed.load(make_model().cuda())
+            [copies] = feed._models[model]._tensors._copies.values()
+            assert copies._stream != torch.cuda.current_stream()
+            feed.wait_for(trainer.step())
+            with feed.reading(model, max_behind=0) as version:
+                assert version == 1
+            assert copies._used, "the work of a block is noted"

@@ -1,0 +1,239 @@
+"""A model whose tensors are copies of an edition gets them from a thread: no reader waits for that, unless it asks to.
+
+On a CPU these are models of another type, and those with tensors that a function makes. test_gpu_readers.py has GPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import ps_torch as ps
+from ps_protocol.errors import Unreachable
+from tests.tools.cluster import TEST_SECONDS, Cluster, until
+from tests.tools.remembering_trainer import RememberingTrainer
+
+Trainer = RememberingTrainer[nn.Linear]
+
+
+@pytest.fixture
+def trainer(shared: Cluster, job: str) -> Iterator[Trainer]:
+    with shared.connect("sync", job=job) as session:
+        torch.manual_seed(3)
+        yield RememberingTrainer(session, nn.Linear(20, 8), lambda model: model(torch.randn(4, 20)).square().mean())
+
+
+class Gate:
+    """A function for `MadeOf` that waits while the gate is closed."""
+
+    def __init__(self) -> None:
+        self.open, self.entered = threading.Event(), threading.Event()
+        self.open.set()
+        self.fails = False
+
+    def close(self) -> None:
+        self.entered.clear()
+        self.open.clear()
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.open.is_set():
+            self.entered.set()
+            assert self.open.wait(TEST_SECONDS)
+        if self.fails:
+            raise ValueError("it cannot be made")
+        return tensor
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open.set()  # so that no thread stays
+
+
+def names(gate: Gate) -> dict[str, str | ps.MadeOf]:
+    return {"bias": ps.MadeOf("bias", gate)}
+
+
+def read(feed: ps.WeightFeed, model: nn.Linear, max_behind: int | None = None) -> tuple[int, torch.Tensor]:
+    with feed.reading(model, max_behind) as version:
+        return version, model.weight.detach().clone()
+
+
+def test_a_request_does_not_wait_while_the_tensors_of_a_newer_edition_are_made(
+    shared: Cluster, job: str, trainer: Trainer, gate: Gate
+) -> None:
+    with ps.subscribe(shared.address, job, names=names(gate)) as feed:
+        model = feed.load(nn.Linear(20, 8))
+        gate.close()
+        feed.wait_for(trainer.step())
+        assert gate.entered.wait(TEST_SECONDS)
+        version, weight = read(feed, model)
+        assert version == 0
+        assert torch.equal(weight, trainer.past[0]["weight"])
+        with pytest.raises(Unreachable, match="1 updates behind, more than 0"):
+            feed.reading(model, max_behind=0, timeout=0.1).__enter__()
+        gate.open.set()
+        version, weight = read(feed, model, max_behind=0)
+        assert version == 1
+        assert torch.equal(weight, trainer.past[1]["weight"])
+
+
+def test_a_coroutine_does_not_wait_either(shared: Cluster, job: str, trainer: Trainer, gate: Gate) -> None:
+    async def main() -> list[int]:
+        async with ps.subscribe(shared.address, job, names=names(gate)) as feed:
+            model = await asyncio.to_thread(feed.load, nn.Linear(20, 8))
+            gate.close()
+            feed.wait_for(trainer.step())
+            assert gate.entered.wait(TEST_SECONDS)
+            async with feed.reading_async(model) as first:
+                gate.open.set()
+            async with feed.reading_async(model, max_behind=0) as second:
+                return [first, second]
+
+    assert asyncio.run(asyncio.wait_for(main(), TEST_SECONDS)) == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_of_another_type_follows(shared: Cluster, job: str, trainer: Trainer, dtype: torch.dtype) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        model, own = feed.load(nn.Linear(20, 8, dtype=dtype)), feed.load(nn.Linear(20, 8))
+        assert feed._maker is not None
+        for _ in range(3):
+            clock = trainer.step()
+            feed.wait_for(clock)
+            version, weight = read(feed, model, max_behind=0)
+            assert (version, weight.dtype) == (clock, dtype)
+            assert torch.equal(weight, trainer.past[clock]["weight"].to(dtype))
+            assert read(feed, own)[0] == clock, "views of the edition take no time"
+        feed.wait_for(trainer.step())
+        # A reader that does not ask for it gets it, too, once it is made.
+        until(lambda: read(feed, model)[0] == 4, "the newest")
+        feed.wait_for(trainer.step())
+        assert torch.equal(feed.load(model).weight, trainer.past[5]["weight"].to(dtype)), "load brings the newest"
+
+
+def test_models_of_one_type_share_one_copy(shared: Cluster, job: str, trainer: Trainer) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        models = [feed.load(nn.Linear(20, 8, dtype=torch.float64)) for _ in range(3)]
+        other = feed.load(nn.Linear(20, 8, dtype=torch.bfloat16))
+        clock = trainer.step()
+        feed.wait_for(clock)
+        places = set()
+        for model in (*models, other):
+            version, weight = read(feed, model, max_behind=0)
+            assert version == clock
+            assert torch.equal(weight, trainer.past[clock]["weight"].to(model.weight.dtype))
+            places.add(model.weight.data_ptr())
+        assert len(places) == 2
+        assert len({model.weight.data_ptr() for model in models}) == 1
+
+
+def test_a_model_that_is_no_copy_waits_for_no_copy_of_another(
+    shared: Cluster, job: str, trainer: Trainer, gate: Gate
+) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Linear(20, 8)
+
+    with ps.subscribe(shared.address, job, names=names(gate) | {"own.bias": "bias", "own.weight": "weight"}) as feed:
+        copied, viewed = feed.load(nn.Linear(20, 8)), feed.load(Wrapped())
+        gate.close()
+        feed.wait_for(trainer.step())
+        assert gate.entered.wait(TEST_SECONDS)
+        with feed.reading(viewed, max_behind=0) as version:
+            assert version == 1
+            assert torch.equal(viewed.own.weight, trainer.past[1]["weight"])
+        assert read(feed, copied)[0] == 0
+        gate.open.set()
+
+
+def test_editions_that_come_faster_than_they_are_made_are_passed_over(
+    shared: Cluster, job: str, trainer: Trainer, gate: Gate
+) -> None:
+    with ps.subscribe(shared.address, job, names=names(gate)) as feed:
+        model = feed.load(nn.Linear(20, 8))
+        gate.close()
+        feed.wait_for(trainer.step())
+        assert gate.entered.wait(TEST_SECONDS)
+        for _ in range(4):
+            feed.wait_for(trainer.step())
+        gate.open.set()
+        versions = set[int]()
+
+        def has_come_to_the_newest() -> bool:
+            version, _ = read(feed, model)
+            versions.add(version)
+            return version == 5
+
+        until(has_come_to_the_newest, "the newest edition")
+        assert versions <= {0, 1, 5}
+
+
+def test_the_end_of_a_job_is_waited_for(shared: Cluster, job: str, gate: Gate) -> None:
+    """Until the last edition is made, the model is behind, and may still come to it."""
+    with ps.subscribe(shared.address, job, names=names(gate)) as feed:
+        with shared.connect("sync", job=job) as session:
+            torch.manual_seed(3)
+            trainer = Trainer(session, nn.Linear(20, 8), lambda model: model(torch.randn(4, 20)).square().mean())
+            model = feed.load(nn.Linear(20, 8))
+            gate.close()
+            trainer.steps(3)
+        until(lambda: feed.ended, "the end of the job")
+        opener = threading.Timer(0.2, gate.open.set)
+        opener.start()
+        assert read(feed, model, max_behind=0)[0] == 3
+        opener.join()
+
+
+def test_readers_are_told_why_a_tensor_cannot_be_made(shared: Cluster, job: str, trainer: Trainer, gate: Gate) -> None:
+    with ps.subscribe(shared.address, job, names=names(gate)) as feed:
+        model = feed.load(nn.Linear(20, 8))
+        gate.fails = True
+        feed.wait_for(trainer.step())
+        with pytest.raises(ValueError, match="it cannot be made"):
+            read(feed, model, max_behind=0)
+        gate.fails = False
+        feed.wait_for(trainer.step())
+        assert read(feed, model, max_behind=0)[0] == 2
+
+
+def test_the_thread_begins_with_the_first_model_that_needs_it_and_ends_with_the_feed(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    feed = ps.subscribe(shared.address, job)
+    try:
+        feed.load(nn.Linear(20, 8))
+        assert feed._maker is not None
+        assert not feed._maker.runs
+        feed.load(nn.Linear(20, 8, dtype=torch.float64))
+        assert feed._maker.runs
+        thread = feed._maker._thread
+        assert thread is not None
+    finally:
+        feed.close()
+    assert not thread.is_alive()
+    assert not feed._maker.runs
+
+
+def test_a_model_that_nobody_has_any_more_is_freed(shared: Cluster, job: str, trainer: Trainer) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        model = feed.load(nn.Linear(20, 8, dtype=torch.float64))
+        feed.wait_for(trainer.step())
+        read(feed, model, max_behind=0)
+        gone = weakref.ref(model.weight)
+        del model
+
+        def is_freed() -> bool:
+            gc.collect()
+            return gone() is None
+
+        until(is_freed, "the model's memory")
