@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,19 +286,19 @@ def test_a_schedule_that_was_not_handed_over_begins_anew_with_a_warning(
 
 
 class Holder:
-    """What a framework wraps around a scheduler."""
+    """What a framework wraps around a scheduler, two objects deep."""
 
     def __init__(self, scheduler: Any) -> None:
-        self.schedulers = [scheduler]
+        self.loop = SimpleNamespace(config=SimpleNamespace(scheduler=scheduler))
 
     def step(self) -> None:
-        self.schedulers[0].step()
+        self.loop.config.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": self.schedulers[0].state_dict()}
+        return {"loops": [{"state": self.loop.config.scheduler.state_dict()}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.schedulers[0].load_state_dict(state["state"])
+        self.loop.config.scheduler.load_state_dict(state["loops"][0]["state"])
 
 
 def test_a_wrapper_of_a_schedule_that_was_handed_over_continues_without_a_warning(

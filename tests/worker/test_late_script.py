@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from ps_protocol.errors import TryLater
 from ps_protocol.messages.workers import SavedState
 from ps_worker.cluster import participation
 from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.script import ScriptTelling
+from ps_worker.state.job_state import has_schedule
 from ps_worker.strategies.late_script import LateScript
 
 
@@ -91,6 +94,39 @@ def test_after_vain_questions_a_worker_asks_with_fewer_steps(in_step: bool) -> N
     worker.late.goes_back()
     worker.steps(3)
     assert worker.at[-2:] == [50, 51]
+
+
+class Wrapper:
+    """What a framework wraps around a scheduler, or around anything else. held: as it keeps it; state: its state"""
+
+    def __init__(self, held: Any, state: Any = None) -> None:
+        self.held, self._state = held, state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._state}
+
+
+def exponential() -> ExponentialLR:
+    return ExponentialLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 0.9)
+
+
+PLATEAU = ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+HANDED_OVER: dict[str, tuple[Any, bool]] = {
+    "a scheduler": (exponential(), True),
+    "a wrapper of one": (Wrapper(exponential()), True),
+    "in a list": (Wrapper([exponential()]), True),
+    "in a dict": (Wrapper({"main": exponential()}), True),
+    "its state, two objects deep": (Wrapper(None, {"loops": [{"main": exponential().state_dict()}]}), True),
+    "the state of ReduceLROnPlateau": (Wrapper(None, [PLATEAU.state_dict()]), True),
+    "a scaler": (torch.amp.GradScaler("cpu"), False),
+    "an epoch": (Wrapper(None, {"last_epoch": 3}), False),
+}
+
+
+@pytest.mark.parametrize("what", HANDED_OVER)
+def test_a_schedule_is_handed_over_in_whatever_has_its_state(what: str) -> None:
+    thing, has_one = HANDED_OVER[what]
+    assert has_schedule(thing) is has_one
 
 
 class Away:
