@@ -158,3 +158,26 @@ def test_a_question_that_is_asked_again_waits_less_for_a_coordinator_that_is_awa
     )
     assert Participation._asked_script(asks, seconds) == (None, True)
     assert away.now < longest
+
+
+def test_a_new_process_asks_others_that_may_have_to_go_back_some_more_times_before_it_tells() -> None:
+    """They have nothing to tell until they have asked themselves."""
+    worker = Asking((None, False))
+    worker.late.goes_back()
+    worker.steps(1)
+    assert not worker.late.is_late, "it knows best what the job has"
+    worker = Asking((None, False))
+    worker.telling.end()
+    worker.late.joins()
+    worker.steps(7)
+    worker.telling.want(1)
+    assert worker.sent == {1: None}
+    worker.steps(20)
+    assert worker.at == [0, 1, 3, 7]
+    with worker.telling.standing():
+        worker.telling.want(2)
+    assert worker.sent[2] == SavedState(27, b"own")
+    worker = Asking((None, False), (None, False), (SavedState(3, b"theirs"), False))
+    worker.late.joins()
+    worker.steps(2)
+    assert not worker.late.is_late
