@@ -180,7 +180,7 @@ class ClientConnection:
             return None
         try:
             if self._ended is not None:
-                raise self._ended
+                raise self._ended.anew()
             if not self._frames.has_room():
                 return None
             number, call = self._begin(answers, seconds)
@@ -214,7 +214,7 @@ class ClientConnection:
         call = ClientCall(answers, seconds)
         with self._lock:
             if self._ended is not None:
-                raise self._ended
+                raise self._ended.anew()
             self._next += 1
             self._calls[self._next] = call
             number = self._next
@@ -304,7 +304,7 @@ class ClientConnection:
             error = self._ended = self._error or CallFailed(code_pb2.UNAVAILABLE, "the data connection ended")
             calls, self._calls = list(self._calls.values()), {}
         for call in calls:
-            call.done.set_exception(error)
+            call.done.set_exception(error.anew())
         with self._frames.sending:  # the thread that was sending has got its error
             self._frames.close()
 

@@ -25,6 +25,14 @@ class CallFailed(Exception):
         super().__init__(details)
         self.code, self.details, self.status = code, details, status
 
+    def anew(self) -> CallFailed:
+        """Returns a copy without its traceback, for another caller: threads that raise one error share its traceback,
+        which grows with each, and keeps the variables of all of them alive.
+        """
+        same = CallFailed(self.code, self.details, self.status)
+        same.__cause__ = self.__cause__
+        return same
+
 
 def failure_of(call: grpc.RpcError) -> CallFailed:
     """Returns a gRPC error as a CallFailed."""

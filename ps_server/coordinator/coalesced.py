@@ -37,7 +37,9 @@ class Together(Generic[T, R]):
     and the number of turns does not grow with the number of callers.
 
     work: carries out a turn: takes its requests, and returns a result or an error for each, in the same order. If it
-          raises, all callers of the turn get this error
+          raises, all callers of the turn get this error. One that is no PSError is a bug: it goes, with its traceback,
+          to the first of them alone, and the others are told that there is one. Threads that raise the same error add
+          to its traceback, and whoever logs it first drops what the others would log
     most: the largest number of requests in one turn
     """
 
@@ -70,7 +72,9 @@ class Together(Generic[T, R]):
             outcomes = self._work([entry.wanted for entry in turn])
         except Exception as error:
             # The traceback refers to this frame: a cycle would keep the caller's call. That of a bug is logged.
-            outcomes = [without_traceback(error) if isinstance(error, PSError) else error] * len(turn)
+            is_bug = not isinstance(error, PSError)
+            others = PSError("internal error; the server's log says more") if is_bug else without_traceback(error)
+            outcomes = [error, *[others] * (len(turn) - 1)]
         finally:
             with self._changed:
                 self._is_busy = False

@@ -68,7 +68,7 @@ class JobCheckpoints:
         self._changed = threading.Condition()
         self._changes = 0  # rises with every notice
         self._stopping, self._running = False, False
-        self._not_final: PSError | None = None  # why `request_final` has made no checkpoint
+        self._final: Manifest | PSError | None = None  # what `request_final` has made, or why it has made none
         # Two threads for each shard: a call waits for the shard's disk, and that of an abandoned checkpoint may still
         # wait when the next checkpoint begins.
         pool = cluster.make_executor(2 * cluster.shards.count, "checkpoints")
@@ -302,7 +302,9 @@ class JobCheckpoints:
 
     # -- requests and statistics ---------------------------------------------------------------------------------------
 
-    def request(self, seconds: float, standing: bool = False, last: bool = False) -> Manifest:
+    def request(
+        self, seconds: float, standing: bool = False, last: bool = False, fallback: float | None = None
+    ) -> Manifest:
         """Requests a checkpoint, waits for it, and returns its manifest. Raises CheckpointFailed; TryLater after a
         timeout.
 
@@ -310,11 +312,12 @@ class JobCheckpoints:
                   without the states of workers that are late
         standing: whether no worker trains any more
         last:     whether the servers end after it: then shards refuse pushes that come too late for it
+        fallback: how much longer the caller waits; None: as Timing says
         """
         with self._changed:
             number = self._requests.ask(self._clock.now() + seconds, standing, last)
             self._notify()
-            most = seconds + self._timing.fallback
+            most = seconds + (self._timing.fallback if fallback is None else fallback)
             self._clock.wait(self._changed, lambda: self._requests.answered >= number or self._stopping, most)
             if self._requests.answered < number:
                 raise TryLater(f"job {self._spec.name!r}: the checkpoint is not complete after {most:g} s")
@@ -331,39 +334,43 @@ class JobCheckpoints:
             self._request_last(seconds, standing=True)
 
     def request_final(self, seconds: float) -> None:
-        """Makes the last checkpoint before the servers end. All pushes that shards acknowledge are in it.
+        """Makes the last checkpoint before the servers end. All pushes that shards acknowledge are in it. Takes no
+        longer than `seconds` and Timing.fallback, after which a shard that ends waits no more.
 
         seconds: the time in which workers can end their current steps
         """
         if self._is_up_to_date():
+            self._final = self._progress.last
             return
-        until = self._clock.now() + seconds
+        until, fallback = self._clock.now() + seconds, self._timing.fallback
         if not self._spec.consistency.one_clock:
             # The workers send their states for a first checkpoint while shards still accept pushes. A second one then
             # has all acknowledged pushes, with the same states: each worker skips the data of the steps that it made in
             # between.
-            self._request_last(seconds / 2)
-        self._not_final = self._request_last(max(0.0, until - self._clock.now()), last=True)
+            self._request_last(seconds / 2, fallback=min(fallback, (seconds + fallback) / 2))
+        left = until - self._clock.now()
+        self._final = self._request_last(max(0.0, left), last=True, fallback=min(fallback, left + fallback))
 
     def final(self) -> Manifest:
         """Returns the last checkpoint before the servers end, after `request_final`. Raises an error if that failed."""
-        if self._not_final is not None:
-            raise anew(self._not_final)
-        if self._progress.last is None:
-            raise CheckpointFailed(f"job {self._spec.name!r} has no checkpoint")
-        return self._progress.last
+        if isinstance(self._final, PSError):
+            raise anew(self._final)
+        if self._final is None:
+            raise CheckpointFailed(f"job {self._spec.name!r} has no last checkpoint")
+        return self._final
 
     def _is_up_to_date(self) -> bool:
         last = self._progress.last
         return last is not None and self._spec.consistency.one_clock and last.clock == self._job.look()
 
-    def _request_last(self, seconds: float, standing: bool = False, last: bool = False) -> PSError | None:
+    def _request_last(
+        self, seconds: float, standing: bool = False, last: bool = False, fallback: float | None = None
+    ) -> Manifest | PSError:
         try:
-            self.request(seconds, standing, last)
+            return self.request(seconds, standing, last, fallback)
         except PSError as error:
             log.warning("job %s: ends without a last checkpoint: %s", self._spec.name, error)
-            return error
-        return None
+            return anew(error)
 
     def last_made_at(self) -> float | None:
         """Returns when the last checkpoint was complete, in seconds since 1970; None if there is none or the disk

@@ -10,6 +10,7 @@ FlatModel   encodes a bucket as bytes for the transports, and decodes pulled byt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -58,7 +59,8 @@ class FlatModel:
         self.weights = Weights(self._buffers)
         self.gradients = Gradients(self._buffers, on_ready)
         narrowed = [b for b in layout.trained if isinstance(gradient_codec(spec, b), Blocks)]
-        self.residuals = Residuals({bucket.index: bucket.numel for bucket in narrowed}, self._buffers.device)
+        sizes = {bucket.index: bucket.numel for bucket in narrowed}
+        self.residuals = Residuals(sizes, self._buffers.device, self._on_its_way_out)
         self._left: dict[int, Leaving] = {}  # by bucket, its gradient that left last
         self._versions: dict[int, int] = {}  # by bucket, the version of the pulled weights, if the model still has them
         self.base = Base(self._buffers, self.weights)
@@ -116,6 +118,9 @@ class FlatModel:
         leaving = Leaving(bucket, None if self._staging is None else self._staging.mark())
         self._left[bucket.index] = leaving
         return leaving
+
+    def _on_its_way_out(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._staging is None else self._staging.down()
 
     def gradient(self, leaving: Leaving, absent: Sequence[int] = (), memory: Memory | None = None) -> memoryview:
         """Returns a bucket's gradient in its wire format. Without a conversion it is the buffers' own memory.
@@ -304,7 +309,7 @@ class FlatModel:
         self.weights.landed()
 
     def step_failed(self, counted: Iterable[Leaving] | None) -> None:
-        """Keeps the results of a failed step: residuals and pulled weights.
+        """Keeps the results of a step that has failed, or was interrupted: residuals and pulled weights.
 
         In local:H it does nothing to weights: if they have overwritten the base, the round has no base any more.
 

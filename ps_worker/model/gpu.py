@@ -9,6 +9,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -42,6 +43,10 @@ class GpuStaging:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def down(self) -> AbstractContextManager[object]:
+        """Returns a `with` block whose kernels come behind those of earlier calls of `fetch`, on the same stream."""
+        return torch.cuda.stream(self._down)
+
     def fetch(
         self, make: Callable[[], torch.Tensor], after: torch.cuda.Event, target: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -50,7 +55,7 @@ class GpuStaging:
 
         target: pinned memory on the host for the result; None: it is allocated
         """
-        with torch.cuda.stream(self._down):
+        with self.down():
             self._down.wait_event(after)
             made = make()
             if target is None:

@@ -10,12 +10,15 @@ count    When the step counts, the residuals of the last send take effect. A rep
          If a step is refused, skipped, or lost with the worker's place, all residuals stay as they were. If a step was
          interrupted, gradients of the next one may leave before it is known that it counts. Each is encoded with the
          residual of before. So what a step changes is added to the residual.
+GPU      All of this is queued on the stream on which buckets are encoded, whichever thread asks for it. A bucket may
+         be encoded by another thread while a step is counted; it has a residual that is complete, or the one before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -44,12 +47,17 @@ class Leaving:
 class Residuals:
     """The residuals of one model, by bucket: [numel] float32, on the gradients' device. A missing residual is zero.
 
-    `encode` may be called from any thread, for buckets whose residual does not change meanwhile.
+    `encode` may be called from any thread.
     """
 
-    def __init__(self, sizes: Mapping[int, int], device: torch.device) -> None:
-        """sizes: the elements of each bucket that may have one"""
-        self._sizes, self._device = sizes, device
+    def __init__(
+        self, sizes: Mapping[int, int], device: torch.device, queue: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """sizes: the elements of each bucket that may have one
+
+        queue: returns a `with` block whose kernels come behind those of all calls of `encode` until then
+        """
+        self._sizes, self._device, self._queue = sizes, device, queue
         self._errors: dict[int, torch.Tensor] = {}
         self._norms: dict[int, torch.Tensor] = {}  # by bucket, the norms of its residual and of its last sent values
 
@@ -81,8 +89,9 @@ class Residuals:
             return
         now = self._errors.get(index)
         if now is not before:  # another step was counted since
-            left = left if before is None else left - before
-            left = left if now is None else left + now
+            with self._queue():
+                left = left if before is None else left - before
+                left = left if now is None else left + now
         self._errors[index], leaving.error, leaving.before = left, None, None
         if leaving.norms is not None:
             self._norms[index] = leaving.norms
@@ -105,7 +114,8 @@ class Residuals:
 
     def copy(self) -> dict[int, torch.Tensor]:
         """Returns the residuals on the host, by bucket."""
-        return {index: error.to("cpu", copy=True) for index, error in self._errors.items()}
+        with self._queue():
+            return {index: error.to("cpu", copy=True) for index, error in self._errors.items()}
 
     def takes(self, errors: Mapping[int, torch.Tensor]) -> bool:
         """Whether these residuals have the types and sizes of this model's buckets."""
@@ -114,4 +124,5 @@ class Residuals:
 
     def put(self, errors: Mapping[int, torch.Tensor]) -> None:
         """Replaces all residuals."""
-        self._errors = {index: error.to(self._device, copy=True) for index, error in errors.items()}
+        with self._queue():
+            self._errors = {index: error.to(self._device, copy=True) for index, error in errors.items()}

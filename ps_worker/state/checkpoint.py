@@ -36,7 +36,7 @@ from ps_worker.data.look_ahead import LookAhead
 from ps_worker.state.documents import copied
 from ps_worker.state.encoding import LoaderState, RandomState, ScriptState, Settings, WorkerState, decode, encode
 from ps_worker.state.inner import Inner, InnerStates, NoInner
-from ps_worker.state.job_state import JobState, JobThings, is_schedule, set_groups, steers
+from ps_worker.state.job_state import JobState, JobThings, has_schedule, set_groups, steers
 from ps_worker.state.loader_position import LoaderPosition
 from ps_worker.state.model_state import ModelState
 
@@ -474,8 +474,8 @@ class WorkerCheckpoint:
     @property
     def has_unknown_scheduler(self) -> bool:
         """Whether an optimizer has a scheduler, but `prepare` was given none."""
-        is_given = any(is_schedule(thing) for thing in self._stateful)
-        return not is_given and any(steers(optimizer) for optimizer, _ in self._optimizers)
+        has_one = any(steers(optimizer) for optimizer, _ in self._optimizers)
+        return has_one and not any(has_schedule(thing) for thing in self._stateful)
 
     @property
     def restored_clock(self) -> int | None:

@@ -24,6 +24,7 @@ from ps_worker.state.documents import UNREADABLE, copied, plain, read_document, 
 
 log = logging.getLogger("ps_worker")
 
+DEEPEST_STATE = 8  # of parts of parts of a state, in which that of a scheduler is looked for
 FORMAT = 1  # that of a worker's whole state, from which this is read too
 
 
@@ -178,15 +179,28 @@ def _goes_back(thing: Any, state: Any) -> bool:
     return isinstance(here, int) and isinstance(saved, int) and saved < here
 
 
-def is_schedule(thing: Any) -> bool:
-    """Whether an object is a scheduler of torch, or has one, as a framework's wrapper of one does."""
+def has_schedule(thing: Any) -> bool:
+    """Whether an object is a scheduler of torch, or has one, as a framework's wrapper of one does: in an attribute, or
+    anywhere if the scheduler's state is a part of the object's.
+    """
     kinds = torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
     held = [each for value in getattr(thing, "__dict__", {}).values() for each in _each(value)]
-    return any(isinstance(each, kinds) for each in (thing, *held))
+    return any(isinstance(each, kinds) for each in (thing, *held)) or _has_state_of_schedule(thing.state_dict())
+
+
+def _has_state_of_schedule(state: Any, depth: int = 0) -> bool:
+    """Whether the state of a scheduler is a part of this one. depth: of how many others this one is a part"""
+    if isinstance(state, dict) and "last_epoch" in state and ("_last_lr" in state or "num_bad_epochs" in state):
+        return True
+    return depth < DEEPEST_STATE and any(_has_state_of_schedule(each, depth + 1) for each in _parts(state))
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    return [*value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
 
 
 def _each(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else [value]
+    return _parts(value) or [value]
 
 
 def steers(optimizer: torch.optim.Optimizer) -> bool:

@@ -8,6 +8,9 @@ follows  Right before its first step, the worker asks the other workers for what
 for now  The others may all be in code outside of the session, such as an evaluation. Or the coordinator is away. Then
          the worker takes over the last report of what they had set, and asks again with later steps until one of them
          tells what it has set now. After each vain question it leaves more steps without one.
+nobody   The others may have nothing to tell. Then the process begins anew. But others that have to go back with the job
+         know what their scripts have set only once they have asked themselves. So a new process asks some more times,
+         and tells its own settings only after that: otherwise those others would take over what it has begun anew with.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ log = logging.getLogger("ps_worker")
 
 # The longest wait for an answer where all workers are at one clock. There a step waits for the others in any case.
 QUESTION_SECONDS = 60.0
+MOST_QUESTIONS = 4  # of a new process to others that have nothing to tell
 MOST_LEFT_OUT = 15  # steps without a question, after vain ones: a question may take a while
 
 
@@ -49,6 +53,7 @@ class LateScript:
         self.is_late = False
         self._asks_again = False
         self._left_out = self._leave_out = 0  # steps since the last vain question, and so many are to be without one
+        self._nobody_knew = 0  # how often the others had nothing to tell
         self._taken: SavedState | None = None  # for now, until another worker tells what its script has set
         self._goes_back = False  # it is ahead of the job's, which was rolled back
         self._until = 0  # the stage of the script at which what the job has can be taken over
@@ -61,7 +66,7 @@ class LateScript:
     def goes_back(self) -> None:
         """Notes that the job was rolled back to a checkpoint that has no state of this worker."""
         self.is_late = self._goes_back = True
-        self._asks_again, self._taken, self._left_out, self._leave_out = False, None, 0, 0
+        self._asks_again, self._taken, self._left_out, self._leave_out, self._nobody_knew = False, None, 0, 0, 0
         self._participation.script.end()  # others would take over what it has set later than the job
 
     def follow(self, may_ask_again: bool = True) -> None:
@@ -84,9 +89,11 @@ class LateScript:
             if is_coming:
                 self._go_on(report)
                 return
-            self._left_out = self._leave_out = 0
-            if report is None or report != self._taken:
+            if report is None and self._begins_anew_for_now():
+                return
+            if report is not None and report != self._taken:
                 self._take(report)
+            self._left_out = self._leave_out = 0
             if self._checkpoint.stage < self._until:
                 return
         if self._checkpoint.has_unknown_scheduler:
@@ -110,10 +117,8 @@ class LateScript:
 
     def _go_on(self, report: SavedState | None) -> None:
         """Goes on although no other worker has told what its script has set now. report: the last report; None: none"""
-        if self._asks_again:
-            self._left_out, self._leave_out = 0, min(2 * self._leave_out + 1, MOST_LEFT_OUT)
+        if self._ask_later():
             return
-        self._asks_again = True
         if report is not None:
             self._take(report)
             self._taken = None if self._checkpoint.stage < self._until else report
@@ -123,6 +128,24 @@ class LateScript:
             *(self._participation.rank, self._clock()),
             "its own schedules and the like" if report is None else f"those that the job had at clock {report.clock}",
         )
+
+    def _ask_later(self) -> bool:
+        """Has later steps ask again, after a vain question. Returns whether they did so already: then fewer do now."""
+        if self._asks_again:
+            self._left_out, self._leave_out = 0, min(2 * self._leave_out + 1, MOST_LEFT_OUT)
+            return True
+        self._asks_again = True
+        return False
+
+    def _begins_anew_for_now(self) -> bool:
+        """Begins anew, as the others have nothing to tell. Returns whether to ask them again."""
+        if not self._nobody_knew:
+            self._take(None)
+        self._nobody_knew += 1
+        if self._goes_back or self._nobody_knew == MOST_QUESTIONS:
+            return False
+        self._ask_later()
+        return True
 
     def _take(self, report: SavedState | None) -> None:
         content = None if report is None else report.content

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,6 +245,37 @@ def test_a_worker_that_went_back_without_a_state_takes_over_no_schedule_of_befor
         assert "begin anew at clock" in caplog.text
 
 
+def test_a_new_process_that_asks_first_after_a_rollback_without_states_has_the_schedule_of_those_that_went_back(
+    make_cluster: Callable[..., Cluster],
+    trainers: list[Trainer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It begins anew for now. The other one goes back later, and takes over nothing of that."""
+    monkeypatch.setattr(StateSender, "send", lambda *_: None)
+    cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(asked_checkpoint=0.1, fallback=60.0))
+    first = Trainer(cluster, "default", "sync")
+    trainers.append(first)
+    first.reaches(20)
+    job = cluster.coordinator.job("default")
+    job.checkpoint()
+    first.evaluates_at = first.session.clock + 50
+    assert first.evaluates.wait(TEST_SECONDS)
+    epochs = first.scheduler.last_epoch
+    cluster.start_again(1)
+    until(lambda: job.workers.restore_count > 0, "the rollback")
+    late = Trainer(cluster, "default", "sync")
+    trainers.append(late)
+    until(lambda: "no live worker and no checkpoint has their state" in caplog.text, "a first step without an answer")
+    first.rates.clear()
+    first.goes_on.set()
+    clock = begins_at(late, 8)
+    until(lambda: clock + 7 in first.rates, "the same steps of the first")
+    assert [late.rates[clock + step] for step in range(1, 8)] == [first.rates[clock + step] for step in range(1, 8)]
+    assert first.rates[clock] <= 1.001 * GAMMA**epochs
+
+
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "step": lambda optimizer: StepLR(optimizer, 3, 0.9),
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
@@ -285,19 +317,19 @@ def test_a_schedule_that_was_not_handed_over_begins_anew_with_a_warning(
 
 
 class Holder:
-    """What a framework wraps around a scheduler."""
+    """What a framework wraps around a scheduler, two objects deep."""
 
     def __init__(self, scheduler: Any) -> None:
-        self.schedulers = [scheduler]
+        self.loop = SimpleNamespace(config=SimpleNamespace(scheduler=scheduler))
 
     def step(self) -> None:
-        self.schedulers[0].step()
+        self.loop.config.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": self.schedulers[0].state_dict()}
+        return {"loops": [{"state": self.loop.config.scheduler.state_dict()}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.schedulers[0].load_state_dict(state["state"])
+        self.loop.config.scheduler.load_state_dict(state["loops"][0]["state"])
 
 
 def test_a_wrapper_of_a_schedule_that_was_handed_over_continues_without_a_warning(

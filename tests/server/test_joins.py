@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import InvalidRequest, TryLater
+from ps_protocol.errors import InvalidRequest, PSError, TryLater
 from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.v1 import shard_pb2, shard_pb2_grpc
 from ps_server.coordinator.coalesced import Together
@@ -88,6 +89,19 @@ def test_a_turn_that_fails_fails_for_all_that_are_in_it_and_for_no_other() -> No
         assert len({id(error) for error in errors}) == 4, "each raises its own: threads share no traceback"
         turns.fails = None
         assert turns.together.do(21) == 42
+
+
+def test_the_traceback_of_a_bug_goes_to_one_caller_and_the_others_are_told_of_it() -> None:
+    turns = Turns()
+    turns.fails = AssertionError("a bug")
+    with ThreadPoolExecutor(4) as pool:
+        alone, *errors = [future.exception(SECONDS) for future in all_during_the_first(turns, pool, range(4))]
+        assert alone is turns.fails
+    own = [error for error in errors if error is turns.fails]
+    told = [error for error in errors if error is not turns.fails]
+    assert (len(own), [type(error) for error in told]) == (1, [PSError, PSError])
+    assert {str(error) for error in told} == {"internal error; the server's log says more"}
+    assert "_work" in {frame.name for frame in traceback.extract_tb(own[0].__traceback__)}
 
 
 def test_a_turn_takes_no_more_than_it_may() -> None:

@@ -22,6 +22,7 @@ from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.tensors import bytes_of
 from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.job_workers import Joined
+from ps_server.coordinator.timing import DEFAULT_TIMING
 from ps_server.core.snapshot import SnapshotRequest
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -395,6 +396,30 @@ def test_a_join_that_was_under_way_when_the_servers_stop_ends_no_refusal(cluster
         worker.push()
     with pytest.raises(TryLater, match="the cluster is stopping"):
         members.reserve(2, late)
+
+
+@pytest.mark.parametrize("seconds", [2.0, 15.0])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_last_checkpoints_that_hang_keep_the_servers_no_longer_than_a_shard_waits(
+    cluster: OneProcess, mode: str, seconds: float
+) -> None:
+    """In async there are two of them, one after the other."""
+    train(join_all(cluster, mode))
+    before = cluster.clock.now()
+    cluster.coordinator.drain(seconds)
+    assert cluster.clock.now() - before <= seconds + DEFAULT_TIMING.fallback + 0.1
+
+
+def test_a_checkpoint_of_before_is_not_taken_for_the_last_one(cluster: OneProcess) -> None:
+    each = join_all(cluster, "async")
+    before = whole(cluster, each)
+    checkpoints = cluster.coordinator.job("job").checkpoints
+    assert checkpoints is not None
+    with pytest.raises(CheckpointFailed, match="has no last checkpoint"):
+        checkpoints.final()
+    cluster.while_waiting()
+    cluster.coordinator.drain(0.0)
+    assert checkpoints.final().name > before.name
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp:3"])

@@ -369,6 +369,25 @@ def test_what_is_no_answer_ends_the_connection(ends: tuple[ClientConnection, soc
         call.done.result(20.0)
 
 
+def test_each_call_on_a_connection_that_ends_raises_an_error_of_its_own(
+    ends: tuple[ClientConnection, socket.socket],
+) -> None:
+    """Threads that raise the same one would share its traceback."""
+    connection, shard = ends
+    made = [connection.call(Kind.PULL, Parts(b""), OneAnswer(), 20.0) for _ in range(2)]
+    shard.sendall(b"garbage that is longer than the header of a frame")
+    errors = [call.done.exception(20.0) for call in made]
+    until(lambda: not connection.is_open, "the end of the connection")
+    for make in (connection.call, connection.call_now, connection.call):
+        with pytest.raises(CallFailed) as caught:
+            make(Kind.PULL, Parts(b""), OneAnswer(), 20.0)
+        errors.append(caught.value)
+    assert len({id(error) for error in errors}) == 5
+    [said] = {(type(error), error.code, str(error)) for error in errors if isinstance(error, CallFailed)}
+    assert said[:2] == (CallFailed, code_pb2.UNAVAILABLE)
+    assert said[2].startswith("the data connection ended: ")
+
+
 def test_no_other_thread_of_a_shard_sends_small_weights(
     shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -513,3 +513,35 @@ def test_a_parameter_without_elements_trains(shared: Cluster, job: str, mode: st
     for clock, [group] in in_parallel(1 if mode == "single" else 2, work):
         assert clock == 3
         assert len(group["params"]) == 2 + 2 * beside
+
+
+class Flat(nn.Module):
+    """A model without parameters, with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.scale * x.flatten(1)
+
+
+@pytest.mark.parametrize("mode", cases(["single", "sync", "local:2"], ["async", "ssp:1"]))
+def test_a_model_without_any_parameter_is_prepared_beside_another(shared: Cluster, job: str, mode: str) -> None:
+    with shared.connect(mode, job=job) as session:
+        model = nn.Linear(4, 1)
+        before = model.weight.detach().clone()
+        flat, model, optimizer = session.prepare(Flat(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(flat(torch.ones(2, 2, 2))).sum().backward()
+            optimizer.step()
+        assert session.clock == 3
+        torch.testing.assert_close(model.weight.detach(), before - 3 * 0.1 * 2 * 2.0)
+
+
+@pytest.mark.parametrize("mode", ["single", "sync"])
+def test_a_model_without_any_parameter_alone_has_nothing_to_train(shared: Cluster, job: str, mode: str) -> None:
+    """torch makes no optimizer of no parameters, so there is none beside it."""
+    with shared.connect(mode, job=job) as session, pytest.raises(InvalidRequest, match="got 1 models and 0 optimizers"):
+        session.prepare(Flat())

@@ -10,6 +10,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from ps_protocol.layout import BucketSpec, Slice
+from ps_protocol.tensors import BLOCKS
+from ps_worker.model.gpu import GpuStaging
+from ps_worker.model.residual import Leaving, Residuals
 from tests.tools.cluster import Cluster
 from tests.tools.small_models import assert_apart, close, drawn, filled, same, step, weights_of
 
@@ -88,3 +92,33 @@ def test_each_parameter_on_a_gpu_has_a_storage_of_its_own_and_is_saved_by_any_co
     loaded = net(1)
     safetensors.torch.load_model(loaded, str(tmp_path / "model.safetensors"))
     assert same(weights_of(loaded), expected)
+
+
+def encoded_after_counts(staging: GpuStaging, is_busy: bool) -> torch.Tensor:
+    """Returns the payload of a bucket that leaves behind two interrupted steps, whose residuals count meanwhile.
+
+    is_busy: the training thread's stream has much to do when the second of them counts; the bucket's gradient does not
+             wait for that
+    """
+    numel, device = 1 << 20, torch.device("cuda")
+    bucket = BucketSpec(0, "float32", "float32", False, 0, numel, (Slice(0, 0, 0, numel),))
+    residuals, gradient = Residuals({0: numel}, device, staging.down), torch.linspace(0.1, 1.7, numel, device=device)
+    first, second, third = (Leaving(bucket, staging.mark()) for _ in range(3))
+
+    def leave(leaving: Leaving) -> torch.Tensor:
+        assert leaving.made is not None
+        return staging.fetch(lambda: residuals.encode(leaving, gradient, BLOCKS["int8"], ()), leaving.made)
+
+    leave(first)
+    leave(second)
+    residuals.count(first)
+    torch.cuda.synchronize()
+    if is_busy:
+        torch.cuda._sleep(10**9)
+    residuals.count(second)
+    return leave(third)
+
+
+def test_a_bucket_leaves_with_the_whole_residual_of_a_step_that_counts_meanwhile() -> None:
+    staging = GpuStaging(torch.device("cuda"), None)
+    assert torch.equal(encoded_after_counts(staging, is_busy=True), encoded_after_counts(staging, is_busy=False))

@@ -27,7 +27,7 @@ from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.strategies.gradient_steps import GradientSteps
 from ps_worker.strategies.job_training import JobTraining
 from tests.tools.cases import cases, crossed
-from tests.tools.cluster import Cluster, in_parallel
+from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import weights_of
 
 STEPS, DISTURBED = 6, 3
@@ -136,6 +136,117 @@ def test_what_a_narrow_wire_has_left_out_of_an_interrupted_step_is_sent_with_lat
         residuals = session._strategy._training.model.residuals.copy()  # type: ignore[attr-defined]
         for parameter, left in zip(net.parameters(), residuals.values(), strict=True):
             torch.testing.assert_close(-parameter.detach() + left.view(4, 4), sum(gradients))
+
+
+@pytest.mark.parametrize("mode", cases(["sync"], ["async"]))
+def test_what_an_interrupted_step_has_changed_is_not_set_back_where_a_parameter_has_memory_of_its_own(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """The weights have landed where the worker receives them, and not in the parameter: that is no change of the
+    script."""
+    settle, number, interrupts = Participation.settle, -1, 0
+
+    def interrupted(participation: Participation) -> None:
+        nonlocal interrupts
+        settle(participation)
+        if number == DISTURBED and not interrupts:
+            interrupts += 1
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Participation, "settle", interrupted)
+    with shared.connect(mode, job=job, transport="tcp") as session:
+        layer: Any = nn.Linear(4, 4, bias=False)
+        layer.weight = nn.Parameter(torch.zeros(4, 4).t())
+        model, optimizer = session.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0))
+        for number in range(STEPS):
+            with contextlib.suppress(KeyboardInterrupt):
+                optimizer.zero_grad()
+                (2.0**number * model.weight.sum()).backward()
+                optimizer.step()
+        assert (interrupts, session.clock) == (1, STEPS)
+        assert layer.weight.flatten().tolist() == [1.0 - 2.0**STEPS] * 16
+
+
+def hear_of_a_lost_place(session: ps_worker.Session, cluster: Cluster, job: str) -> None:
+    """Has a worker know that it has lost its place before its next step begins."""
+    participation = session._strategy._training.participation  # type: ignore[attr-defined]
+    cluster.lose_place(0, job)
+    until(
+        lambda: (participation.membership.await_change(participation.connection.place), not participation.has_place)[1],
+        "the worker to hear of it",
+    )
+
+
+def test_what_a_narrow_wire_has_left_out_of_an_interrupted_round_is_sent_later_where_the_place_is_lost_then(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step after the interrupt ends its round without a difference, as its base is gone, and the place is lost."""
+    settle, number, interrupts = Participation.settle, 0, 0
+
+    def interrupted(participation: Participation) -> None:
+        nonlocal interrupts
+        settle(participation)
+        if number == 3 and not interrupts:
+            interrupts += 1
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Participation, "settle", interrupted)
+    gradients = [torch.linspace(0.1, 1.7, 16).roll(number).reshape(4, 4) for number in range(9)]
+    outer = {"warm_up": 0, "lr": 0.5, "momentum": 0.0, "nesterov": False}
+    with shared.connect("local:2", job=job, transport="tcp") as session:
+        net: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+        for parameter in net.parameters():
+            nn.init.zeros_(parameter)
+        sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+        model, optimizer = session.prepare(net, sgd, bucket_bytes=64, gradient_wire="int8", outer=outer)
+        for number, gradient in enumerate(gradients):
+            if number == 4:
+                assert interrupts == 1
+                hear_of_a_lost_place(session, shared, job)
+            with contextlib.suppress(KeyboardInterrupt):
+                optimizer.zero_grad()
+                sum((parameter * gradient).sum() for parameter in model.parameters()).backward()
+                optimizer.step()
+        residuals = session._strategy._training.model.residuals.copy()  # type: ignore[attr-defined]
+        counted = sum(gradients[:4] + gradients[5:])
+        for weights, left in zip(session.global_weights().values(), residuals.values(), strict=True):
+            torch.testing.assert_close(-weights / outer["lr"] + left.view(4, 4), counted)
+
+
+@pytest.mark.parametrize("is_lost_again", cases([False], [True]))
+def test_a_script_goes_on_after_an_interrupt_while_the_rest_of_a_round_is_on_its_way_from_a_new_place(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, is_lost_again: bool
+) -> None:
+    """In local:H/F the place is lost between two fragments. What was on its way counts once; the step that finds it
+    over is left out, as in local:H.
+    """
+    settle, number, interrupts, loops = Participation.settle, -1, 0, list[JobTraining]()
+
+    def interrupted(participation: Participation) -> None:
+        nonlocal interrupts
+        settle(participation)
+        if number == 6 and not interrupts and loops[0].sent is not None and loops[0].unfinished is not None:
+            interrupts += 1
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Participation, "settle", interrupted)
+    outer = {"warm_up": 0, "lr": 1.0, "momentum": 0.0, "nesterov": False, "delay": 0}
+    with shared.connect("local:4/2", job=job, transport="tcp") as session:
+        net = nn.ParameterList(nn.Parameter(torch.zeros(16)) for _ in range(4))
+        plain = torch.optim.SGD(net.parameters(), lr=1.0)
+        model, optimizer = session.prepare(net, plain, bucket_bytes=64, outer=outer)
+        loops.append(session._strategy._training)  # type: ignore[attr-defined]
+        for number in range(16):
+            if number == 6 or (is_lost_again and number == 7):
+                hear_of_a_lost_place(session, shared, job)
+            with contextlib.suppress(KeyboardInterrupt):
+                optimizer.zero_grad()
+                (2.0**number * sum(layer.sum() for layer in model)).backward()
+                optimizer.step()
+        assert interrupts == 1
+        whole, later = 2.0**16 - 1, 2.0**7
+        first, second = whole - later - 2.0**6, whole - later  # the first fragment of that round had left before step 6
+        assert sorted(-layer[0].item() for layer in net) == [first, first, second, second]
 
 
 class Net(nn.Module):

@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from ps_protocol.errors import TryLater
 from ps_protocol.messages.workers import SavedState
 from ps_worker.cluster import participation
 from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.script import ScriptTelling
+from ps_worker.state.job_state import has_schedule
 from ps_worker.strategies.late_script import LateScript
 
 
@@ -93,6 +96,39 @@ def test_after_vain_questions_a_worker_asks_with_fewer_steps(in_step: bool) -> N
     assert worker.at[-2:] == [50, 51]
 
 
+class Wrapper:
+    """What a framework wraps around a scheduler, or around anything else. held: as it keeps it; state: its state"""
+
+    def __init__(self, held: Any, state: Any = None) -> None:
+        self.held, self._state = held, state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._state}
+
+
+def exponential() -> ExponentialLR:
+    return ExponentialLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 0.9)
+
+
+PLATEAU = ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+HANDED_OVER: dict[str, tuple[Any, bool]] = {
+    "a scheduler": (exponential(), True),
+    "a wrapper of one": (Wrapper(exponential()), True),
+    "in a list": (Wrapper([exponential()]), True),
+    "in a dict": (Wrapper({"main": exponential()}), True),
+    "its state, two objects deep": (Wrapper(None, {"loops": [{"main": exponential().state_dict()}]}), True),
+    "the state of ReduceLROnPlateau": (Wrapper(None, [PLATEAU.state_dict()]), True),
+    "a scaler": (torch.amp.GradScaler("cpu"), False),
+    "an epoch": (Wrapper(None, {"last_epoch": 3}), False),
+}
+
+
+@pytest.mark.parametrize("what", HANDED_OVER)
+def test_a_schedule_is_handed_over_in_whatever_has_its_state(what: str) -> None:
+    thing, has_one = HANDED_OVER[what]
+    assert has_schedule(thing) is has_one
+
+
 class Away:
     """A coordinator that is gone, or hangs, and the time that passes meanwhile."""
 
@@ -122,3 +158,26 @@ def test_a_question_that_is_asked_again_waits_less_for_a_coordinator_that_is_awa
     )
     assert Participation._asked_script(asks, seconds) == (None, True)
     assert away.now < longest
+
+
+def test_a_new_process_asks_others_that_may_have_to_go_back_some_more_times_before_it_tells() -> None:
+    """They have nothing to tell until they have asked themselves."""
+    worker = Asking((None, False))
+    worker.late.goes_back()
+    worker.steps(1)
+    assert not worker.late.is_late, "it knows best what the job has"
+    worker = Asking((None, False))
+    worker.telling.end()
+    worker.late.joins()
+    worker.steps(7)
+    worker.telling.want(1)
+    assert worker.sent == {1: None}
+    worker.steps(20)
+    assert worker.at == [0, 1, 3, 7]
+    with worker.telling.standing():
+        worker.telling.want(2)
+    assert worker.sent[2] == SavedState(27, b"own")
+    worker = Asking((None, False), (None, False), (SavedState(3, b"theirs"), False))
+    worker.late.joins()
+    worker.steps(2)
+    assert not worker.late.is_late
