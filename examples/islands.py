@@ -1,17 +1,18 @@
 """A small GPT on two islands: each is two processes that hold one model in pieces, by `fully_shard` (FSDP2).
 
-    python examples/islands.py                                       # islands, and HSDP by torch alone beside them
-    python examples/islands.py --mode local:8 --wire int4 --steps 200   # after 64 steps they meet every 8, in 4 bits
-    python examples/islands.py --mode local:8/2 --wire int4 --steps 200   # and train while half of the model is away
+    python examples/islands.py                    # after 64 steps they meet every 8, in 4 bits; and HSDP beside them
+    python examples/islands.py --mode local:8/2   # and they train while half of the model is away
+    python examples/islands.py --mode sync --wire float32 --steps 40   # they meet in each step, as HSDP does
 
 Within an island the processes reduce their gradients among themselves, in every step. Between islands is a parameter
 server: that level may be slow, far away, or gone for a while. HSDP (hybrid sharding) has the same shape, with
-collectives of torch at both levels. Both train with the same batches, so in sync they end with the same loss.
+collectives of torch at both levels. Both train with the same batches, so in sync and float32 they end with the same
+loss.
 
 The lines marked (ps) are all that a parameter server asks of the training. Each of the two commands that this script
 runs is one that you can run by itself:
 
-    ps-worker run --shards 2 --workers 2 --group 2 examples/islands.py
+    ps-worker run --shards 2 --workers 2 --group 2 --mode local:8 --wire int4 examples/islands.py
     torchrun --nproc-per-node 4 examples/islands.py
 """
 
@@ -122,7 +123,7 @@ def compare(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     processes = ISLANDS * RANKS
     hsdp = ["torchrun", "--standalone", "--nproc-per-node", str(processes), __file__, *words]
     islands = ["ps-worker", "run", "--shards", "2", "--workers", str(ISLANDS), "--group", str(RANKS)]
-    islands += ["--mode", arguments.mode, *(["--wire", arguments.wire] if arguments.wire else []), __file__, *words]
+    islands += ["--mode", arguments.mode, "--wire", arguments.wire, __file__, *words]
     results = [run(hsdp, arguments.out / "hsdp.json"), run(islands, arguments.out / "islands.json")]
     print(f"\n{'':<16}{'first loss':>12}{'last loss':>12}{'time of a step':>18}")
     for name, result in zip(("HSDP", f"islands, {arguments.mode}"), results, strict=True):
@@ -162,11 +163,11 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """The defaults are for a laptop: a minute or two in all."""
+    """The defaults are for a laptop: a few minutes in all."""
     parser = argparse.ArgumentParser(description="Train a small GPT on two islands, and with HSDP beside them.")
-    parser.add_argument("--mode", default="sync", help="how islands train with each other (%(default)s)")
-    parser.add_argument("--wire", help="how gradients and weights travel between them, as for ps-worker run (float32)")
-    parser.add_argument("--steps", type=int, default=40, help="(%(default)s)")
+    parser.add_argument("--mode", default="local:8", help="how islands train with each other (%(default)s)")
+    parser.add_argument("--wire", default="int4", help="how weights and gradients travel between them (%(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="(%(default)s)")
     parser.add_argument("--batch-size", type=int, default=4, help="blocks in a batch of one process (%(default)s)")
     parser.add_argument("--layers", type=int, default=Shape.layers, help="(%(default)s)")
     parser.add_argument("--heads", type=int, default=Shape.heads, help="attention heads in a layer (%(default)s)")

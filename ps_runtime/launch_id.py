@@ -30,7 +30,8 @@ STARTED_FILE = "PS_STARTED_FILE"
 # The exit code of a worker whose job has finished without it, in the middle of its script: the rest of its work is not
 # done, and to start it again would do nothing. The codes up to 78 have meanings elsewhere (sysexits.h).
 FINISHED_WITHOUT_CODE = 79
-# The exit code of a member of a group that ends because another member gives no sign: the group can be started again.
+# The exit code of a member of a group that ends because another member gives no sign, or hangs: the group can be
+# started again.
 SILENT_MEMBER_CODE = 80
 
 

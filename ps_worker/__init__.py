@@ -15,6 +15,7 @@ by_mode.py      The strategy of each mode
 given.py        The arguments of `prepare`: sorted by what they are, and checked
 group.py        A worker that is a group of processes: how its members agree
 neighbours.py   The other members of a group: whether they have come, and whether they go on
+training_thread.py Where the training thread of a member is: in a call, in a collective, or elsewhere in the script
 prepared.py     Maps the arguments of `prepare` to its results
 row_feed.py     A live copy of a table in a process that does not train
 reading_blocks.py Blocks in which readers see no change, and the changes that wait for their end

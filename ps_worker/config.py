@@ -100,6 +100,13 @@ SETTINGS = (
         "S",
     ),
     Setting(
+        "step_timeout",
+        "seconds for which members of a group wait for one that makes no step, after which they end; 0: never",
+        seconds_or_none,
+        0.0,
+        "S",
+    ),
+    Setting(
         "busy_seconds",
         "seconds for which a worker counts as live while C code keeps Python's GIL; 0: no longer than the lease",
         seconds_or_none,
@@ -189,6 +196,7 @@ def resolve(**arguments: object) -> WorkerConfig:
         connect_timeout=values["connect_timeout"],
         start_timeout=values["start_timeout"],
         group_timeout=values["group_timeout"],
+        step_timeout=values["step_timeout"],
         busy_seconds=values["busy_seconds"],
         metrics_host=values["metrics_host"],
         metrics_port=values["metrics_port"],

@@ -79,16 +79,21 @@ class Group:
     pipeline_stages: by member, the pipeline stage that it holds: the number of the first member that holds the same one
     neighbours: whether the other members go on
 
-    start_timeout: seconds to wait for the other members to come. timeout: as for Neighbours; 0: none
+    start_timeout: seconds to wait for the other members to come
+    timeouts:      the group timeout and the step timeout, as for Neighbours; 0: none
     Raises LimitExceeded, with those that have not come.
     """
 
     def __init__(
-        self, ranks: Sequence[int], given: Any = None, start_timeout: float = START_TIMEOUT, timeout: float = 0.0
+        self,
+        ranks: Sequence[int],
+        given: Any = None,
+        start_timeout: float = START_TIMEOUT,
+        timeouts: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.ranks, self.size, self.given = tuple(ranks), len(ranks), given
         self._start_timeout = timedelta(seconds=start_timeout)
-        self.neighbours = _come(self.ranks, start_timeout, timeout)
+        self.neighbours = _come(self.ranks, start_timeout, timeouts)
         try:
             self._gloo = _connected(self.ranks, self._start_timeout)
         except BaseException:
@@ -115,10 +120,12 @@ class Group:
             yield
             return
         self._call, self._met = call, 0
+        self.neighbours.thread.enters()
         try:
             yield
         finally:
             self._call, self._met = "", 0
+            self.neighbours.thread.leaves()
 
     def _make(self, exchange: Collectives[T]) -> T:
         """Makes an exchange with the other members, after the rest of one that was interrupted. Returns its result."""
@@ -366,11 +373,13 @@ def in_call(group: Group | None, call: str) -> AbstractContextManager[None]:
     return nullcontext() if group is None else group.during(call)
 
 
-def group_of(given: Any, launched: int = 0, start_timeout: float = START_TIMEOUT, timeout: float = 0.0) -> Group:
+def group_of(
+    given: Any, launched: int = 0, start_timeout: float = START_TIMEOUT, timeouts: tuple[float, float] = (0.0, 0.0)
+) -> Group:
     """Returns the group that `prepare(..., group=...)` names: a DeviceMesh or a process group.
 
     launched: how many processes the launcher has started as this worker; 0: it does not say
-    start_timeout, timeout: as for Group
+    start_timeout, timeouts: as for Group
 
     Raises InvalidRequest if `given` is neither, if torch.distributed is not initialised, if this process is not in the
     group, or if the group has another size than `launched`.
@@ -382,16 +391,17 @@ def group_of(given: Any, launched: int = 0, start_timeout: float = START_TIMEOUT
             f"the launcher has started {launched} processes as this worker (--group {launched}), and prepare got "
             f"{named}: give it prepare(..., group=mesh), the mesh of all of them"
         )
-    return Group(ranks, given, start_timeout, timeout)
+    return Group(ranks, given, start_timeout, timeouts)
 
 
-def _come(ranks: tuple[int, ...], start_timeout: float, timeout: float) -> Neighbours:
+def _come(ranks: tuple[int, ...], start_timeout: float, timeouts: tuple[float, float]) -> Neighbours:
     """Waits until all members have come, and returns them. Raises LimitExceeded."""
     place = f"ps_torch/group/{'-'.join(map(str, ranks))}/{_formed[ranks]}"
     _formed[ranks] += 1
     member = sorted(ranks).index(dist.get_rank())
     store = dist.distributed_c10d._get_default_store()
-    neighbours = Neighbours(store, place, member, len(ranks), timeout)
+    seconds, step_seconds = timeouts
+    neighbours = Neighbours(store, place, member, len(ranks), seconds, step_seconds=step_seconds)
     neighbours.begin()
     try:
         neighbours.await_all(start_timeout)

@@ -10,7 +10,7 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 import ps_protocol
@@ -154,12 +154,23 @@ def _say_last(error: PSError, place: str, level: int = logging.CRITICAL) -> None
         sys.stderr.write(f"{place}worker {'?' if rank is None else rank}: {error}\n")
 
 
+def script_frame(frame: FrameType) -> traceback.FrameSummary | None:
+    """Returns the innermost frame of the user's own code, of a thread that is at `frame`. It reads no file."""
+    walked = traceback.walk_stack(frame)
+    stack = traceback.StackSummary.extract(reversed([*walked]), lookup_lines=False)
+    return next(iter(_of_script(stack)), None)
+
+
 def _source_line(stack: traceback.StackSummary) -> str:
     """Returns the last frame of the user's own code as Python shows it, with a new line; empty if there is none."""
+    return "".join(traceback.format_list(_of_script(stack)))
+
+
+def _of_script(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """Returns the last frame of the user's own code, or of a library if there is none; nothing if the stack is ours."""
     frames = [frame for frame in stack if not frame.filename.startswith(("<frozen", *_OURS))]
     own = [frame for frame in frames if not _is_library(frame.filename)]
-    last = (own or frames)[-1:]
-    return "".join(traceback.format_list(last))
+    return (own or frames)[-1:]
 
 
 def _is_library(file: str) -> bool:

@@ -13,6 +13,10 @@ gone.
 Where the process that keeps the store is stopped, a call to the store never returns. So the thread that calls it
 decides nothing, and those that do, in `check`, call no store. Without its answers no member gives a sign.
 
+Where the training thread alone waits for ever, for a loader or a lock, signs and heartbeats go on. So a sign may also
+tell where that thread is. Where it stays in the script for the step timeout, while another member waits for it, the
+group ends as if that member were silent.
+
 A connection to the store that breaks off is made anew. Where this fails, too, nobody is taken for gone: the process
 that kept the store has ended, and a process that ends breaks its collectives.
 """
@@ -34,6 +38,7 @@ from ps_runtime.background import join_within, start
 from ps_runtime.launch_id import SILENT_MEMBER_CODE
 from ps_runtime.troubles import Troubles
 from ps_worker.launched import end_at_once
+from ps_worker.training_thread import SCRIPT, TrainingThread
 
 log = logging.getLogger("ps_worker")
 
@@ -44,6 +49,7 @@ _COMING_SECONDS = 0.05  # between two looks for those that have not come
 _CONNECT_SECONDS = 0.5  # the longest that a store that has broken off takes to answer a new connection
 _ANSWER = timedelta(days=1)  # likewise, to answer a call: a stopped one is to be noticed by `check`, not by an error
 _LEFT = "left"  # the last sign of a member, in place of a number
+_TAB = "\t"  # between a sign and what it tells of the training thread
 
 
 def _end(text: str) -> None:
@@ -58,7 +64,9 @@ class Neighbours:
     member:  which of `size` members this one is
     seconds: the group timeout; 0: there is none
     end:     ends this process, with a text
-    pause:   between two signs
+    step_seconds: the step timeout; 0: there is none
+    pause:   between two signs; 0: members give none
+    thread:  the training thread of this member
     awaits_all: this member is in a collective, to which one that has left comes no more. For the training thread
     """
 
@@ -70,14 +78,18 @@ class Neighbours:
         size: int,
         seconds: float,
         end: Callable[[str], object] = _end,
+        step_seconds: float = 0.0,
     ) -> None:
-        self._store, self._place, self._member, self._seconds, self._end = store, place, member, seconds, end
-        self.pause = seconds / SIGNS
+        self._store, self._place, self._member, self._end = store, place, member, end
+        self._seconds, self._step_seconds = seconds, step_seconds
+        self.pause = min((each for each in (seconds, step_seconds) if each), default=0.0) / SIGNS
+        self.thread = TrainingThread()
         self.awaits_all = False
         self._others = [other for other in range(size) if other != member]
         self._signs: dict[int, str] = {}  # by member, its last sign
         self._heard: set[int] = set()  # whose sign is new since the last `check`
         self._silent = dict.fromkeys(self._others, 0.0)  # for how long, while this process ran
+        self._stands: dict[int, tuple[list[str], float]] = {}  # by member, what it has told, and for how long the same
         self._checked = time.monotonic()
         self._connection: Any = None  # to the store; None: there is none yet, or it has broken off
         self._last: Any = None  # the last connection that could be made
@@ -120,24 +132,59 @@ class Neighbours:
             self._silent = {other: silent if self._has_left(other) else 0.0 for other, silent in self._silent.items()}
 
     def check(self) -> None:
-        """Ends this process where a member has given no sign for the group timeout. For threads that call often."""
+        """Ends this process where a member has given no sign for the group timeout, or lets the others wait for the
+        step timeout. For threads that call often.
+        """
         with self._changed:
             now = time.monotonic()
             # This process may have been stopped: the others were not silent then, as far as it knows.
             passed, self._checked = min(now - self._checked, 2 * self.pause), now
-            if self._broken is not None or not self._seconds or not self._have_come:
+            if self._broken is not None or not self.pause or not self._have_come:
                 return
-            for other in self._others:
-                has_given = other in self._heard or (self._has_left(other) and not self.awaits_all)
-                self._silent[other] = 0.0 if has_given else self._silent[other] + passed
-            self._heard.clear()
-            gone = [other for other in self._others if self._silent[other] >= self._seconds]
-            who = _named(gone, " and ", self._signs)
-        if gone:
+            members, what = self._gone(passed), f"given no sign for {self._seconds:g} s (--group-timeout)"
+            if not members and self._step_seconds:
+                members = self._hanging(passed)
+                what = (
+                    f"made no step and no call of the session for {self._step_seconds:g} s, while another member "
+                    "waits (--step-timeout)"
+                )
+            who = _named(members, " and ", {**self._signs, self._member: self._told("")})
+        if members:
+            has = "has" if len(members) == 1 else "have"
             self._end(
-                f"{who} of this worker's group {'has' if len(gone) == 1 else 'have'} given no sign for "
-                f"{self._seconds:g} s (--group-timeout): this process ends, so that the group is started again"
+                f"{who} of this worker's group {has} {what}: this process ends, so that the group is started again"
             )
+
+    def _gone(self, passed: float) -> list[int]:
+        """Returns the members that have given no sign for the group timeout. passed: seconds since the last call"""
+        for other in self._others:
+            has_given = other in self._heard or (self._has_left(other) and not self.awaits_all)
+            self._silent[other] = 0.0 if has_given else self._silent[other] + passed
+        self._heard.clear()
+        return [other for other in self._others if self._seconds and self._silent[other] >= self._seconds]
+
+    def _hanging(self, passed: float) -> list[int]:
+        """Returns the members whose training thread has stayed in the script for the step timeout, while another one
+        waits. passed: seconds since the last call
+
+        Nobody may have moved. A member that makes steps, or comes to another collective, does not wait for them yet.
+        """
+        signs = {**self._signs, self._member: self._told("")}
+        told = {
+            each: sign.split(_TAB)[1:3] for each, sign in signs.items() if _TAB in sign and not self._has_left(each)
+        }
+        for member, now in told.items():
+            before, seconds = self._stands.get(member, ([], 0.0))
+            self._stands[member] = now, seconds + passed if now == before else 0.0
+        if min(self._stands[member][1] for member in told) < self._step_seconds:
+            return []
+        hanging = [member for member, (_, where) in sorted(told.items()) if where == SCRIPT]
+        return hanging if len(hanging) < len(told) else []
+
+    def _told(self, sign: str) -> str:
+        """Returns a sign of this member, with its host and process, and where its training thread is."""
+        who = f"{sign} {socket.gethostname()}, pid {os.getpid()}"
+        return _TAB.join((who, str(self.thread.steps), *self.thread.place())) if self._step_seconds else who
 
     def leave(self) -> None:
         """Tells the others that no more signs come, and ends the thread."""
@@ -155,24 +202,24 @@ class Neighbours:
         return self._signs.get(other, "").startswith(_LEFT)
 
     def _run(self) -> None:
-        who, count = f"{socket.gethostname()}, pid {os.getpid()}", 0
+        count = 0
         while not self._leaving.is_set():
             try:
                 if self._connection is None:
                     self._connection = self._connected()
                 if self._have_come or not count:
-                    self._connection.set(self._key(self._member), f"{count} {who}")
+                    self._connection.set(self._key(self._member), self._told(str(count)))
                 self._read(count)
                 count += 1
                 self._reached()
             except Exception as error:
                 self._broke_off(error)
-            if self._have_come and not self._seconds:
+            if self._have_come and not self.pause:
                 return
             self._leaving.wait(self.pause if self._have_come else _COMING_SECONDS)
         with suppress(Exception):  # the process that kept the store may have ended
             if self._connection is not None:
-                self._connection.set(self._key(self._member), f"{_LEFT} {who}")
+                self._connection.set(self._key(self._member), self._told(_LEFT))
 
     def _connected(self) -> Any:
         """Returns a connection of this thread's own to the store: another thread may wait in a call of the store."""
@@ -253,7 +300,9 @@ def _named(members: Iterable[int], between: str = ", ", signs: dict[int, str] | 
     """Returns members with their numbers, and where they run, as far as they have told."""
     names = []
     for member in members:
-        sign, _, who = (signs or {}).get(member, "").partition(" ")
+        told, *thread = (signs or {}).get(member, "").split(_TAB)
+        sign, _, who = told.partition(" ")
         who += ", has closed its session" if sign == _LEFT else ""
+        who += f", at {thread[2]}" if thread and thread[2] else ""
         names.append(f"member {member}" + (f" ({who})" if who else ""))
     return between.join(names)

@@ -117,16 +117,20 @@ class WatchResponse(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., started: _Optional[bool] = ..., script_rank: _Optional[int] = ..., script_request: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker", "clock", "figures", "script_wanted")
+    __slots__ = ("worker", "clock", "figures", "script_wanted", "host", "pid")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
     SCRIPT_WANTED_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     clock: int
     figures: _figures_pb2.WorkerFigures
     script_wanted: bool
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., figures: _Optional[_Union[_figures_pb2.WorkerFigures, _Mapping]] = ..., script_wanted: _Optional[bool] = ...) -> None: ...
+    host: str
+    pid: int
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., figures: _Optional[_Union[_figures_pb2.WorkerFigures, _Mapping]] = ..., script_wanted: _Optional[bool] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("live_count", "script_request", "script", "script_coming")

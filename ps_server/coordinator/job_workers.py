@@ -380,10 +380,12 @@ class JobWorkers:
         self.removals.tell()
         return fenced
 
-    def heartbeat(self, rank: int, incarnation: int, clock: int, key: bytes, of: int = 0) -> int:
-        """Renews a lease; returns the number of live workers. of: the member of the group that sends the heartbeat"""
+    def heartbeat(
+        self, rank: int, incarnation: int, clock: int, key: bytes, of: int = 0, process: tuple[str, int] | None = None
+    ) -> int:
+        """Renews a lease; returns the number of live workers. of, process: as in Membership.heartbeat"""
         with self._lock:
-            self._membership.heartbeat(rank, incarnation, clock, self._clock.now(), key, of)
+            self._membership.heartbeat(rank, incarnation, clock, self._clock.now(), key, of, process)
             return len(self._membership.workers)
 
     # -- a worker goes -----------------------------------------------------------------------------------------------
@@ -457,8 +459,7 @@ class JobWorkers:
             workers = self._membership.rollback(self._clock.now(), self._fenced.values())
             self._fenced = {}
             self._membership.last_incarnation = max(last_incarnation, self._membership.last_incarnation)
-            gone = [(worker.rank, worker.incarnation) for worker in workers]
-            gone += [(joining.rank, joining.incarnation) for joining in self._joining]
+            gone = [(each.rank, each.incarnation) for each in (*workers, *self._joining)]
             self._joining.clear()
             if everywhere:
                 self.restore_count += 1
@@ -479,9 +480,8 @@ def _may_be_late(request: JoinRequest) -> bool:
 
 # -- launches that have taken part -------------------------------------------------------------------------------------
 
-# Attendance decides whether a job has finished, and for which launches.
-# A job whose last worker has left may wait for a worker that was removed as silent, until that one comes back, is known
-# to be dead, or was away for too long. The job is finished then.
+# Attendance decides whether a job has finished, and for which launches. A job whose last worker has left may wait for a
+# worker that was removed as silent, until that one comes back, is known to be dead, or was away for too long.
 
 
 LAUNCHES_KEPT = 256  # launches remembered of those that took part in one job; the oldest are forgotten

@@ -33,9 +33,9 @@ log = logging.getLogger("ps_server")
 
 FILE = ".coordinator.json"
 MAX_BYTES = 2**30  # most bytes that are read: with many jobs, the values of their rounds make the file large
-# Fields of workers that are not written: times on the clock of a process that has ended when they are read, and fields
-# for the answer to a join.
-_PASSING = ("expires", "heard", "heard_before", "signs", "on_shards")
+# Fields of workers that are not written: times on the clock of a process that has ended when they are read, what each
+# heartbeat tells anew, and fields for the answer to a join.
+_PASSING = ("expires", "heard", "heard_before", "signs", "processes", "on_shards")
 _NAMES_OF_FORMAT_1 = {"held_by": "shard_processes", "awaited": "rejoining", "ghosts": "pending_removals"}
 
 

@@ -69,6 +69,7 @@ class LiveWorker:
                  has it
     since:       when a worker of its launch took the rank, in seconds since 1970, for logs
     signs:       of a group, by member, the time of its last heartbeat; infinity: it is done, and need send no more
+    processes:   of a group, by member, the host and process id that it has told; `host` and `pid` are the first one's
     heard:       the time of the last heartbeat; minus infinity: none yet. A join does not count: its caller may be dead
                  when it is carried out
     heard_before: the time of the heartbeat before. Heartbeats that a network held back come together, and count as one
@@ -89,6 +90,7 @@ class LiveWorker:
     on_shards: Mapping[int, ShardProgress] = field(default_factory=dict, repr=False, compare=False)
     since: float = 0.0
     signs: Mapping[int, float] = field(default_factory=dict, repr=False, compare=False)
+    processes: Mapping[int, tuple[str, int]] = field(default_factory=dict, repr=False, compare=False)
     heard: float = -math.inf
     heard_before: float = -math.inf
     replaced: tuple[tuple[str, int], ...] = ()
@@ -401,11 +403,21 @@ class Membership:
             self._look_whether_started()
         return late
 
-    def heartbeat(self, rank: int, incarnation: int, clock: int, now: float, key: bytes = b"", of: int = 0) -> None:
+    def heartbeat(
+        self,
+        rank: int,
+        incarnation: int,
+        clock: int,
+        now: float,
+        key: bytes = b"",
+        of: int = 0,
+        process: tuple[str, int] | None = None,
+    ) -> None:
         """Renews a lease. Raises UnknownWorker, Fenced or Forbidden if the caller is not the live worker.
 
         of: the member of the worker's group that sends it. A group's lease is that of the member that was silent
             longest
+        process: its host and process id; None: it does not tell them
         """
         worker = self.check(rank, incarnation, key)
         sign: float | None = now
@@ -413,6 +425,8 @@ class Membership:
             # The heartbeat of a member that is done counts no more.
             at = now if worker.signs.get(of) != math.inf else math.inf
             worker = replace(worker, signs={**worker.signs, of: at})
+            if process is not None:
+                worker = replace(worker, processes={**worker.processes, of: process})
             is_whole = at == now and len(worker.signs) == self.group_size
             sign = min(worker.signs.values()) if is_whole else None  # None: a member has sent no heartbeat yet
         if sign is not None:

@@ -128,7 +128,10 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         job = self._coordinator.job(worker.job, worker.run)
         figures = shard_messages.worker_figures(request.figures) if request.HasField("figures") else None
         job.check_member(worker.member)
-        live = job.workers.heartbeat(worker.rank, worker.incarnation, request.clock, worker.lease_key, worker.member)
+        check_host(request.host)
+        process = (request.host, request.pid) if request.host else None
+        identity = worker.rank, worker.incarnation
+        live = job.workers.heartbeat(*identity, request.clock, worker.lease_key, worker.member, process)
         if job.checkpoints is not None:
             job.checkpoints.joined(worker.rank, has_place=True)
         answer = membership_pb2.HeartbeatResponse(live_count=live)

@@ -21,6 +21,7 @@ from ps_server.view.view import JobView, ShardView, ShardWork, View, WorkerView
 SILENT_SECONDS = 2.5  # age of an unanswered query from which a shard counts as silent
 # A worker counts as silent if less than this fraction of its lease is left: it sends a heartbeat every quarter.
 SILENT_LEASE = 0.5
+MEMBERS_NAMED = 2  # members of a group whose hosts and process ids are named: more would not fit the page
 RANKS_SAMPLED = 32  # workers of a job that have samples of their own: those of the lowest ranks
 
 
@@ -218,8 +219,7 @@ def _activity(
     if left < SILENT_LEASE * lease:
         text = f"silent, lease ends in {max(0.0, left):.0f} s"
         members = _silent_members(worker, job, lease)
-        named = f"member{'s' * (len(members) > 1)} {ranges(members)}"
-        return f"{text}: no sign of {named}" if members else text
+        return f"{text}: no sign of {_named(worker, members)}" if members else text
     if waits:
         seconds = max(wait.seconds for wait in waits)
         return f"waits {seconds:.1f} s for {ranks_text(ranks) if ranks else 'its shard'}"
@@ -233,6 +233,16 @@ def _silent_members(worker: LiveWorker, job: JobStatistics, lease: float) -> lis
     latest = job.now - (1 - SILENT_LEASE) * lease
     members = range(job.group_size) if job.group_size > 1 else ()
     return [member for member in members if worker.signs.get(member, -math.inf) < latest]
+
+
+def _named(worker: LiveWorker, members: Sequence[int]) -> str:
+    """Returns the names of members of a group. A few are named with their hosts and process ids, as far as known."""
+    known = {0: (worker.host, worker.pid), **worker.processes}
+    told = [member for member in members if member in known and all(known[member])]
+    if not told or len(members) > MEMBERS_NAMED:
+        return f"member{'s' * (len(members) > 1)} {ranges(members)}"
+    where = {member: f" ({known[member][0]}, pid {known[member][1]})" for member in told}
+    return ", ".join(f"member {member}{where.get(member, '')}" for member in members)
 
 
 def _sum_phases(spans: Iterable[Span[WorkerFigures]]) -> dict[str, float]:

@@ -186,6 +186,8 @@ class CoordinatorClient:
         script_wanted: ask for the settings of the job's script
         """
         request = workers.write_heartbeat(worker, clock, script_wanted)
+        if worker.member:  # where the first member of a group runs is known from its join
+            request.host, request.pid = socket.gethostname(), os.getpid()
         if self._figures is not None:
             request.figures.CopyFrom(worker_figures_message(self._figures()))
         try:

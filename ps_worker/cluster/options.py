@@ -22,6 +22,7 @@ class JobOptions:
     connect_timeout:  seconds without any progress after which a call gives up
     start_timeout:    seconds to wait until all declared workers have joined, and all members of a group have come
     group_timeout:    seconds without a sign of a member of this worker's group, after which the others end; 0: never
+    step_timeout:     seconds for which a member may be in the script while another one waits for it; 0: without end
     transport:        how buckets travel: "shm", "tcp", "grpc", or "auto": shared memory with each shard that can see
                       it, data connections to the others, gRPC without these
     shared_directory: the directory in which shards on this host get that memory
@@ -45,6 +46,7 @@ class JobOptions:
     launch: LaunchId = UNKNOWN
     busy_seconds: float = 0.0
     group_timeout: float = 0.0
+    step_timeout: float = 0.0
     group_size: int = 0
 
     @property

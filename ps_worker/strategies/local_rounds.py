@@ -242,6 +242,8 @@ class LocalRounds:
     def _stepping(self) -> None:
         """Begins a step of one of the script's optimizers."""
         exit_if_requested()
+        if self._loop.participation.group is not None:
+            self._loop.participation.group.neighbours.thread.begins_step()
         for optimizer, count in zip(self._own, self._groups, strict=True):
             if len(optimizer.param_groups) != count:
                 raise Unsupported(

@@ -147,8 +147,8 @@ class ServerStrategy:
         figures, metrics_address = self._metrics.figures, self._metrics.announced
         job = self._job
         is_one_process = options.group is None and job.group_size <= 1
-        timeouts = job.start_timeout, job.group_timeout
-        group = None if is_one_process else group_of(options.group, job.group_size, *timeouts)
+        timeouts = job.group_timeout, job.step_timeout
+        group = None if is_one_process else group_of(options.group, job.group_size, job.start_timeout, timeouts)
         with in_call(group, "session.prepare"):
             if group is not None:
                 group.check_alike(f"rank {job.rank} of {job.world_size} in job {job.job!r}")

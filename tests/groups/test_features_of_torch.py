@@ -1,5 +1,5 @@
 """Features of torch in groups whose model `fully_shard` has cut: a mixed precision policy, clipping by the norm of
-DTensors, activation checkpointing, and `torch.compile`."""
+DTensors, activation checkpointing, `torch.compile`, and the switch that leaves reductions out."""
 
 from __future__ import annotations
 
@@ -108,6 +108,28 @@ def test_groups_end_as_one_process_with_float32_weights(
     exported = model_state_dict(tmp_path / "exported")
     assert same(exported, {name: found[0][name] for name in weights})
     assert {tensor.dtype for tensor in (*weights.values(), *exported.values())} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "options",
+    cases(
+        [Options(micro=2, switched="switch and no_sync", steps=4)],
+        [
+            Options(micro=2, switched="switch", prepared={"overlap": True}, connected={"transport": "tcp"}),
+            Options(micro=2, switched="switch and no_sync", prepared={"overlap": True}, connected={"transport": "tcp"}),
+            Options(micro=2, switched="switch", optimizer="SGD", groups=1),
+        ],
+    ),
+    ids=lambda each: f"{each.groups}-{each.switched}-{each.optimizer}-{each.connected.get('transport', 'auto')}",
+)
+def test_accumulation_that_a_group_reduces_once_a_step_ends_as_one_process(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, options: Options
+) -> None:
+    """The script finds no gradient after the backwards in which nothing is reduced."""
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert all(same(each, found[0]) for each in found)
+    assert relative_distance(found[0], one_process(options)) <= 1e-6
 
 
 @pytest.mark.repeat

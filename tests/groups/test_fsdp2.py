@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -178,11 +179,13 @@ def test_a_group_that_lost_a_member_leaves_and_the_others_go_on_until_it_starts_
         until(lambda: groups.are_held(4), "all to stand at clock 4")
         seen = status_text.table(requests.fetch(cluster.address))
         assert re.findall(r"^group of 2 +(\d) ", seen, re.MULTILINE) == ["0", "1"]
+        members = cluster.coordinator.job(job).workers
+        places = [{1: (socket.gethostname(), groups.processes[group, 1].pid)} for group in (0, 1)]
+        until(lambda: [worker.processes for worker in members.all()] == places, "the second members to tell theirs")
         groups.processes[1, 1].kill()
         groups.let_go(4)
         assert groups.processes[1, 0].wait(WAIT_SECONDS) != 0  # its collectives end
         until(lambda: groups.are_held(8, (0,)), "group 0 to go on alone")
-        members = cluster.coordinator.job(job).workers
         assert {member.rank for member in members.all()} == {0}
         with Groups(nursery, cluster.address, job, tmp_path / "again", Options(steps=4), only=1) as again:
             until(lambda: {member.rank for member in members.all()} == {0, 1}, "group 1 to come back")

@@ -85,12 +85,19 @@ def test_a_step_in_which_the_place_is_lost_counts_once(
     assert relative_distance(found[0], one_process(options)) <= 1e-6
 
 
-@pytest.mark.parametrize("mode", cases(["async", "local:4/2"], ["local:2", "ssp:2"]))
+def in_mode(mode: str) -> Options:
+    """A job of two groups in a mode, or in sync with a quorum of one, in which group 0 stands at two clocks."""
+    later = 9 if mode == "local:4/2" else 10  # at 9 a round of local:4/2 is over
+    options = Options(mode=mode, steps=12, holds=[4, later], prepared={"outer": {"warm_up": 0}})
+    return replace(options, mode="sync", connected={"quorum": 1}) if mode == "quorum" else options
+
+
+@pytest.mark.parametrize("mode", cases(["async", "local:4/2"], ["local:2", "ssp:2", "quorum"]))
 def test_a_group_that_lost_a_member_leaves_and_comes_back(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, mode: str
 ) -> None:
-    later = 9 if mode == "local:4/2" else 10  # at 9 a round of local:4/2 is over
-    options = Options(mode=mode, steps=12, holds=[4, later], prepared={"outer": {"warm_up": 0}})
+    options = in_mode(mode)
+    later = options.holds[1]
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
         until(lambda: groups.are_held(4), "all to stand at step 4")
         groups.processes[1, 1].kill()
@@ -108,6 +115,29 @@ def test_a_group_that_lost_a_member_leaves_and_comes_back(
     assert int(found[0]["clock"]) == int(found[1]["clock"]) >= 12  # of rounds it may make an empty one for the other
     assert found[2]["clock"] == found[3]["clock"]
     assert job not in shared.coordinator.jobs()
+
+
+@pytest.mark.parametrize("mode", cases(["local:4/2"], ["async", "ssp:2", "local:2", "quorum"]))
+def test_a_group_with_a_member_that_is_stopped_is_out_until_it_runs_again(
+    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, mode: str
+) -> None:
+    """In sync: test_fsdp2.py."""
+    cluster, options = make_cluster(lease=LEASE), in_mode(mode)
+    later, never = options.holds[1], {"PS_GROUP_TIMEOUT": "0"}
+    with Groups(nursery, cluster.address, job, tmp_path, options, variables=never) as groups:
+        until(lambda: groups.are_held(4), "all to stand at step 4")
+        groups.processes[1, 1].send_signal(signal.SIGSTOP)
+        cluster.end_lease(1, job)
+        groups.let_go(4)
+        until(lambda: groups.are_held(later, (0,)), "group 0 to go on alone")
+        members = cluster.coordinator.job(job).workers
+        assert {member.rank for member in members.all()} == {0}
+        groups.processes[1, 1].send_signal(signal.SIGCONT)
+        until(lambda: {member.rank for member in members.all()} == {0, 1}, "group 1 to come back")
+        groups.let_go(later)
+        found = groups.ended()
+    assert int(found[0]["clock"]) == int(found[1]["clock"]) >= 12
+    assert int(found[2]["clock"]) == int(found[3]["clock"]) >= 12
 
 
 def test_all_members_save_their_state_where_one_hears_by_a_refresh_that_a_checkpoint_wants_it(

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.utils.store import barrier
 
 from ps_protocol.errors import LimitExceeded
+from ps_runtime.launch_id import SILENT_MEMBER_CODE
 from ps_worker.group import Group
 from ps_worker.neighbours import SIGNS, Neighbours
+from ps_worker.training_thread import CALL, COLLECTIVE, SCRIPT, TrainingThread
 from tests.scripts.train_in_group import Options
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
@@ -33,8 +36,8 @@ class Members:
         self.store: Any = dist.HashStore()
         self._stack = stack
 
-    def begin(self, member: int, ends: list[str]) -> Neighbours:
-        neighbours = Neighbours(self.store, "group", member, 3, SECONDS, ends.append)
+    def begin(self, member: int, ends: list[str], step_seconds: float = 0.0) -> Neighbours:
+        neighbours = Neighbours(self.store, "group", member, 3, SECONDS, ends.append, step_seconds)
         neighbours.begin()
         self._stack.callback(neighbours.leave)
         return neighbours
@@ -292,6 +295,91 @@ def test_a_member_that_does_not_come_is_named(members: Members) -> None:
         first.await_all(0.5)
 
 
+# -- a training thread that hangs ------------------------------------------------------------------------------------
+
+
+def ends_of(members: Members, own: str, others: list[str]) -> list[str]:
+    """What ends the first of three members, whose thread is at `own`, where nobody moves for several step timeouts."""
+    ends: list[str] = []
+    for number, place in enumerate(others):
+        members.store.set(f"group/{number + 1}", f"0 n{number + 1}, pid 7\t5\t{place}\ttrain.py:3 in load")
+    first = members.begin(0, ends, step_seconds=SECONDS)
+    first.await_all(WAIT_SECONDS)
+    if own == CALL:
+        first.thread.enters()
+    for _ in range(4 * SIGNS):
+        first.all_go_on()
+        first._checked -= SECONDS
+        first.check()
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "named"),
+    [
+        (CALL, [SCRIPT, CALL], r"member 1 \(n1, pid 7, at train.py:3 in load\) of this worker's group has"),
+        (CALL, [SCRIPT, SCRIPT], r"member 1 \(n1, .*\) and member 2 \(n2, .*\) of this worker's group have"),
+        (SCRIPT, [COLLECTIVE, CALL], r"member 0 \(\S+, pid \d+, at test_neighbours.py:\d+ in ends_of\) of .* has"),
+    ],
+)
+def test_a_member_that_stays_in_the_script_while_another_one_waits_is_named(
+    members: Members, own: str, others: list[str], named: str
+) -> None:
+    said = (
+        rf"{named} made no step and no call of the session for 1 s, while another member waits \(--step-timeout\): "
+        "this process ends, so that the group is started again"
+    )
+    assert re.fullmatch(said, ends_of(members, own, others)[0])
+
+
+@pytest.mark.parametrize(
+    ("own", "others"), [(SCRIPT, [SCRIPT, SCRIPT]), (CALL, [CALL, CALL]), (CALL, [COLLECTIVE, CALL])]
+)
+def test_members_that_are_all_in_the_script_or_all_wait_end_nothing(
+    members: Members, own: str, others: list[str]
+) -> None:
+    """They evaluate together; or they wait for the servers, and for other groups."""
+    assert ends_of(members, own, others) == []
+
+
+def test_while_a_member_makes_steps_none_is_taken_to_hang(members: Members) -> None:
+    ends: list[str] = []
+    for other in (1, 2):
+        members.store.set(f"group/{other}", f"0 n, pid 7\t5\t{COLLECTIVE}\ttrain.py:3 in load")
+    first = members.begin(0, ends, step_seconds=SECONDS)
+    first.await_all(WAIT_SECONDS)
+    for _ in range(4 * SIGNS):
+        first.thread.begins_step()
+        first.all_go_on()
+        first._checked -= SECONDS
+        first.check()
+    assert ends == []
+
+
+def test_where_a_training_thread_is() -> None:
+    """In a script's own wait, in code of torch.distributed, and in a call of the session."""
+    store, found, waits = dist.HashStore(), list[TrainingThread](), threading.Event()
+
+    def train() -> None:
+        found.append(TrainingThread())
+        waits.wait(WAIT_SECONDS)
+        barrier(store, 2, "here", barrier_timeout=WAIT_SECONDS)
+
+    thread = threading.Thread(target=train, name="train")
+    thread.start()
+    until(lambda: bool(found), "the thread")
+    kind, line = found[0].place()
+    assert (kind, re.sub(r"\d+", "N", line)) == (SCRIPT, "test_neighbours.py:N in train")
+    waits.set()
+    until(lambda: found[0].place()[0] == COLLECTIVE, "the barrier")
+    barrier(store, 2, "here", barrier_timeout=WAIT_SECONDS)
+    thread.join(WAIT_SECONDS)
+    found[0].enters()
+    assert found[0].place()[0] == CALL
+    found[0].leaves()
+    assert found[0].place()[0] == SCRIPT
+
+
 # -- with processes --------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +392,18 @@ def test_where_a_member_does_not_come_to_prepare_the_others_are_told(
         assert codes == [0, 0], groups.logs()
     said = (tmp_path / "refused-0-0").read_text()
     assert said == "gave up after --start-timeout 1 s: waiting for member 1 of this worker's group to come to prepare"
+
+
+def test_a_member_that_does_not_come_to_a_call_ends_its_group_after_the_step_timeout(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    """It waits for a file. Its heartbeats and signs go on."""
+    options, variables = Options(groups=1, steps=2, late=True), {"PS_STEP_TIMEOUT": "2"}
+    with Groups(nursery, shared.address, job, tmp_path, options, variables=variables) as groups:
+        codes = [process.wait(WAIT_SECONDS) for process in groups.processes.values()]
+        assert codes[0] == SILENT_MEMBER_CODE, groups.logs()
+    said = r"member 1 \(\S+, pid \d+, at \w+.py:\d+ in \w+\) of this worker's group has made no step and no call"
+    assert re.search(said, (tmp_path / "log-0-0").read_text()), groups.logs()
 
 
 def test_a_group_that_was_away_for_longer_than_the_group_timeout_goes_on_if_its_members_do(

@@ -35,7 +35,7 @@ SHARDED = Options(groups=1, members=4, shards=True, even=True, clip=0.02, asks=T
     [
         Options(),
         Options(groups=1, optimizer="SGD", micro=2, whole=True),
-        Options(groups=1, clip=0.02, asks=True, loads=True),
+        Options(clip=0.02, asks=True, loads=True),
         SHARDED,
         pytest.param(
             Options(members=4, shards=True, even=True, whole=True, optimizer="SGD", micro=2), marks=pytest.mark.long

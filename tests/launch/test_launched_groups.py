@@ -245,7 +245,7 @@ if again:
     print("back at clock", session.clock, flush=True)
 while session.clock < 12:
     if session.rank == 1 and member == ENDS and session.clock == 4 and not again:
-        os.kill(os.getpid(), SIGNAL)
+        HAPPENS
     while session.rank == 0 and session.clock == WAITS and not all((here / f"back-{each}").exists() for each in (0, 1)):
         (here / "stands").touch()
         time.sleep(0.01)
@@ -260,17 +260,17 @@ dist.destroy_process_group()
 """
 
 
-def trains(directory: Path, member: int, by: str, stands: int) -> str:
-    """TRAINS, where a signal comes to a member of group 1, and group 0 waits for that group at a clock."""
+def trains(directory: Path, member: int, happens: str, stands: int) -> str:
+    """TRAINS, where something happens to a member of group 1, and group 0 waits for that group at a clock."""
     path = directory / "train.py"
-    path.write_text(TRAINS.replace("ENDS", str(member)).replace("SIGNAL", by).replace("WAITS", str(stands)))
+    path.write_text(TRAINS.replace("ENDS", str(member)).replace("HAPPENS", happens).replace("WAITS", str(stands)))
     return str(path)
 
 
 @pytest.mark.long
 def test_a_group_that_lost_a_member_comes_back_as_a_whole_and_the_other_goes_on(tmp_path: Path) -> None:
     """The launcher reports its end: no lease is over before that of this test."""
-    path = trains(tmp_path, 1, "signal.SIGKILL", stands=8)
+    path = trains(tmp_path, 1, "os.kill(os.getpid(), signal.SIGKILL)", stands=8)
     servers = ("--shards", "1", "--server-options", "--lease 600")
     done = run(*servers, "--mode", "sync", "--workers", "2", "--group", "2", "--max-restarts", "1", path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -300,7 +300,7 @@ def of_one_process() -> list[float]:
 @pytest.mark.parametrize("stopped", cases([0], [1]), ids=["the member that keeps the store", "another member"])
 def test_a_member_that_is_stopped_for_good_ends_its_group_which_comes_back(tmp_path: Path, stopped: int) -> None:
     """Its neighbour waits for it in a collective of the script. The other group waits for the step of this one."""
-    path = trains(tmp_path, stopped, "signal.SIGSTOP", stands=4)
+    path = trains(tmp_path, stopped, "os.kill(os.getpid(), signal.SIGSTOP)", stands=4)
     servers = ("--shards", "1", "--server-options", "--lease 5", "--group-timeout", "5")
     done = run(*servers, "--mode", "sync", "--workers", "2", "--group", "2", "--max-restarts", "1", path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -309,11 +309,31 @@ def test_a_member_that_is_stopped_for_good_ends_its_group_which_comes_back(tmp_p
         r"group has given no sign for 5 s \(--group-timeout\): this process ends, .*\); its group ends, and is started"
     )
     assert re.search(said, done.stderr), done.stderr
-    assert sorted(re.findall(r"^\[(\d\.\d)\] back at clock 4$", done.stdout, re.MULTILINE)) == ["1.0", "1.1"]
-    ends = dict(re.findall(r"^\[(\d\.\d)\] ends with (.*)$", done.stdout, re.MULTILINE))
+    assert_back(done.stdout)
+
+
+def assert_back(output: str) -> None:
+    """Group 1 has come back at clock 4, and all members have ended as one process."""
+    assert sorted(re.findall(r"^\[(\d\.\d)\] back at clock 4$", output, re.MULTILINE)) == ["1.0", "1.1"]
+    ends = dict(re.findall(r"^\[(\d\.\d)\] ends with (.*)$", output, re.MULTILINE))
     assert ends.keys() == {"0.0", "0.1", "1.0", "1.1"}
     for told in ends.values():
         assert [float(each) for each in told.split()] == pytest.approx(of_one_process(), rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_member_whose_training_thread_hangs_ends_its_group_which_comes_back(tmp_path: Path) -> None:
+    """Its heartbeats and signs go on, and its neighbour waits for it in a collective of the script."""
+    path = trains(tmp_path, 1, "__import__('threading').Event().wait()", stands=4)
+    servers = ("--shards", "1", "--server-options", "--lease 30", "--step-timeout", "5")
+    done = run(*servers, "--mode", "sync", "--workers", "2", "--group", "2", "--max-restarts", "1", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = (
+        r"member \d of group 1 failed with code 80 \(member 1 \(\S+, pid \d+, at train.py:\d+ in <module>\) of this "
+        r"worker's group has made no step and no call of the session for 5 s, while another member waits \(--step-tim"
+    )
+    assert re.search(said, done.stderr), done.stderr
+    assert_back(done.stdout)
 
 
 def test_a_script_that_gives_prepare_no_group_is_told(

@@ -44,6 +44,7 @@ TABLE: dict[str, tuple[list[tuple[str, object]], tuple[str, ...]]] = {
     "connect_timeout": ([("2.5", 2.5), ("60", 60.0)], REFUSED_SECONDS),
     "start_timeout": ([("2.5", 2.5), ("7200", 7200.0)], REFUSED_SECONDS),
     "group_timeout": ([("2.5", 2.5), ("0", 0.0), ("0.0", 0.0)], ("nan", "-1", "inf", "soon")),
+    "step_timeout": ([("2.5", 2.5), ("0", 0.0)], ("nan", "-1", "inf", "soon")),
     "busy_seconds": ([("2.5", 2.5), ("0", 0.0), ("0.0", 0.0)], ("nan", "-1", "inf", "soon")),
     "metrics_host": ([("::1", "::1")], ()),
     "metrics_port": ([("0", 0), ("9100", 9100)], (*REFUSED_NUMBERS, "99999", "tcp://10.0.0.1:9100")),
@@ -79,8 +80,8 @@ def test_the_table_has_every_setting_of_a_worker_and_connect_takes_no_other() ->
     assert list(TABLE) == names
     keywords = set(inspect.signature(ps_worker.connect).parameters)
     assert keywords <= {*names, *(setting.name for setting in OWN_SETTINGS)}
-    without = {"start_timeout", "group_timeout", "busy_seconds", "wire", "native", "log_level", "log_format"}
-    assert {*names, "rank"} - keywords == without
+    without = {"start_timeout", "group_timeout", "step_timeout", "busy_seconds", "wire", "native", "log_level"}
+    assert {*names, "rank"} - keywords == {*without, "log_format"}
 
 
 def test_a_quorum_is_a_part_of_the_rule_as_flag_variable_and_argument(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,43 @@ def test_one_file_has_all_workers_and_nothing_else_is_left(shared: Cluster, job:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.json", "train.py"]
 
 
+GROUP = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import ps_torch
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+with ps_torch.connect() as session:
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), group=mesh)
+    for step in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_one_file_has_each_member_of_each_group(shared: Cluster, job: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(GROUP)
+    where = flags(shared, job, "--workers", "2", "--group", "2", "--timeline", str(tmp_path / "all.json"))
+    done = run(*where, "--timeline-steps", "2", str(tmp_path / "train.py"))
+    assert done.returncode == 0, done.stderr
+    events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    clocks: dict[str, set[int]] = {}
+    for event in events:
+        if "bucket" in event["args"]:
+            clocks.setdefault(names[event["pid"]], set()).add(event["args"]["clock"])
+    members = {name: each for name, each in clocks.items() if name.startswith("member")}
+    assert members == {f"member {member} of group {group}": {1, 2} for group in (0, 1) for member in (0, 1)}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.json", "train.py"]
+
+
 @pytest.mark.long
 def test_a_launch_that_is_ended_by_a_signal_leaves_what_there_is(
     shared: Cluster, job: str, tmp_path: Path, commands: Commands

@@ -172,19 +172,40 @@ def test_a_group_that_is_killed_goes_on_with_the_job_to_its_end(tmp_path: Path, 
     assert found[-1] < found[0]
 
 
+def without_servers(processes: int, out: Path, *words: str) -> list[float]:
+    """The losses that processes of one torchrun have."""
+    started = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+    done = launching.python(*started, str(SCRIPT), *words, f"--out={out}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return losses(out)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("members", "words"),
+    cases([(4, ())], [(2, ("--tensor-parallel=1", "--recompute", "--compile=eager"))]),
+    ids=["2 x 2", "FSDP2 alone"],
+)
+def test_a_group_on_servers_ends_as_its_processes_do_alone(
+    tmp_path: Path, members: int, words: tuple[str, ...]
+) -> None:
+    """FSDP2 over tensor parallel in one group of four, which clips as four processes do without servers."""
+    alone = without_servers(members, tmp_path / "alone", *TINY, *words)
+    servers = ("--shards", "1", "--workers", "1", "--group", str(members), "--mode", "sync")
+    done = launching.run(*servers, str(SCRIPT), *TINY, *words, f"--out={tmp_path / 'group'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(tmp_path / "group") == pytest.approx(alone, abs=1e-5)
+    assert alone[-1] < alone[0]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_two_groups_of_two_end_as_two_by_two_processes_alone_and_others_go_on_from_there(tmp_path: Path) -> None:
     """In the groups tensor parallel cuts the layers; alone FSDP2 does so, too, over the place of the groups."""
     words = (*TINY, UNCLIPPED, "--batch-size=2", "--recompute")
 
-    def torchrun(processes: int, out: Path, *more: str) -> list[float]:
-        started = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
-        done = launching.python(*started, str(SCRIPT), *words, *more, f"--out={out}")
-        assert done.returncode == 0, done.stdout + done.stderr
-        return losses(out)
-
-    alone = torchrun(4, tmp_path / "alone")
+    alone = without_servers(4, tmp_path / "alone", *words)
     servers = ("--shards", "1", "--workers", "2", "--group", "2", "--mode", "sync")
     done = launching.run(*servers, str(SCRIPT), *words, f"--out={tmp_path / 'groups'}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -192,4 +213,5 @@ def test_two_groups_of_two_end_as_two_by_two_processes_alone_and_others_go_on_fr
     assert alone[-1] < alone[0]
     # Two processes, with the batches of all: from the checkpoint that the first group has written.
     shutil.copytree(tmp_path / "groups" / "step-000004", tmp_path / "rest" / "step-000004")
-    assert torchrun(2, tmp_path / "rest", "--batch-size=4") == pytest.approx(alone[4:], abs=1e-4)
+    rest = without_servers(2, tmp_path / "rest", *words, "--batch-size=4")
+    assert rest == pytest.approx(alone[4:], abs=1e-4)

@@ -133,7 +133,17 @@ def start(contract: Contract, job: str) -> Iterator[Start]:
 
 def test_it_knows_nothing_of_this_project() -> None:
     known = {each.split(".")[0] for each in imports(Path(contract_client.__file__))}
-    assert known == {"__future__", "secrets", "struct", "collections", "dataclasses", "typing", "grpc", "google"}
+    assert known == {
+        "__future__",
+        "math",
+        "secrets",
+        "struct",
+        "collections",
+        "dataclasses",
+        "typing",
+        "grpc",
+        "google",
+    }
 
 
 def test_two_ranks_train_and_the_export_has_their_weights_by_name(
@@ -177,6 +187,50 @@ def test_two_ranks_train_and_the_export_has_their_weights_by_name(
     assert {name: tensor.flatten().tolist() for name, tensor in exported.items()} == history[checkpoint.clock]
     assert not workers[0].leave()
     assert workers[1].leave()
+
+
+def rows(first: int, member: int) -> dict[str, Any]:
+    """Three rows of the weight, which a member holds."""
+    piece = {"whole_shape": [6, 8], "offsets": [first, 0]}
+    return {**SPEC["parameters"][1], "shape": [3, 8], "member": member, "piece": piece}
+
+
+def test_workers_that_are_groups_train_and_the_export_has_whole_tensors(
+    make_cluster: Callable[..., Cluster], contract: Contract, job: str, tmp_path: Path
+) -> None:
+    """Two groups of two. Each member holds half of the weight. A group leaves with the last of its members."""
+    cluster = make_cluster(checkpoint_dir=tmp_path / "checkpoints", lease=120.0)
+    scale, _, bias, head, seen = SPEC["parameters"]
+    parameters = [scale, rows(0, 0), rows(3, 1), {**bias, "member": 1}, {**head, "member": 1}, seen]
+    spec = {**SPEC, "name": job, "parameters": parameters, "group_size": 2}
+    with closing(Connection(contract, cluster.address)) as connection:
+        groups = [[Worker(connection, spec, rank, member) for member in (0, 1)] for rank in (0, 1)]
+        for first, second in groups:
+            assert first.register() == (first.rank == 0)
+            assert not second.register()
+            first.join()
+            second.take_place(first)
+        members = [member for group in groups for member in group]
+        assert {bucket for member in groups[0] for bucket in member.own} == set(range(len(members[0].layout)))
+        for member in groups[0]:
+            member.initialise(INITIAL)
+        reference, models = Reference(), [empty(), empty()]
+        for member in members:
+            member.await_started()
+            member.pull(models[member.rank], member.own)
+        assert models == [INITIAL, INITIAL]
+        for clock in (1, 2, 3):
+            for member in members:
+                member.push_step(gradients(clock, member.rank))
+            expected = reference.step(gradients(clock, 0), gradients(clock, 1))
+            for member in members:
+                member.pull(models[member.rank])
+                assert member.heartbeat() == 2
+            assert models == [expected, expected]
+        assert [member.leave(done=True) for member in members] == [False, False, False, True]
+    export(tmp_path / "checkpoints", job, None, tmp_path / "out")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor.flatten().tolist() for name, tensor in exported.items()} == expected
 
 
 def test_a_script_of_pytorch_takes_the_place_of_one_rank(cluster: Cluster, start: Start, job: str) -> None:

@@ -49,6 +49,7 @@ class Options:
 
     alone:      plain FSDP2, without servers
     micro:      backwards in a step
+    switched:   of these the group reduces the last one alone: by torch's "switch", or by "switch and no_sync" together
     clip:       the norm that gradients are clipped to by way of `.data`, where it is not 0
     poison:     the clock before which a gradient of member 1 of group 0 is `poison_value`
     non_finite: as of prepare
@@ -96,6 +97,7 @@ class Options:
     steps: int = 8
     alone: bool = False
     micro: int = 1
+    switched: str = ""
     clip: float = 0.0
     poison: int = -1
     non_finite: str = "refuse"
@@ -471,8 +473,12 @@ class Member:
             for part in range(options.micro):
                 first = (own * options.micro + part) * size
                 is_last = part == options.micro - 1
-                with nullcontext() if session is None or is_last else session.no_sync():
+                if options.switched:
+                    self.model.set_requires_gradient_sync(is_last)
+                is_synced = session is None or is_last or options.switched == "switch"
+                with nullcontext() if is_synced else session.no_sync():
                     (loss(self.model, rows[first:][:size], wanted[first:][:size]) / options.micro).backward()
+                assert (self.model[0].weight.grad is not None) == (is_last or not options.switched)
             if options.clip:
                 clip_by_data(self.model, options.clip)
             if options.norm:

@@ -141,6 +141,21 @@ def loss(model: nn.Module, words: torch.Tensor, wanted: torch.Tensor) -> torch.T
     return nn.functional.mse_loss(model(words), wanted)
 
 
+def add_gradient(model: nn.Module, part: tuple[torch.Tensor, ...], options: Options) -> None:
+    """Adds the gradient of one group, which clips its own, to that of all: their mean."""
+    before = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    loss(model, *part).backward()
+    if options.clip:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        assert norm > options.clip
+    for parameter, sum_of_others in zip(model.parameters(), before, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.div_(options.groups)
+            if sum_of_others is not None:
+                parameter.grad.add_(sum_of_others)
+
+
 def one_process(options: Options) -> dict[str, torch.Tensor]:
     """What one process ends with on the combined batches, without servers."""
     model = Model(options.even)
@@ -148,9 +163,8 @@ def one_process(options: Options) -> dict[str, torch.Tensor]:
     for step in range(options.steps):
         if options.frozen:
             model.get_submodule(options.frozen).requires_grad_(step >= options.thaws)
-        loss(model, *batch(step)).backward()
-        if options.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        for part in zip(*(each.chunk(options.groups) for each in batch(step)), strict=True):
+            add_gradient(model, part, options)
         optimizer.step()
         optimizer.zero_grad()
     state = {

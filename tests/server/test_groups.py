@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ps_protocol.errors import Forbidden, LimitExceeded
+from ps_protocol.errors import Forbidden, InvalidRequest, LimitExceeded
 from ps_protocol.messages.workers import JoinRequest, group_state, member_states
 from ps_protocol.v1 import membership_pb2, types_pb2
 from ps_server.coordinator.coordinated_job import CoordinatedJob
@@ -40,6 +40,17 @@ def test_the_lease_of_a_group_is_that_of_its_most_silent_member() -> None:
     membership.heartbeat(0, 1, 3, now=12.0, of=0)
     assert membership.workers[0].expires == 7.0 + LEASE
     assert [member.rank for member in membership.take_silent(17.0)] == [0]
+
+
+def test_what_members_tell_of_their_processes_is_kept_until_the_group_joins_again() -> None:
+    """Workers of an earlier version tell nothing."""
+    membership = group()
+    membership.heartbeat(0, 1, 0, now=6.0, of=0)
+    membership.heartbeat(0, 1, 0, now=6.0, of=1, process=("node-7", 4711))
+    membership.heartbeat(0, 1, 0, now=7.0, of=1)
+    assert membership.workers[0].processes == {1: ("node-7", 4711)}
+    membership.join(LiveWorker(0, 2, 5.0 + LEASE))
+    assert membership.workers[0].processes == {}
 
 
 def test_a_group_that_joins_again_is_heard_anew() -> None:
@@ -189,3 +200,18 @@ def test_the_first_member_speaks_for_its_group(cluster: Cluster, live: Hold) -> 
             service.Leave(leaving, None)
     assert made.figures.of_done()[0].steps == 7
     assert made.script._report == (3, b"of 0")
+
+
+def test_a_heartbeat_tells_where_a_member_runs(cluster: Cluster, live: Hold) -> None:
+    made, member, _ = live
+    with ThreadPoolExecutor(1) as senders:
+        service = MembershipService(cluster.coordinator, senders)
+        worker = types_pb2.WorkerIdentity(
+            job=made.spec.name, rank=0, incarnation=member.incarnation, lease_key=member.key, member=1
+        )
+        with pytest.raises(InvalidRequest, match="a host's name"):
+            service._heartbeat(membership_pb2.HeartbeatRequest(worker=worker, host="node 7"), None)
+        assert service._heartbeat(membership_pb2.HeartbeatRequest(worker=worker), None).live_count == 2
+        assert made.workers.all()[0].processes == {}
+        service._heartbeat(membership_pb2.HeartbeatRequest(worker=worker, host="node-7", pid=4711), None)
+    assert made.workers.all()[0].processes == {1: ("node-7", 4711)}

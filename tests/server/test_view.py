@@ -312,6 +312,23 @@ def test_the_members_that_make_a_group_silent_are_named() -> None:
     ]
 
 
+def test_a_few_silent_members_are_named_with_their_hosts_and_processes() -> None:
+    """The first one as it has joined, the others as their heartbeats have told; one has told nothing."""
+    signs = [{0: 99.0, 1: 93.0, 2: 99.0, 3: 99.0}, {0: 93.0, 1: 99.0, 2: 93.0, 3: 99.0}, {0: 99.0, 1: 99.0}, {}]
+    processes = {1: ("node-7", 4711), 3: ("node-7", 4712)}
+    groups = [
+        replace(member(rank, expires=103.0), host="node-6", pid=12, signs=each, processes=processes)
+        for rank, each in enumerate(signs)
+    ]
+    view = made(ViewMaker(), 100.0, job(groups, group_size=4), Answer(7, ShardStatistics({"job": held({})})))
+    assert [group.activity.partition(": ")[2] for group in view.jobs["job"].workers] == [
+        "no sign of member 1 (node-7, pid 4711)",
+        "no sign of member 0 (node-6, pid 12), member 2",
+        "no sign of member 2, member 3 (node-7, pid 4712)",
+        "no sign of members 0-3",
+    ]
+
+
 def test_a_shard_that_does_not_answer_is_told_with_how_long_and_its_last_answer_is_kept() -> None:
     answer = Answer(7, ShardStatistics({"job": held({0: 5})}), asked=96.0)
     asked = Answer(7, ShardStatistics({"job": held({0: 6})}), asked=99.5)

@@ -5,6 +5,7 @@ Tensors are lists of numbers, row by row; a model is a dictionary of them, by na
 
 from __future__ import annotations
 
+import math
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -136,6 +137,7 @@ class Worker:
     """One rank of a job, in the order of calls that membership.proto gives.
 
     spec:  the job, as the fields of a JobSpec
+    member: which member of the worker's group this is; 0 for a worker of one process
     clock: steps finished
     saved: the clocks of which this worker has saved a state of its own
     """
@@ -143,6 +145,7 @@ class Worker:
     connection: Connection
     spec: Mapping[str, Any]
     rank: int
+    member: int = 0
     clock: int = 0
     saved: list[int] = field(default_factory=list)
 
@@ -191,6 +194,12 @@ class Worker:
         self.lease = answer.lease_duration.ToNanoseconds() / 1e9
         self._place(answer.shard_map)
 
+    def take_place(self, first: Worker) -> None:
+        """Takes the place of its group, which the first member has got."""
+        self.identity, self.clock, self.lease = self.make("WorkerIdentity"), first.clock, first.lease
+        self.identity.CopyFrom(first.identity)
+        self.identity.member = self.member
+
     def await_started(self) -> None:
         """Waits until all declared workers have joined."""
         watch = self.connection.stream("MembershipService", "Watch", self.make("WatchRequest", job=self.spec["name"]))
@@ -201,17 +210,28 @@ class Worker:
         request = self.make("HeartbeatRequest", worker=self.identity, clock=self.clock)
         return int(self.coordinator("MembershipService", "Heartbeat", request).live_count)
 
-    def leave(self) -> bool:
-        """Leaves the job; returns whether it ended with that."""
-        request = self.make("LeaveRequest", worker=self.identity)
+    def leave(self, done: bool = False) -> bool:
+        """Leaves the job; returns whether it ended with that. done: the script has come to its end"""
+        request = self.make("LeaveRequest", worker=self.identity, done=done)
         return bool(self.coordinator("MembershipService", "Leave", request).ended)
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
     @property
     def trained(self) -> list[int]:
-        """The buckets that an optimizer steps."""
-        return [index for index, bucket in enumerate(self.layout) if not bucket.frozen]
+        """The buckets that an optimizer steps, of this member."""
+        return [index for index in self.own if not self.layout[index].frozen]
+
+    @property
+    def own(self) -> list[int]:
+        """The buckets of this member."""
+        return [index for index, bucket in enumerate(self.layout) if bucket.member == self.member]
+
+    def _begin(self, part: Any) -> int:
+        """Returns where a slice begins in its flattened parameter; of a piece, which is some rows, in the whole one."""
+        piece = self.parameters[part.parameter].piece
+        row = math.prod(piece.whole_shape[1:])
+        return int(part.parameter_start + (piece.offsets[0] * row if piece.offsets else 0))
 
     def _element(self, bucket: int, wire: int) -> str:
         """Returns struct's letter for an element of a bucket in a wire format; 0: as the bucket has it."""
@@ -228,8 +248,8 @@ class Worker:
         """Returns a bucket's elements, padding included, out of a model or of gradients like it."""
         elements: list[float] = [0] * self.layout[bucket].element_count
         for part in self.layout[bucket].slices:
-            values = model[self.parameters[part.parameter].name]
-            there = values[part.parameter_start : part.parameter_start + part.length]
+            values, begin = model[self.parameters[part.parameter].name], self._begin(part)
+            there = values[begin : begin + part.length]
             elements[part.bucket_start : part.bucket_start + part.length] = there
         return struct.pack(f"<{len(elements)}{self._element(bucket, wire)}", *elements)
 
@@ -237,10 +257,8 @@ class Worker:
         """Writes a bucket's elements into a model."""
         elements = struct.unpack(f"<{self.layout[bucket].element_count}{self._element(bucket, wire)}", payload)
         for part in self.layout[bucket].slices:
-            values = model[self.parameters[part.parameter].name]
-            values[part.parameter_start : part.parameter_start + part.length] = elements[
-                part.bucket_start : part.bucket_start + part.length
-            ]
+            values, begin = model[self.parameters[part.parameter].name], self._begin(part)
+            values[begin : begin + part.length] = elements[part.bucket_start : part.bucket_start + part.length]
 
     def push(self, bucket: int, clock: int, kind: str, payload: bytes = b"", **header: Any) -> int:
         """Pushes one bucket; returns how many of it had been staged before. header: fields of the PushHeader"""
@@ -252,8 +270,8 @@ class Worker:
         return int(self.connection.call("DataService", "Push", request, address).duplicate_count)
 
     def initialise(self, model: Model) -> None:
-        """Sends the initial value of every bucket, which the worker of rank 0 does."""
-        for bucket in range(len(self.layout)):
+        """Sends the initial value of every bucket of this member, which the worker of rank 0 does."""
+        for bucket in self.own:
             self.push(bucket, 0, "INITIAL_VALUE", self.encoded(bucket, model))
 
     def push_step(self, gradients: Model) -> None:

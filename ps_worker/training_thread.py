@@ -1,0 +1,61 @@
+"""Where the thread that trains is, as another thread of the process sees it: in a call of the session, in a collective
+of torch, or elsewhere in the script.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from ps_worker.launched import script_frame
+
+CALL, COLLECTIVE, SCRIPT = "call", "collective", "script"
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_DISTRIBUTED = _TORCH + "distributed" + os.sep
+
+
+class TrainingThread:
+    """The thread of a member of a group that trains. It calls `begins_step`, `enters` and `leaves` itself.
+
+    steps: how many steps and calls of the session it has begun
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._ident = threading.get_ident()
+        self._is_in_call = False
+
+    def begins_step(self) -> None:
+        """Records a step that needs no call of all members."""
+        self.steps += 1
+
+    def enters(self) -> None:
+        """Records that it enters a call of the session."""
+        self._ident, self._is_in_call = threading.get_ident(), True
+        self.steps += 1
+
+    def leaves(self) -> None:
+        """Records that it leaves the call."""
+        self._is_in_call = False
+
+    def place(self) -> tuple[str, str]:
+        """Returns whether it is in a CALL, a COLLECTIVE or elsewhere in the SCRIPT, and at which line of the script."""
+        frame = sys._current_frames().get(self._ident)
+        kind = CALL if self._is_in_call else COLLECTIVE if _is_in_collective(frame) else SCRIPT
+        own = script_frame(frame) if frame is not None else None
+        return kind, "" if own is None else f"{Path(own.filename).name}:{own.lineno} in {own.name}"
+
+
+def _is_in_collective(frame: FrameType | None) -> bool:
+    """Whether the innermost Python code is of torch, and torch.distributed has called it: it may wait for others."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_filename.startswith(_DISTRIBUTED):
+            return True
+        frame = frame.f_back
+    return False
