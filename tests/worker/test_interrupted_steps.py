@@ -138,35 +138,6 @@ def test_what_a_narrow_wire_has_left_out_of_an_interrupted_step_is_sent_with_lat
             torch.testing.assert_close(-parameter.detach() + left.view(4, 4), sum(gradients))
 
 
-@pytest.mark.parametrize("mode", cases(["sync"], ["async"]))
-def test_what_an_interrupted_step_has_changed_is_not_set_back_where_a_parameter_has_memory_of_its_own(
-    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    """The weights have landed where the worker receives them, and not in the parameter: that is no change of the
-    script."""
-    settle, number, interrupts = Participation.settle, -1, 0
-
-    def interrupted(participation: Participation) -> None:
-        nonlocal interrupts
-        settle(participation)
-        if number == DISTURBED and not interrupts:
-            interrupts += 1
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Participation, "settle", interrupted)
-    with shared.connect(mode, job=job, transport="tcp") as session:
-        layer: Any = nn.Linear(4, 4, bias=False)
-        layer.weight = nn.Parameter(torch.zeros(4, 4).t())
-        model, optimizer = session.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0))
-        for number in range(STEPS):
-            with contextlib.suppress(KeyboardInterrupt):
-                optimizer.zero_grad()
-                (2.0**number * model.weight.sum()).backward()
-                optimizer.step()
-        assert (interrupts, session.clock) == (1, STEPS)
-        assert layer.weight.flatten().tolist() == [1.0 - 2.0**STEPS] * 16
-
-
 def hear_of_a_lost_place(session: ps_worker.Session, cluster: Cluster, job: str) -> None:
     """Has a worker know that it has lost its place before its next step begins."""
     participation = session._strategy._training.participation  # type: ignore[attr-defined]
