@@ -209,7 +209,8 @@ def test_a_script_with_a_vllm_learns_which_version_it_has(
     workers.follow(shared.address, job)
     try:
         last = trainer.steps(3)
-        assert update(new, version=1, timeout=60.0) == last
+        assert update(new, version=last, timeout=60.0) == last
+        assert update(new, version=1) == last
         assert new.get_weight_version() == str(last)
         assert all(trainer.has(engine.model.loaded, last) for engine in workers.engines)
         assert update(old) == last, "a vLLM without labels"

@@ -90,7 +90,7 @@ def test_it_follows_until_the_job_ends(shared: Cluster, job: str) -> None:
     with ps_feed.subscribe(shared.address, job) as subscription:
         with shared.connect("sync", job=job) as session:
             trainer = RememberingTrainer(session, Model(), lambda model: model(torch.randn(4, 20)).square().mean())
-            trainer.steps(5)
+            subscription.wait(trainer.steps(5))
         last = [*subscription][-1]
         assert last.version == 5
         assert np.array_equal(last.tensor("first.weight").values, trainer.past[5]["first.weight"].numpy())
