@@ -76,6 +76,8 @@ _CLIENT_OPTIONS: ChannelOptions = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # How long one attempt to connect may take, by default 20 s: an address at which nobody is any more gives no answer.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # gRPC connects again by itself, and asks for the address again after each attempt that failed, but by default only
     # every 30 s: a pod that came back at another address would be away for that long.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
