@@ -17,7 +17,7 @@ from ps_runtime.channel import open_channel
 from tests.tools.cluster import until
 
 CALL_SECONDS = 25.0  # less than the 30 s for which gRPC keeps an address by default
-SILENT_SECONDS = 15.0  # less than the 20 s that gRPC gives an attempt to connect by default
+SILENT_SECONDS = 8.5  # less than the 10 s that an attempt to connect took by default
 HEADER_BYTES, ADDRESSES = 12, 1  # of a message of DNS; the type of a question for addresses of IPv4
 
 
