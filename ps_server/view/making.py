@@ -235,7 +235,7 @@ def _silent_members(worker: LiveWorker, job: JobStatistics, lease: float) -> lis
     return [member for member in members if worker.signs.get(member, -math.inf) < latest]
 
 
-def _named(worker: LiveWorker, members: Sequence[int]) -> str:
+def _named(worker: LiveWorker, members: list[int]) -> str:
     """Returns the names of members of a group. A few are named with their hosts and process ids, as far as known."""
     known = {0: (worker.host, worker.pid), **worker.processes}
     told = [member for member in members if member in known and all(known[member])]
