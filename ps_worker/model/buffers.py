@@ -301,8 +301,9 @@ class Weights:
         self._touches.landed(self._buffers.trained)
 
     def pull_failed(self) -> None:
-        """Records that weights of a failed pull may still land in the buffers. For parameters with memory of their own,
-        later changes of the script are found by comparison with their present values.
+        """Records that weights of a pull that has failed, or was interrupted, may still land in the buffers. For
+        parameters with memory of their own, later changes of the script are found by comparison with their present
+        values.
         """
         for index in self._apart:
             self._touches.touched(index, self._buffers.trained[index], None)

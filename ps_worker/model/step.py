@@ -316,8 +316,9 @@ class StepMaker:
         self.abandon()
 
     def place_lost(self) -> None:
-        """Forgets what was sent early of the current step: the next place gets all of it."""
+        """Forgets what was sent early of the current step, and asked for ahead: the next place gets all of it."""
         self.tables.sent()
+        self.tables.forget_ahead()
         for overlap in self._overlaps.values():
             overlap.abandon()
 

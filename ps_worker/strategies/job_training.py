@@ -45,7 +45,7 @@ from ps_worker.strategies.sent_step import SentStep, last_state
 from ps_worker.strategies.step_kind import StepKind
 from ps_worker.strategies.together import StepsTogether
 from ps_worker.strategies.undone import undone_steps
-from ps_worker.strategies.unfinished import Fate, Unfinished, fate_in, has_all_before
+from ps_worker.strategies.unfinished import Fate, Unfinished, count_interrupted, fate_in, has_all_before
 from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
@@ -334,8 +334,8 @@ class JobTraining:
         through: list[_Calls] = []  # of this process: the step may fail for another member of the group
         try:
             calls, is_wanted = self.participation.together_or(lambda: self._pushed(unfinished, through))
-        except Exception as error:
-            if self._together is not None:
+        except BaseException as error:
+            if self._together is not None and isinstance(error, Exception):
                 self._together.push_failed(error, unfinished, clock + 1)
             if not isinstance(error, PlaceLost):
                 self.model.step_failed(self.sent.left if through and self.sent is not None else None)
@@ -439,7 +439,6 @@ class JobTraining:
         is_leased = unfinished is not None and bool(self.data.use())
         self.stages.place_lost()
         self._steps.place_lost()
-        self._steps.tables.forget_ahead()
         gradients = self.model.held_gradients()
         is_sent = unfinished is not None or self.sent is not None
         if self._left is None:
@@ -453,11 +452,12 @@ class JobTraining:
         rolled_back = place.restore_count > self._restore_count
         with undisturbed():
             has_all = has_all_before(place, done, unfinished, self.sent, self._counted, rule)
-            if rolled_back and (self.data.accounts or not has_all):
+            rolled_back = rolled_back and (bool(self.data.accounts) or not has_all)
+            if rolled_back:
                 with self.participation.script.moving():
                     self._roll_back(place.state, counted)
             else:
-                rolled_back = False
+                self.sent = count_interrupted(unfinished, self.sent, place, self.model)
             fate = self._fate(place, rolled_back, is_leased)
             fate = fate if self._together is None else self._together.fate(fate)  # an interrupt waits for `arrived`
             if fate is Fate.AGAIN and unfinished is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ps_protocol.messages.workers import JoinResult
 from ps_protocol.modes import Consistency
+from ps_worker.model.flat import FlatModel
 from ps_worker.model.step import EndedStep
 from ps_worker.strategies.sent_step import SentStep
 
@@ -111,6 +112,22 @@ def fate_in(
     if at_hand.step.is_empty and not sets:
         return Fate.COUNTS if at_hand.counts(now) else Fate.NO_STEP
     return at_hand.fate(now, rolled_back, one_clock, is_leased, waits_for_data)
+
+
+def count_interrupted(
+    at_hand: Unfinished | None, sent: SentStep | None, now: JoinResult, model: FlatModel
+) -> SentStep | None:
+    """Ends the step under way if it counts and another one has ended since: the script was interrupted in it. What its
+    wire format has rounded off is added to the next push. Returns the step that is under way still; None: none is.
+
+    at_hand: the step that has ended; None: none has
+    sent:    the step under way, which is the one at hand if any shard may have had that; None: there is none
+    now:     the place that follows the lost one
+    """
+    if at_hand is None or at_hand.begun is not None or sent is None or not sent.has_counted(now):
+        return sent
+    model.count(sent.left)
+    return None
 
 
 def has_all_before(

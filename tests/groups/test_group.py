@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ps_runtime import signals
 from ps_runtime.credentials import PLAINTEXT
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
+from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.value_rounds import GroupRounds
 from ps_worker.group import Group, PlaceLost, RaisedByAll, unlike_calls
 from ps_worker.model.base import Base
@@ -287,6 +289,51 @@ def test_a_member_that_is_interrupted_while_the_group_goes_back_goes_back_first(
 
 
 @pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("loses", [True, False])
+def test_an_interrupted_step_that_counts_keeps_its_residual_and_is_not_set_back(
+    make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loses: bool
+) -> None:
+    """Its weights have landed, and not in the parameters, which have memory of their own.
+
+    loses: the place is lost before the next step, which is pushed from the next place
+    """
+    cluster = make_cluster(lease=600.0)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    model: Any = fully_shard(nn.Sequential(nn.Linear(16, 1, bias=False)), mesh=mesh)
+    nn.init.zeros_(model[0].weight)
+    settle, number, interrupts = Participation.settle, -1, 0
+
+    def interrupted(participation: Participation) -> None:
+        nonlocal interrupts
+        settle(participation)
+        if number == 2 and not interrupts:
+            interrupts += 1
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Participation, "settle", interrupted)
+    rows = [torch.linspace(0.1, 1.7, 16).roll(number) for number in range(5)]
+    with cluster.connect("sync", job=job, transport="tcp") as session:
+        plain = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = session.prepare(model, plain, group=mesh, gradient_wire="int8")
+        training = session._strategy._training  # type: ignore[attr-defined]
+        for number, row in enumerate(rows):
+            if number == 3 and loses:
+                cluster.lose_place(0, job)
+                members, place = training.participation.membership, training.participation.connection.place
+                until(
+                    lambda: (members.await_change(place), not training.participation.has_place)[1],  # noqa: B023
+                    "the worker to hear of it",
+                )
+            with suppress(KeyboardInterrupt):
+                optimizer.zero_grad()
+                model(row[None]).sum().backward()
+                optimizer.step()
+        assert (interrupts, session.clock) == (1, len(rows))
+        [left] = training.model.residuals.copy().values()
+        torch.testing.assert_close(-model[0].weight.full_tensor().detach()[0] + left, sum(rows))
+
+
 def test_a_signal_acts_in_a_wait_of_an_undisturbed_block_and_not_beside_it() -> None:
     done: list[str] = []
 

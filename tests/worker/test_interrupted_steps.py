@@ -27,7 +27,7 @@ from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.strategies.gradient_steps import GradientSteps
 from ps_worker.strategies.job_training import JobTraining
 from tests.tools.cases import cases, crossed
-from tests.tools.cluster import Cluster, in_parallel
+from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import weights_of
 
 STEPS, DISTURBED = 6, 3
@@ -136,6 +136,52 @@ def test_what_a_narrow_wire_has_left_out_of_an_interrupted_step_is_sent_with_lat
         residuals = session._strategy._training.model.residuals.copy()  # type: ignore[attr-defined]
         for parameter, left in zip(net.parameters(), residuals.values(), strict=True):
             torch.testing.assert_close(-parameter.detach() + left.view(4, 4), sum(gradients))
+
+
+def hear_of_a_lost_place(session: ps_worker.Session, cluster: Cluster, job: str) -> None:
+    """Has a worker know that it has lost its place before its next step begins."""
+    participation = session._strategy._training.participation  # type: ignore[attr-defined]
+    cluster.lose_place(0, job)
+    until(
+        lambda: (participation.membership.await_change(participation.connection.place), not participation.has_place)[1],
+        "the worker to hear of it",
+    )
+
+
+def test_what_a_narrow_wire_has_left_out_of_an_interrupted_round_is_sent_later_where_the_place_is_lost_then(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step after the interrupt ends its round without a difference, as its base is gone, and the place is lost."""
+    settle, number, interrupts = Participation.settle, 0, 0
+
+    def interrupted(participation: Participation) -> None:
+        nonlocal interrupts
+        settle(participation)
+        if number == 3 and not interrupts:
+            interrupts += 1
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Participation, "settle", interrupted)
+    gradients = [torch.linspace(0.1, 1.7, 16).roll(number).reshape(4, 4) for number in range(9)]
+    outer = {"warm_up": 0, "lr": 0.5, "momentum": 0.0, "nesterov": False}
+    with shared.connect("local:2", job=job, transport="tcp") as session:
+        net: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+        for parameter in net.parameters():
+            nn.init.zeros_(parameter)
+        sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+        model, optimizer = session.prepare(net, sgd, bucket_bytes=64, gradient_wire="int8", outer=outer)
+        for number, gradient in enumerate(gradients):
+            if number == 4:
+                assert interrupts == 1
+                hear_of_a_lost_place(session, shared, job)
+            with contextlib.suppress(KeyboardInterrupt):
+                optimizer.zero_grad()
+                sum((parameter * gradient).sum() for parameter in model.parameters()).backward()
+                optimizer.step()
+        residuals = session._strategy._training.model.residuals.copy()  # type: ignore[attr-defined]
+        counted = sum(gradients[:4] + gradients[5:])
+        for weights, left in zip(session.global_weights().values(), residuals.values(), strict=True):
+            torch.testing.assert_close(-weights / outer["lr"] + left.view(4, 4), counted)
 
 
 class Net(nn.Module):
