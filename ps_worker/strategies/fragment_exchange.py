@@ -92,6 +92,9 @@ class FragmentExchange:
     def stepped(self) -> None:
         """Ends a step of the script; pushes and mixes in the fragments that are due."""
         loop = self._loop
+        if self.is_broken_off:
+            self._leave_round_out()
+            return
         self._round.stepped()
         loop.stepped = True
         landed: list[bool] = []
@@ -103,6 +106,21 @@ class FragmentExchange:
             self._metrics.stepped_alone(self._round.steps)
         if not loop.is_past:  # a script without a loader sees in the clock that it was rolled back
             loop.rolled_back = None
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether an interrupt came while all that was left of the current round was on its way from a new place. Calls
+        under way write the weights after the round to the base, and no fragment may be pushed for it any more.
+        """
+        loop = self._loop
+        return loop.sent is not None and self.flight is None and loop.participation.group is None
+
+    def _leave_round_out(self) -> None:
+        """Begins a round with the weights after the one that was broken off. Between the two is one without a
+        difference, as in local:H.
+        """
+        with self._metrics.rounds.exchanging():
+            self._loop.step(None)
 
     @property
     def _is_due(self) -> bool:
@@ -118,6 +136,9 @@ class FragmentExchange:
 
         Steps that this worker has not made count, too, so that all clocks agree.
         """
+        if self.is_broken_off:
+            self._leave_round_out()
+            return
         self._metrics.empty_step()
         self._loop.script.follow(may_ask_again=not self._round.made)
         self._loop.checkpoint.stepping(is_empty=True)
@@ -281,7 +302,7 @@ class FragmentExchange:
         under way.
         """
         at_hand, connection = self._round, self._loop.participation.connection
-        if not self._loop.participation.has_place:
+        if not self._loop.participation.has_place or self.is_broken_off:
             return
         calls = list(self.flight.pushes) if self.flight is not None else []
         first = at_hand.pushed

@@ -355,8 +355,8 @@ class LocalRounds:
         loop = self._loop
         if loop.unfinished is not None or loop.rolled_back is not None:
             return False
-        if self._round.is_streamed:
-            return bool(self._round.step)
+        if self._fragments is not None and self._round.is_streamed:
+            return bool(self._round.step) and not self._fragments.is_broken_off
         return bool(self._round.made and not loop.sent and self._model.base.is_there and not loop.data.accounts)
 
     def _end_early(self, is_pushed: bool) -> None:

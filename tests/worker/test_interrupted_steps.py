@@ -184,6 +184,42 @@ def test_what_a_narrow_wire_has_left_out_of_an_interrupted_round_is_sent_later_w
             torch.testing.assert_close(-weights / outer["lr"] + left.view(4, 4), counted)
 
 
+@pytest.mark.parametrize("is_lost_again", cases([False], [True]))
+def test_a_script_goes_on_after_an_interrupt_while_the_rest_of_a_round_is_on_its_way_from_a_new_place(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, is_lost_again: bool
+) -> None:
+    """In local:H/F the place is lost between two fragments. What was on its way counts once; the step that finds it
+    over is left out, as in local:H.
+    """
+    settle, number, interrupts, loops = Participation.settle, -1, 0, list[JobTraining]()
+
+    def interrupted(participation: Participation) -> None:
+        nonlocal interrupts
+        settle(participation)
+        if number == 6 and not interrupts and loops[0].sent is not None and loops[0].unfinished is not None:
+            interrupts += 1
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Participation, "settle", interrupted)
+    outer = {"warm_up": 0, "lr": 1.0, "momentum": 0.0, "nesterov": False, "delay": 0}
+    with shared.connect("local:4/2", job=job, transport="tcp") as session:
+        net = nn.ParameterList(nn.Parameter(torch.zeros(16)) for _ in range(4))
+        plain = torch.optim.SGD(net.parameters(), lr=1.0)
+        model, optimizer = session.prepare(net, plain, bucket_bytes=64, outer=outer)
+        loops.append(session._strategy._training)  # type: ignore[attr-defined]
+        for number in range(16):
+            if number == 6 or (is_lost_again and number == 7):
+                hear_of_a_lost_place(session, shared, job)
+            with contextlib.suppress(KeyboardInterrupt):
+                optimizer.zero_grad()
+                (2.0**number * sum(layer.sum() for layer in model)).backward()
+                optimizer.step()
+        assert interrupts == 1
+        whole, later = 2.0**16 - 1, 2.0**7
+        first, second = whole - later - 2.0**6, whole - later  # the first fragment of that round had left before step 6
+        assert sorted(-layer[0].item() for layer in net) == [first, first, second, second]
+
+
 class Net(nn.Module):
     """Buckets and rows on both shards."""
 
