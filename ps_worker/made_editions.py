@@ -144,7 +144,7 @@ class CudaCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._pinned = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]  # one is filled while the other is copied
+        self._pinned = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]  # one is filled, one copied
         self._left = [torch.cuda.Event() for _ in range(2)]  # what was in them has been copied
         self._turn = 0
         self._used: dict[int, torch.cuda.Event] = {}  # by stream, the last work of readers with tensors of the model
@@ -154,7 +154,7 @@ class CudaCopies:
         self._turn = 1 - self._turn
         self._left[self._turn].synchronize()
         if self._pinned[self._turn].nbytes < tensor.nbytes:
-            self._pinned[self._turn] = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
+            self._pinned[self._turn] = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         staged = self._pinned[self._turn][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         staged.copy_(tensor)
         with torch.cuda.stream(self._stream):
