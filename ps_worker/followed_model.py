@@ -174,6 +174,8 @@ class WeightFeed:
     def wait_for(self, version: int = 0, timeout: float = 60.0) -> Edition:
         """Waits for an edition that contains at least `version` updates, and returns it.
 
+        A model of copies may get it later (see `reading`): call `load(model)` afterwards, or read with `max_behind`.
+
         Args:
             version: The lowest version to wait for. From 1 on, weights that the job has left, for a checkpoint or
                 another run, will not do, whatever their version. 0: the newest that there are.
@@ -218,8 +220,8 @@ class WeightFeed:
     def load(self, model: M, timeout: float = 60.0) -> M:
         """Waits for an edition, puts its weights into a model, and returns the model.
 
-        The model may have any element types and be on any device. Its parameters become views of the edition where type
-        and device are the same, so do not train it. `reading` brings newer weights later.
+        The model may have any element types and be on any device: convert and move it before. Its parameters become
+        views of the edition where type and device are the same, so do not train it. `reading` brings newer weights.
 
         The modules of its tables read a copy of the job's rows, which follows training: all rows are here when `load`
         returns. All models that one feed has loaded share this copy.
