@@ -76,6 +76,9 @@ _CLIENT_OPTIONS: ChannelOptions = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # How long one attempt to connect may take, by default 10 s (measured): an address where nobody is any more may give
+    # no answer, and only after the attempt is the address asked for again.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # gRPC connects again by itself, and asks for the address again after each attempt that failed, but by default only
     # every 30 s: a pod that came back at another address would be away for that long.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),

@@ -29,9 +29,7 @@ class CallFailed(Exception):
         """Returns a copy without its traceback, for another caller: threads that raise one error share its traceback,
         which grows with each, and keeps the variables of all of them alive.
         """
-        same = CallFailed(self.code, self.details, self.status)
-        same.__cause__ = self.__cause__
-        return same
+        return CallFailed(self.code, self.details, self.status)
 
 
 def failure_of(call: grpc.RpcError) -> CallFailed:

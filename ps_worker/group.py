@@ -119,13 +119,13 @@ class Group:
         if self._call:
             yield
             return
-        self._call, self._met = call, 0
-        self.neighbours.thread.enters()
-        try:
+        try:  # from the first line on: Ctrl-C may act in any of them, and a notebook goes on
+            self._call, self._met = call, 0
+            self.neighbours.thread.enters()
             yield
         finally:
             self._call, self._met = "", 0
-            self.neighbours.thread.leaves()
+            self.neighbours.thread.is_in_call = False
 
     def _make(self, exchange: Collectives[T]) -> T:
         """Makes an exchange with the other members, after the rest of one that was interrupted. Returns its result."""

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -156,9 +157,12 @@ def _say_last(error: PSError, place: str, level: int = logging.CRITICAL) -> None
 
 def script_frame(frame: FrameType) -> traceback.FrameSummary | None:
     """Returns the innermost frame of the user's own code, of a thread that is at `frame`. It reads no file."""
-    walked = traceback.walk_stack(frame)
-    stack = traceback.StackSummary.extract(reversed([*walked]), lookup_lines=False)
-    return next(iter(_of_script(stack)), None)
+    # Not by StackSummary.extract, which looks whether files of the stack have changed on the disk.
+    stack = [
+        traceback.FrameSummary(each.f_code.co_filename, line, each.f_code.co_name, lookup_line=False)
+        for each, line in traceback.walk_stack(frame)
+    ]
+    return next(iter(_of_script(stack[::-1])), None)
 
 
 def _source_line(stack: traceback.StackSummary) -> str:
@@ -166,7 +170,7 @@ def _source_line(stack: traceback.StackSummary) -> str:
     return "".join(traceback.format_list(_of_script(stack)))
 
 
-def _of_script(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+def _of_script(stack: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """Returns the last frame of the user's own code, or of a library if there is none; nothing if the stack is ours."""
     frames = [frame for frame in stack if not frame.filename.startswith(("<frozen", *_OURS))]
     own = [frame for frame in frames if not _is_library(frame.filename)]

@@ -15,7 +15,9 @@ decides nothing, and those that do, in `check`, call no store. Without its answe
 
 Where the training thread alone waits for ever, for a loader or a lock, signs and heartbeats go on. So a sign may also
 tell where that thread is. Where it stays in the script for the step timeout, while another member waits for it, the
-group ends as if that member were silent.
+group ends as if that member were silent. Collectives count as steps: members that evaluate together meet in them, and
+one of them may be in the script, and another one in a collective, each time that they look. A member that gives no sign
+is a matter of the group timeout alone.
 
 A connection to the store that breaks off is made anew. Where this fails, too, nobody is taken for gone: the process
 that kept the store has ended, and a process that ends breaks its collectives.
@@ -45,6 +47,7 @@ log = logging.getLogger("ps_worker")
 NOTICE_SECONDS = 30.0  # after which a member says that it waits for others to come
 LEAVE_SECONDS = 1.0  # the longest that a member takes to say that it leaves
 SIGNS = 10  # that a member gives within the group timeout
+_MISSED = 3  # so many signs that have not come tell that a member gives none now
 _COMING_SECONDS = 0.05  # between two looks for those that have not come
 _CONNECT_SECONDS = 0.5  # the longest that a store that has broken off takes to answer a new connection
 _ANSWER = timedelta(days=1)  # likewise, to answer a call: a stopped one is to be noticed by `check`, not by an error
@@ -89,6 +92,7 @@ class Neighbours:
         self._signs: dict[int, str] = {}  # by member, its last sign
         self._heard: set[int] = set()  # whose sign is new since the last `check`
         self._silent = dict.fromkeys(self._others, 0.0)  # for how long, while this process ran
+        self._unheard = dict.fromkeys(self._others, 0.0)  # the same, where heartbeats count for nothing
         self._stands: dict[int, tuple[list[str], float]] = {}  # by member, what it has told, and for how long the same
         self._checked = time.monotonic()
         self._connection: Any = None  # to the store; None: there is none yet, or it has broken off
@@ -137,8 +141,7 @@ class Neighbours:
         """
         with self._changed:
             now = time.monotonic()
-            # This process may have been stopped: the others were not silent then, as far as it knows.
-            passed, self._checked = min(now - self._checked, 2 * self.pause), now
+            passed, self._checked = now - self._checked, now
             if self._broken is not None or not self.pause or not self._have_come:
                 return
             members, what = self._gone(passed), f"given no sign for {self._seconds:g} s (--group-timeout)"
@@ -148,7 +151,7 @@ class Neighbours:
                     f"made no step and no call of the session for {self._step_seconds:g} s, while another member "
                     "waits (--step-timeout)"
                 )
-            who = _named(members, " and ", {**self._signs, self._member: self._told("")})
+            who = _named(members, " and ", {**self._signs, self._member: self._told("")}) if members else ""
         if members:
             has = "has" if len(members) == 1 else "have"
             self._end(
@@ -157,9 +160,13 @@ class Neighbours:
 
     def _gone(self, passed: float) -> list[int]:
         """Returns the members that have given no sign for the group timeout. passed: seconds since the last call"""
+        # This process may have been stopped: the others were not silent then, as far as it knows.
+        most = 2 * self._seconds / SIGNS
         for other in self._others:
-            has_given = other in self._heard or (self._has_left(other) and not self.awaits_all)
-            self._silent[other] = 0.0 if has_given else self._silent[other] + passed
+            is_heard, has_left = other in self._heard, self._has_left(other)
+            has_given = is_heard or (has_left and not self.awaits_all)
+            self._silent[other] = 0.0 if has_given else self._silent[other] + min(passed, most)
+            self._unheard[other] = 0.0 if is_heard or has_left else self._unheard[other] + passed
         self._heard.clear()
         return [other for other in self._others if self._seconds and self._silent[other] >= self._seconds]
 
@@ -168,14 +175,18 @@ class Neighbours:
         waits. passed: seconds since the last call
 
         Nobody may have moved. A member that makes steps, or comes to another collective, does not wait for them yet.
+        Where a member is that gives no sign now, nobody knows: its thread may have gone on since.
         """
+        if max(self._unheard.values()) > _MISSED * self.pause:
+            self._stands.clear()
+            return []
         signs = {**self._signs, self._member: self._told("")}
         told = {
             each: sign.split(_TAB)[1:3] for each, sign in signs.items() if _TAB in sign and not self._has_left(each)
         }
         for member, now in told.items():
             before, seconds = self._stands.get(member, ([], 0.0))
-            self._stands[member] = now, seconds + passed if now == before else 0.0
+            self._stands[member] = now, seconds + min(passed, 2 * self.pause) if now == before else 0.0
         if min(self._stands[member][1] for member in told) < self._step_seconds:
             return []
         hanging = [member for member, (_, where) in sorted(told.items()) if where == SCRIPT]
@@ -184,7 +195,7 @@ class Neighbours:
     def _told(self, sign: str) -> str:
         """Returns a sign of this member, with its host and process, and where its training thread is."""
         who = f"{sign} {socket.gethostname()}, pid {os.getpid()}"
-        return _TAB.join((who, str(self.thread.steps), *self.thread.place())) if self._step_seconds else who
+        return _TAB.join((who, str(self.thread.moves()), *self.thread.place())) if self._step_seconds else who
 
     def leave(self) -> None:
         """Tells the others that no more signs come, and ends the thread."""

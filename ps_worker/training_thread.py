@@ -7,10 +7,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 import torch
+from torch.distributed import distributed_c10d
 
 from ps_worker.launched import script_frame
 
@@ -21,15 +23,16 @@ _DISTRIBUTED = _TORCH + "distributed" + os.sep
 
 
 class TrainingThread:
-    """The thread of a member of a group that trains. It calls `begins_step`, `enters` and `leaves` itself.
+    """The thread of a member of a group that trains. It calls `begins_step` and `enters` itself.
 
     steps: how many steps and calls of the session it has begun
+    is_in_call: it is in a call of the session. To set it is no call, before which a signal could act
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self._ident = threading.get_ident()
-        self._is_in_call = False
+        self.is_in_call = False
 
     def begins_step(self) -> None:
         """Records a step that needs no call of all members."""
@@ -37,19 +40,32 @@ class TrainingThread:
 
     def enters(self) -> None:
         """Records that it enters a call of the session."""
-        self._ident, self._is_in_call = threading.get_ident(), True
+        self._ident, self.is_in_call = threading.get_ident(), True
         self.steps += 1
 
-    def leaves(self) -> None:
-        """Records that it leaves the call."""
-        self._is_in_call = False
+    def moves(self) -> int:
+        """Returns a number that rises with each step, with each call of the session, and with each collective of torch
+        that its backend counts.
+        """
+        return self.steps + _collectives()
 
     def place(self) -> tuple[str, str]:
         """Returns whether it is in a CALL, a COLLECTIVE or elsewhere in the SCRIPT, and at which line of the script."""
         frame = sys._current_frames().get(self._ident)
-        kind = CALL if self._is_in_call else COLLECTIVE if _is_in_collective(frame) else SCRIPT
+        kind = CALL if self.is_in_call else COLLECTIVE if _is_in_collective(frame) else SCRIPT
         own = script_frame(frame) if frame is not None else None
         return kind, "" if own is None else f"{Path(own.filename).name}:{own.lineno} in {own.name}"
+
+
+def _collectives() -> int:
+    """Returns how many collectives this process has begun, of all process groups. Gloo counts sends and receives, too;
+    NCCL does not.
+    """
+    count = 0
+    for group in list(distributed_c10d._world.pg_map):
+        with suppress(Exception):  # a backend that does not count
+            count += group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # torch's stubs lack it
+    return count
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
 from ps_protocol.errors import PSError, TryLater, anew, without_traceback
+
+log = logging.getLogger("ps_server")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -71,8 +74,11 @@ class Together(Generic[T, R]):
         try:
             outcomes = self._work([entry.wanted for entry in turn])
         except Exception as error:
-            # The traceback refers to this frame: a cycle would keep the caller's call. That of a bug is logged.
+            # The traceback refers to this frame: a cycle would keep the caller's call. That of a bug is logged here, as
+            # the one caller that gets it may log nothing.
             is_bug = not isinstance(error, PSError)
+            if is_bug and len(turn) > 1:
+                log.exception("%d calls that were answered together failed", len(turn))
             others = PSError("internal error; the server's log says more") if is_bug else without_traceback(error)
             outcomes = [error, *[others] * (len(turn) - 1)]
         finally:

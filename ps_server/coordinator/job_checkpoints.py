@@ -349,7 +349,7 @@ class JobCheckpoints:
             # between.
             self._request_last(seconds / 2, fallback=min(fallback, (seconds + fallback) / 2))
         left = until - self._clock.now()
-        self._final = self._request_last(max(0.0, left), last=True, fallback=min(fallback, left + fallback))
+        self._final = self._request_last(max(0.0, left), last=True, fallback=max(0.0, min(fallback, left + fallback)))
 
     def final(self) -> Manifest:
         """Returns the last checkpoint before the servers end, after `request_final`. Raises an error if that failed."""

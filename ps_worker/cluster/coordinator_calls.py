@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from ps_protocol.addresses import is_host
 from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.convert import data_ranges, identity_message, job_spec_message, worker_figures_message
 from ps_protocol.errors import Backlogged, JobFinished, NotFound, PSError, UnknownWorker
@@ -186,8 +187,9 @@ class CoordinatorClient:
         script_wanted: ask for the settings of the job's script
         """
         request = workers.write_heartbeat(worker, clock, script_wanted)
-        if worker.member:  # where the first member of a group runs is known from its join
-            request.host, request.pid = socket.gethostname(), os.getpid()
+        # Where the first member of a group runs is known from its join. A coordinator refuses other texts than names.
+        if worker.member and is_host(host := socket.gethostname()):
+            request.host, request.pid = host, os.getpid()
         if self._figures is not None:
             request.figures.CopyFrom(worker_figures_message(self._figures()))
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,14 +186,19 @@ def has_schedule(thing: Any) -> bool:
     """
     kinds = torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
     held = [each for value in getattr(thing, "__dict__", {}).values() for each in _each(value)]
-    return any(isinstance(each, kinds) for each in (thing, *held)) or _has_state_of_schedule(thing.state_dict())
+    if any(isinstance(each, kinds) for each in (thing, *held)):
+        return True
+    with suppress(Exception):  # an object of the script's own, whose error is told where its state is saved
+        return _has_state_of_schedule(thing.state_dict())
+    return False
 
 
 def _has_state_of_schedule(state: Any, depth: int = 0) -> bool:
     """Whether the state of a scheduler is a part of this one. depth: of how many others this one is a part"""
     if isinstance(state, dict) and "last_epoch" in state and ("_last_lr" in state or "num_bad_epochs" in state):
         return True
-    return depth < DEEPEST_STATE and any(_has_state_of_schedule(each, depth + 1) for each in _parts(state))
+    held = (each for each in _parts(state) if isinstance(each, dict | list | tuple))  # a list may be of all indices
+    return depth < DEEPEST_STATE and any(_has_state_of_schedule(each, depth + 1) for each in held)
 
 
 def _parts(value: Any) -> Sequence[Any]:

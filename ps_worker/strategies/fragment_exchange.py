@@ -93,7 +93,7 @@ class FragmentExchange:
         """Ends a step of the script; pushes and mixes in the fragments that are due."""
         loop = self._loop
         if self.is_broken_off:
-            self._leave_round_out()
+            self._leave_round_out(partial(loop.step, None))
             return
         self._round.stepped()
         loop.stepped = True
@@ -110,17 +110,18 @@ class FragmentExchange:
     @property
     def is_broken_off(self) -> bool:
         """Whether an interrupt came while all that was left of the current round was on its way from a new place. Calls
-        under way write the weights after the round to the base, and no fragment may be pushed for it any more.
+        under way write the weights after the round to the base, and no fragment may be pushed for it any more. Not in
+        a group: its members are told in their next call that one was interrupted.
         """
         loop = self._loop
         return loop.sent is not None and self.flight is None and loop.participation.group is None
 
-    def _leave_round_out(self) -> None:
+    def _leave_round_out(self, step: Callable[[], None]) -> None:
         """Begins a round with the weights after the one that was broken off. Between the two is one without a
-        difference, as in local:H.
+        difference, as in local:H. step: makes it, as a step of the script or one for others that wait
         """
         with self._metrics.rounds.exchanging():
-            self._loop.step(None)
+            step()
 
     @property
     def _is_due(self) -> bool:
@@ -137,7 +138,7 @@ class FragmentExchange:
         Steps that this worker has not made count, too, so that all clocks agree.
         """
         if self.is_broken_off:
-            self._leave_round_out()
+            self._leave_round_out(self._loop.make_empty_step)
             return
         self._metrics.empty_step()
         self._loop.script.follow(may_ask_again=not self._round.made)

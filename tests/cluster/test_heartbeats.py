@@ -6,16 +6,22 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
+from ps_protocol.identity import Identity
+from ps_protocol.v1 import membership_pb2
 from ps_runtime.credentials import Tls
 from ps_server.core.membership import LiveWorker
 from ps_server.ops import dev_certs
 from ps_worker.cluster import heartbeat_child
+from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Forked, Nursery
 
@@ -212,3 +218,24 @@ def test_a_header_of_any_length_is_written_as_hpack_has_it() -> None:
     assert heartbeat_child._text("te") == b"\x02te"
     assert heartbeat_child._text("a" * 127) == b"\x7f\x00" + b"a" * 127
     assert heartbeat_child._text("a" * 1337) == b"\x7f\xba\x09" + b"a" * 1337
+
+
+@pytest.mark.parametrize("host", ["node-7", "Anna's laptop"])
+def test_a_member_tells_its_host_only_by_a_name_that_a_coordinator_takes(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """Otherwise it would be ended by its first heartbeat."""
+    sent: list[membership_pb2.HeartbeatRequest] = []
+
+    def heard(request: membership_pb2.HeartbeatRequest, **_: Any) -> membership_pb2.HeartbeatResponse:
+        sent.append(request)
+        return membership_pb2.HeartbeatResponse(live_count=1)
+
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    client = CoordinatorClient("127.0.0.1:1", 1.0)
+    client._membership = SimpleNamespace(Heartbeat=heard)  # type: ignore[assignment]
+    try:
+        client.heartbeat(Identity("job", 0, 1, member=1), 0, 1.0)
+    finally:
+        client.close()
+    assert sent[0].host == ("node-7" if host == "node-7" else "")

@@ -78,7 +78,7 @@ class Trainer:
                     self.scheduler.step(1.0)
                 else:
                     self.scheduler.step()
-                if self.session.clock == self.evaluates_at:
+                if self.evaluates_at and self.session.clock >= self.evaluates_at and not self.evaluates.is_set():
                     self.evaluates.set()
                     assert self.goes_on.wait(TEST_SECONDS)
         except BaseException as error:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import grpc
 import pytest
 
 from ps_runtime.channel import open_channel
+from tests.tools.cluster import until
 
 CALL_SECONDS = 25.0  # less than the 30 s for which gRPC keeps an address by default
+SILENT_SECONDS = 8.5  # less than the 10 s that an attempt to connect took by default
 HEADER_BYTES, ADDRESSES = 12, 1  # of a message of DNS; the type of a question for addresses of IPv4
 
 
@@ -21,10 +25,11 @@ class Names:
     """A server of DNS that has one address for every name. Ended with the `with`.
 
     address: what it answers from now on
+    asked:   how often it has answered
     """
 
     def __init__(self, address: str) -> None:
-        self.address = address
+        self.address, self.asked = address, 0
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("127.0.0.1", 0))
         self._port = self._socket.getsockname()[1]
@@ -54,6 +59,7 @@ class Names:
             answer = b"\xc0\x0c" + struct.pack(">HHIH", ADDRESSES, 1, 0, 4) + socket.inet_aton(self.address)
             head = message[:2] + b"\x84\x00" + struct.pack(">HHHH", 1, found, 0, 0)
             self._socket.sendto(head + message[HEADER_BYTES:end] + answer * found, client)
+            self.asked += found
 
 
 @pytest.fixture
@@ -76,3 +82,28 @@ def test_a_channel_finds_a_server_that_has_moved_within_seconds(port_there: int)
         with pytest.raises(grpc.RpcError) as answered:
             call(b"", timeout=CALL_SECONDS, wait_for_ready=True)
         assert answered.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.fixture
+def silent_port(port_there: int) -> Iterator[int]:
+    """The same port. At 127.0.0.2 no attempt to connect is answered: the queue there is full, and nobody takes from
+    it.
+    """
+    with ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.2", port_there), backlog=0))
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        yield port_there
+
+
+def test_a_channel_whose_old_address_gives_no_answer_soon_looks_for_another_one(silent_port: int) -> None:
+    with Names("127.0.0.2") as names, open_channel(names.target("shard.test", silent_port)) as channel:
+        call = channel.unary_unary("/service/method")
+        began = time.monotonic()
+        trying = call.future(b"", timeout=CALL_SECONDS, wait_for_ready=True)
+        until(lambda: names.asked > 0, "the first look")
+        names.address = "127.0.0.3"
+        assert trying.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert time.monotonic() - began < SILENT_SECONDS

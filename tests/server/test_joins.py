@@ -91,7 +91,9 @@ def test_a_turn_that_fails_fails_for_all_that_are_in_it_and_for_no_other() -> No
         assert turns.together.do(21) == 42
 
 
-def test_the_traceback_of_a_bug_goes_to_one_caller_and_the_others_are_told_of_it() -> None:
+def test_the_traceback_of_a_bug_goes_to_one_caller_and_the_others_are_told_of_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     turns = Turns()
     turns.fails = AssertionError("a bug")
     with ThreadPoolExecutor(4) as pool:
@@ -101,6 +103,8 @@ def test_the_traceback_of_a_bug_goes_to_one_caller_and_the_others_are_told_of_it
     told = [error for error in errors if error is not turns.fails]
     assert (len(own), [type(error) for error in told]) == (1, [PSError, PSError])
     assert {str(error) for error in told} == {"internal error; the server's log says more"}
+    assert "3 calls that were answered together failed" in caplog.text
+    assert "AssertionError: a bug" in caplog.text
     assert "_work" in {frame.name for frame in traceback.extract_tb(own[0].__traceback__)}
 
 

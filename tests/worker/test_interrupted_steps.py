@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 import ps_worker
 from ps_server.coordinator.timing import Timing
 from ps_server.core.limits import Limits
-from ps_worker import LimitExceeded
+from ps_worker import InvalidRequest, LimitExceeded
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.own_membership import OwnMembership
@@ -184,19 +184,21 @@ def test_what_a_narrow_wire_has_left_out_of_an_interrupted_round_is_sent_later_w
             torch.testing.assert_close(-weights / outer["lr"] + left.view(4, 4), counted)
 
 
-@pytest.mark.parametrize("is_lost_again", cases([False], [True]))
+@pytest.mark.parametrize("case", cases(["is under way"], ["has arrived", "is lost again", "others wait"]))
 def test_a_script_goes_on_after_an_interrupt_while_the_rest_of_a_round_is_on_its_way_from_a_new_place(
-    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, is_lost_again: bool
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """In local:H/F the place is lost between two fragments. What was on its way counts once; the step that finds it
-    over is left out, as in local:H.
+    over is left out, as in local:H. Until then the weights of the servers are on their way.
     """
     settle, number, interrupts, loops = Participation.settle, -1, 0, list[JobTraining]()
 
     def interrupted(participation: Participation) -> None:
         nonlocal interrupts
-        settle(participation)
-        if number == 6 and not interrupts and loops[0].sent is not None and loops[0].unfinished is not None:
+        comes = number == 6 and not interrupts and loops[0].sent is not None and loops[0].unfinished is not None
+        if not comes or case != "is under way":
+            settle(participation)
+        if comes:
             interrupts += 1
             raise KeyboardInterrupt
 
@@ -208,14 +210,22 @@ def test_a_script_goes_on_after_an_interrupt_while_the_rest_of_a_round_is_on_its
         model, optimizer = session.prepare(net, plain, bucket_bytes=64, outer=outer)
         loops.append(session._strategy._training)  # type: ignore[attr-defined]
         for number in range(16):
-            if number == 6 or (is_lost_again and number == 7):
+            if number == 6 or (case == "is lost again" and number == 7):
                 hear_of_a_lost_place(session, shared, job)
+            if number == 7:
+                with pytest.raises(InvalidRequest, match=r"are gone, as calls have failed, or were interrupted"):
+                    session.global_weights()
+                if case == "others wait":
+                    loops[0].stepped = False
+                    loops[0].empty_step()
+                    assert not loops[0].stepped, "it is no step of the script"
+                    assert session.global_weights()
             with contextlib.suppress(KeyboardInterrupt):
                 optimizer.zero_grad()
                 (2.0**number * sum(layer.sum() for layer in model)).backward()
                 optimizer.step()
         assert interrupts == 1
-        whole, later = 2.0**16 - 1, 2.0**7
+        whole, later = 2.0**16 - 1, 0.0 if case == "others wait" else 2.0**7
         first, second = whole - later - 2.0**6, whole - later  # the first fragment of that round had left before step 6
         assert sorted(-layer[0].item() for layer in net) == [first, first, second, second]
 

@@ -96,6 +96,13 @@ def test_after_vain_questions_a_worker_asks_with_fewer_steps(in_step: bool) -> N
     assert worker.at[-2:] == [50, 51]
 
 
+class Broken:
+    """An object of a script, whose state cannot be read."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise OSError("gone")
+
+
 class Wrapper:
     """What a framework wraps around a scheduler, or around anything else. held: as it keeps it; state: its state"""
 
@@ -119,6 +126,7 @@ HANDED_OVER: dict[str, tuple[Any, bool]] = {
     "its state, two objects deep": (Wrapper(None, {"loops": [{"main": exponential().state_dict()}]}), True),
     "the state of ReduceLROnPlateau": (Wrapper(None, [PLATEAU.state_dict()]), True),
     "a scaler": (torch.amp.GradScaler("cpu"), False),
+    "a state that cannot be read": (Broken(), False),
     "an epoch": (Wrapper(None, {"last_epoch": 3}), False),
 }
 
