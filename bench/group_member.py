@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ps_worker
 from bench.machine import traffic
@@ -35,7 +36,7 @@ from bench.talk import own_output
 from bench.training import adamw
 from examples.char_gpt import CharGPT, Shape, Windows, library_text
 
-HSDP, ALONE = "HSDP", "one process"
+HSDP, ALONE, APART = "HSDP", "one process", "groups apart"
 BLOCK = 64
 
 
@@ -43,11 +44,13 @@ BLOCK = 64
 class Order:
     """What a process trains, and with which others.
 
-    system: HSDP, ALONE, or "ours"
+    system: HSDP, ALONE, "ours", or APART: each group trains by itself, and exchanges nothing with the other
     meets:  HOST:PORT at which the processes of its torch world meet, of which it is number `rank` of `size`
     group:  the number of its group, of `groups`
-    server, job, mode, transport, wire: as ps_worker.connect and prepare take them
+    server, job, mode, quorum, transport, wire: as ps_worker.connect and prepare take them; quorum 0: there is none
     sgd:    the optimizer is SGD with momentum, and otherwise AdamW
+    tensor: the members of a group cut the MLPs by tensor parallel, and have one batch; otherwise fully_shard cuts all
+    micro:  backwards in a step
     batch:  blocks in the batch of one of `groups` times `members` processes; ALONE has all of them
     warmup: steps before the first order
     """
@@ -62,9 +65,12 @@ class Order:
     server: str = ""
     job: str = "default"
     mode: str = "sync"
+    quorum: int = 0
     transport: str = "auto"
     wire: str = "float32"
     sgd: bool = False
+    tensor: bool = False
+    micro: int = 1
     layers: int = 8
     width: int = 512
     batch: int = 8
@@ -76,7 +82,7 @@ class Training:
 
     def __init__(self, order: Order, session: ps_worker.Session | None) -> None:
         torch.manual_seed(0)
-        self._order = order
+        self._order, self._session = order, session
         self.model: nn.Module = CharGPT(Shape(order.layers, max(1, order.width // 64), order.width, BLOCK))
         mesh = self._cut()
         own = self.model.parameters()
@@ -98,26 +104,41 @@ class Training:
         shape, names = (
             ((order.groups, order.members), ("groups", "members")) if order.system == HSDP else ((order.size,), None)
         )
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        for block in self.model.blocks:  # type: ignore[union-attr]
+        mesh = whole = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        blocks: Any = self.model.blocks
+        if order.tensor:
+            of_group = mesh["members"] if order.system == HSDP else mesh
+            for block in blocks:
+                parallelize_module(block, of_group, {"mlp_in": ColwiseParallel(), "mlp_out": RowwiseParallel()})
+            if order.system != HSDP:
+                return whole
+            mesh = mesh["groups"]
+        for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        return mesh
+        return whole
 
     def step(self) -> float:
         """Takes one step, with the same samples as every other system; returns the loss of this process' own."""
         order, count = self._order, self._order.groups * self._order.members
         own = order.group * order.members + order.rank if order.system != HSDP else order.rank
         size = order.batch * (count if order.system == ALONE else 1)
+        if order.tensor and order.system != ALONE:
+            own, size = own // order.members, order.batch * order.members
         first = self._made * order.batch * count + own * size
         batch = [self._windows[(first + index) % len(self._windows)] for index in range(size)]
-        x, y = (torch.stack(each) for each in zip(*batch, strict=True))
-        loss = F.cross_entropy(self.model(x).flatten(0, 1), y.flatten())
-        loss.backward()
+        parts = [torch.stack(each).chunk(order.micro) for each in zip(*batch, strict=True)]
+        total = 0.0
+        for number, (x, y) in enumerate(zip(*parts, strict=True), 1):
+            is_last = number == order.micro or self._session is None
+            with contextlib.nullcontext() if is_last else self._session.no_sync():
+                loss = F.cross_entropy(self.model(x).flatten(0, 1), y.flatten()) / order.micro
+                loss.backward()
+            total += loss.item()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._made += 1
-        return loss.item()
+        return total
 
     def save(self, path: Path) -> None:
         """Writes the whole model, in the first process: all of its torch world call it."""
@@ -175,7 +196,8 @@ def main() -> None:
         session = None
         if order.server:
             place = order.server, order.mode, order.job, order.group, order.groups
-            session = stack.enter_context(ps_worker.connect(*place, transport=order.transport))
+            more = {"quorum": order.quorum} if order.quorum else {}
+            session = stack.enter_context(ps_worker.connect(*place, transport=order.transport, **more))
         training = Training(order, session)
         for _ in range(order.warmup):
             training.step()

@@ -6,13 +6,15 @@ with the same batches. --parts takes some of four parts:
 * `step`: a step in sync, with all processes on this machine. The systems take turns; a turn's first step does not
   count. CPU are milliseconds of a core that all processes and servers use for a step.
 * `link`: a step where each group has a host of its own, with a link of --link-mbit between them. Ours is `local:8` in
-  int4, of which whole rounds are counted, with a shard on either host. It needs root, for network namespaces.
+  int4, of which whole rounds are counted, with a shard on either host. A third line has each group train by itself,
+  with nothing on the link: the ratio to it is what the link adds. It needs root, for network namespaces.
 * `lost`: the longest step of one group while a member of the other one is stopped (SIGSTOP), for twice the lease, or
   killed. The ratio is to the lease. Allowed are the lease and two seconds; a longer step ends the benchmark with an
   error, once all results are written. `back` is the time from the end of the stop to the next step of the group that
-  was stopped.
+  was stopped; of one that was killed, from the start of its processes again, which import torch, to their first step.
 * `equal`: the largest difference of a weight after --equal-steps steps, as a part of the largest element of its tensor:
-  to one process with the batches of all, and to HSDP.
+  to one process with the batches of all, and to HSDP. Once more with groups that cut the MLPs by tensor parallel, and
+  two backwards in a step; beside them torch has `fully_shard` over the groups.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from safetensors.torch import load_file
 
 from bench import options
 from bench.cluster import HERE, Group, Host, job_name, servers
-from bench.group_member import ALONE, HSDP, Order
+from bench.group_member import ALONE, APART, HSDP, Order
 from bench.link import linked, why_no_link
 from bench.machine import cpu_seconds
 from bench.pictures import Bar, bars
@@ -49,7 +51,8 @@ SECONDS = 600.0  # for an answer
 LOCAL, ROUND, WIRE = "local:8", 8, "int4"  # on the link
 GRACE_SECONDS = 2.0  # beside the lease, in which a group that is gone is noticed
 STEADY_SECONDS, AFTER_SECONDS = 4.0, 8.0  # that groups train before one is disturbed, and after that
-SHORT = {"layers": 1, "width": 64, "turns": 2, "steps": 4, "link_steps": 3, "lease": 2.0, "modes": "sync"}
+START_SECONDS = 12.0  # longer where processes are started again, which import torch
+SHORT = {"layers": 1, "width": 64, "turns": 2, "steps": 4, "link_steps": 3, "lease": 2.0, "modes": "quorum:1"}
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +63,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link-steps", type=int, default=3, help="of HSDP, in each of two turns there (%(default)s)")
     parser.add_argument("--link-batch", type=int, default=1, help="blocks in a process' batch there (%(default)s)")
     parser.add_argument("--lease", type=float, default=4.0, help="of a group, in seconds (%(default)s)")
-    modes = "sync,ssp:4,async,local:8,local:8/2"
-    parser.add_argument("--modes", default=modes, help="of groups that are lost (%(default)s)")
+    modes = "sync,quorum:1,ssp:4,async,local:8,local:8/2"
+    parser.add_argument("--modes", default=modes, help="of groups that are lost; quorum:Q is sync (%(default)s)")
     parser.add_argument("--equal-steps", type=int, default=20, help="until weights are compared (%(default)s)")
 
 
@@ -92,7 +95,7 @@ def _line(
     is_ours = bool(order.server)
     return result(
         "groups",
-        order.mode if is_ours else order.system,
+        _mode_name(order) if is_ours else order.system,
         transport=order.transport if is_ours else "",
         wire=order.wire if is_ours else "",
         workers=1 if order.system == ALONE else GROUPS,
@@ -103,6 +106,10 @@ def _line(
         members=1 if order.system == ALONE else MEMBERS,
         **more,
     )
+
+
+def _mode_name(order: Order) -> str:
+    return f"{order.mode}, quorum {order.quorum}" if order.quorum else order.mode
 
 
 # -- the processes ---------------------------------------------------------------------------------------------------
@@ -184,11 +191,11 @@ def over_a_link(arguments: argparse.Namespace) -> list[Result]:
     scenario = f"a link of {arguments.link_mbit:g} Mbit/s"
     plain, reason = replace(_plain(arguments), batch=arguments.link_batch), why_no_link()
     ours = replace(plain, system="ours", server="-", mode=LOCAL, wire=WIRE, transport="tcp", warmup=ROUND + 1)
-    systems = {HSDP: replace(plain, warmup=1), LOCAL: ours}
+    systems = {HSDP: replace(plain, warmup=1), APART: replace(plain, system=APART, warmup=1), LOCAL: ours}
     if reason:
         return [_line(arguments, scenario, order, None, not_measured=reason) for order in systems.values()]
     turns: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in systems}
-    counts = {HSDP: arguments.link_steps, LOCAL: 2 * ROUND + 1}  # after the first one, whole rounds
+    counts = {HSDP: arguments.link_steps, APART: 2 * ROUND + 1, LOCAL: 2 * ROUND + 1}  # after the first, whole rounds
     with linked(arguments.link_mbit) as pair, contextlib.ExitStack() as stack:
         hosts = [replace(host, variables=("GLOO_SOCKET_IFNAME=eth0",)) for host in pair]
         places = [host for host in hosts for _ in range(MEMBERS)]
@@ -199,7 +206,8 @@ def over_a_link(arguments: argparse.Namespace) -> list[Result]:
             for name, group in running.items():
                 turns[name].append(group.run(SECONDS, steps=counts[name]))
     ms = {name: mean_step_ms(found) for name, found in turns.items()}
-    exchanges = {HSDP: arguments.link_steps, LOCAL: 2 * ROUND}  # the steps that a turn's bytes are of
+    # The steps that a turn's bytes are of.
+    exchanges = {HSDP: arguments.link_steps, APART: 2 * ROUND + 1, LOCAL: 2 * ROUND}
     moved = {
         name: statistics.mean(max(max(each["traffic"]) for each in answers) for answers in found) / exchanges[name]
         for name, found in turns.items()
@@ -213,6 +221,7 @@ def over_a_link(arguments: argparse.Namespace) -> list[Result]:
             ratios={
                 HSDP: ms[name] / ms[HSDP],
                 "ours": ms[name] / ms[LOCAL],
+                "no link": ms[name] / ms[APART],
                 "HSDP's bytes": moved[name] / moved[HSDP],
             },
             shards=GROUPS,
@@ -233,8 +242,10 @@ def lost(arguments: argparse.Namespace) -> list[Result]:
     found = []
     with servers([HERE] * arguments.shards, ("--lease", str(arguments.lease))) as cluster:
         for mode in arguments.modes.split(","):
+            kind, _, quorum = mode.partition("quorum:")
             for name, number in (("stopped", signal.SIGSTOP), ("killed", signal.SIGKILL)):
-                order = replace(small, server=cluster.address, mode=mode, job=job_name(f"{mode}-{name}"))
+                job = job_name(f"{mode}-{name}")
+                order = replace(small, server=cluster.address, mode=kind or "sync", quorum=int(quorum or 0), job=job)
                 found.append(lost_line(arguments, order, name, *_disturbed(order, number, arguments.lease)))
     return found
 
@@ -264,34 +275,44 @@ def lost_line(
 
 
 def _disturbed(order: Order, number: int, lease: float) -> tuple[float, float | None, float]:
-    """Sends a signal to the last member of the last group. Returns the longest step of the other group, how long after
-    the end of a stop its own made the next one, and the median step. In seconds."""
-    stopped = 2 * lease if number == signal.SIGSTOP else lease
-    whole = STEADY_SECONDS + stopped + AFTER_SECONDS
-    each = orders(order, [HERE] * (GROUPS * MEMBERS))
+    """Sends a signal to the last member of the last group. Returns the longest step of the other group until it runs
+    again, how long it took from there to its next step, and the median step. In seconds."""
+    is_stopped = number == signal.SIGSTOP
+    away = 2 * lease if is_stopped else lease
+    whole = STEADY_SECONDS + away + AFTER_SECONDS + (0.0 if is_stopped else START_SECONDS)
     with contextlib.ExitStack() as stack:
-        groups = [
-            stack.enter_context(
-                Group([HERE] * MEMBERS, "bench.group_member", [asdict(one) for one in each if one.group == group])
-            )
-            for group in range(GROUPS)
-        ]
+        groups = [_started(stack, order, group) for group in range(GROUPS)]
         pid = [group.answers(SECONDS)[-1]["pid"] for group in groups][-1]
         for group in groups:
             group.tell(seconds=whole)
         time.sleep(STEADY_SECONDS)
         os.kill(pid, number)
-        if number == signal.SIGSTOP:
-            time.sleep(stopped)
+        time.sleep(away)
+        goes_on = time.perf_counter()
+        if is_stopped:
             os.kill(pid, signal.SIGCONT)
-        went_on = time.perf_counter()
-        answers = groups[0].answers(SECONDS)
-        others = groups[1].answers(SECONDS) if number == signal.SIGSTOP else []
-    took = [seconds for found in answers for seconds in step_times(found["ends"])]
-    after = [min((end for end in _ends(found) if end > went_on), default=math.inf) - went_on for found in others]
+        else:
+            groups[-1] = _started(stack, replace(order, warmup=0), GROUPS - 1)
+            groups[-1].answers(SECONDS)
+            groups[-1].tell(seconds=AFTER_SECONDS)
+        answers, others = (group.answers(SECONDS) for group in groups)
+    # Processes that import torch take the cores of those that train.
+    took = [
+        seconds
+        for found in answers
+        for end, seconds in zip(_ends(found)[1:], step_times(found["ends"]), strict=True)
+        if is_stopped or end - seconds < goes_on
+    ]
+    after = [min((end for end in _ends(found) if end > goes_on), default=math.inf) - goes_on for found in others]
     if math.inf in after:
-        raise SystemExit("wrong result: the group whose member was stopped has not come back")
-    return max(took), max(after, default=None), statistics.median(took)
+        raise SystemExit("wrong result: the group whose member was stopped or killed has not come back")
+    return max(took), max(after), statistics.median(took)
+
+
+def _started(stack: contextlib.ExitStack, order: Order, group: int) -> Group:
+    """Starts the processes of one group."""
+    own = [asdict(one) for one in orders(order, [HERE] * (GROUPS * MEMBERS)) if one.group == group]
+    return stack.enter_context(Group([HERE] * MEMBERS, "bench.group_member", own))
 
 
 def _ends(found: Mapping[str, Any]) -> list[float]:
@@ -305,8 +326,11 @@ def _ends(found: Mapping[str, Any]) -> list[float]:
 def equal(arguments: argparse.Namespace) -> list[Result]:
     """How far the weights of a system are from those of one process, and of HSDP."""
     found = []
-    for name, sgd in (("AdamW", False), ("SGD with momentum", True)):
-        plain = replace(_plain(arguments), sgd=sgd, warmup=0)
+    tensor = {"tensor": True, "micro": 2}
+    ways: list[tuple[str, dict[str, Any]]] = [("AdamW", {}), ("SGD with momentum", {"sgd": True})]
+    ways += [(f"{name}, tensor parallel", way | tensor) for name, way in ways]
+    for name, way in ways:
+        plain = replace(_plain(arguments), warmup=0, **way)
         with tempfile.TemporaryDirectory() as folder, servers([HERE] * arguments.shards) as cluster:
             ours = replace(plain, system="ours", server=cluster.address, job="equal")
             systems = {ALONE: replace(plain, system=ALONE), HSDP: plain, "ours": ours}

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,8 @@ class Text(BaseModel):
 class Served:
     """Models that follow training.
 
-    Each request has one of them for itself, and so need not wait for another's end to get newer weights. Their
-    parameters share one copy of the feed's weights: ten models take up as much memory as one.
+    Each request has one of them for itself, and so need not wait for another's end to get newer weights. Models of one
+    version share its memory. An idle model keeps the version that it read last, so the one used last is used next.
 
     count:  models, and so requests that are computed at a time
     heads, block: as the model was trained; all else is seen in its weights
@@ -74,7 +74,7 @@ class Served:
     def __init__(self, feed: ps.WeightFeed, count: int, heads: int, block: int, wait: float) -> None:
         self.feed = feed
         self.since = time.monotonic()  # when the newest weights arrived
-        self._free: queue.SimpleQueue[CharGPT] = queue.SimpleQueue()
+        self._free: queue.LifoQueue[CharGPT] = queue.LifoQueue()
         weights = feed.wait_for(timeout=wait)  # (ps)
         names = weights.names()
         layers = len({each[1] for name in names if (each := re.match(r"blocks\.(\d+)\.", name))})
@@ -171,30 +171,44 @@ def application(served: Served, late: float, max_behind: int | None) -> FastAPI:
 
 
 @contextmanager
-def training(arguments: argparse.Namespace) -> Iterator[str]:
-    """Starts servers of two shards, and two workers that train the model; gives the servers' address. They end with the
-    block.
+def training(arguments: argparse.Namespace) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Starts servers of two shards, and two workers that train the model; gives the servers' address and the workers'
+    process. They end with the block.
     """
     signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGHUP, terminate)
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     server = ["ps-server", "up", "--shards", "2", "--port", "0", "--metrics-port", "0"]
     with (out / "server.log").open("w") as log, running(server, stdout=log, stderr=subprocess.STDOUT) as process:
         address, page = await_server(process, out / "server.log")
         print(f"the servers are ready; watch the job in a browser, while it trains: {page}", flush=True)
-        workers = ["ps-worker", "run", "--server", address, "--workers", "2", str(SCRIPT), "--out", str(out)]
+        job = ["--job", arguments.job] if arguments.job else []
+        workers = ["ps-worker", "run", "--server", address, "--workers", "2", *job, str(SCRIPT), "--out", str(out)]
         workers += ["--steps=2000", f"--heads={arguments.heads}", f"--block={arguments.block}", *arguments.training]
         share = os.environ | {"OMP_NUM_THREADS": threads(2)}
         with (
             (out / "workers.log").open("w") as said,
-            running(workers, env=share, stdout=said, stderr=subprocess.STDOUT),
+            running(workers, env=share, stdout=said, stderr=subprocess.STDOUT) as process,
         ):
-            yield address
+            yield address, process
+
+
+def await_weights(feed: ps.WeightFeed, workers: subprocess.Popen[bytes] | None, arguments: argparse.Namespace) -> None:
+    """Waits for the first weights. Ends the script if the workers that --demo has started end before."""
+    deadline = time.monotonic() + arguments.wait
+    while workers is not None and time.monotonic() < deadline:
+        code = workers.poll()
+        with suppress(ps.PSError):
+            feed.wait_for(timeout=1.0)
+            return
+        if code is not None:
+            sys.exit(f"serve: the workers ended with code {code}; their log is {arguments.out / 'workers.log'}")
 
 
 def parse_arguments() -> argparse.Namespace:
     """Parses the arguments. Options that are not given come from PS_* variables, as for a training script."""
-    parser = argparse.ArgumentParser(description="Serve the GPT of char_gpt.py while it trains.")
+    parser = argparse.ArgumentParser(description="Serve the GPT of char_gpt.py while it trains.", allow_abbrev=False)
     parser.add_argument("--server", help="HOST:PORT of the coordinator (PS_SERVER)")
     parser.add_argument("--job", help="the job's name (PS_JOB, default)")
     parser.add_argument("--wire", default="bfloat16", help="element type of transfer: bfloat16, float16 or float32")
@@ -218,9 +232,10 @@ def main() -> None:
     """Runs the example; see the top of this file."""
     arguments = parse_arguments()
     with (
-        training(arguments) if arguments.demo else nullcontext(arguments.server) as server,
+        training(arguments) if arguments.demo else nullcontext((arguments.server, None)) as (server, workers),
         ps.subscribe(server, arguments.job, wire=arguments.wire) as feed,  # (ps)
     ):
+        await_weights(feed, workers, arguments)
         served = Served(feed, arguments.models, arguments.heads, arguments.block, arguments.wait)
         app = application(served, arguments.late, arguments.max_behind)
         # Listens before the server runs, so that the line below tells the port and comes before the first request.

@@ -98,10 +98,12 @@ class _Loaded:
         self._count_out()
 
     def _count_out(self) -> None:
-        self._tensors.used()
-        with self.changed:
-            self.readers -= 1
-            self.changed.notify_all()
+        try:
+            self._tensors.used()
+        finally:  # an error of a reader's own work on a GPU may show here
+            with self.changed:
+                self.readers -= 1
+                self.changed.notify_all()
 
 
 class WeightFeed:
@@ -172,6 +174,8 @@ class WeightFeed:
     def wait_for(self, version: int = 0, timeout: float = 60.0) -> Edition:
         """Waits for an edition that contains at least `version` updates, and returns it.
 
+        A model of copies may get it later (see `reading`): call `load(model)` afterwards, or read with `max_behind`.
+
         Args:
             version: The lowest version to wait for. From 1 on, weights that the job has left, for a checkpoint or
                 another run, will not do, whatever their version. 0: the newest that there are.
@@ -216,8 +220,8 @@ class WeightFeed:
     def load(self, model: M, timeout: float = 60.0) -> M:
         """Waits for an edition, puts its weights into a model, and returns the model.
 
-        The model may have any element types and be on any device. Its parameters become views of the edition where type
-        and device are the same, so do not train it. `reading` brings newer weights later.
+        The model may have any element types and be on any device: convert and move it before. Its parameters become
+        views of the edition where type and device are the same, so do not train it. `reading` brings newer weights.
 
         The modules of its tables read a copy of the job's rows, which follows training: all rows are here when `load`
         returns. All models that one feed has loaded share this copy.
@@ -363,9 +367,12 @@ class WeightFeed:
 
     def _may_enter(self, loaded: _Loaded, max_behind: int | None) -> bool:
         """Whether `_enter` need not wait, as far as can be seen without one of its locks."""
-        current = loaded.edition if loaded.readers else None
-        if current is None and self._is_made_apart(loaded) and loaded.ready is not None:
-            current = loaded.ready[0]
+        current, problem = loaded.edition if loaded.readers else None, loaded.problem
+        if self._is_copied_in_thread(loaded):
+            if problem is not None and problem[0].arrays is self._subscription.edition:
+                return True  # it raises this
+            ready = loaded.ready
+            current = ready[0] if current is None and ready is not None else current
         return max_behind is None or self._lag(current) <= max_behind
 
     def _lag(self, current: Edition | None) -> float:
@@ -379,7 +386,7 @@ class WeightFeed:
             return self.behind
         if (current.arrays.run, current.arrays.timeline) != (newest.run, newest.timeline):
             return math.inf
-        return self.behind + newest.version - current.version
+        return max(0, self._subscription.latest - current.version)
 
     def _begin(self, loaded: _Loaded, max_behind: int | None, deadline: float) -> Edition:
         """Begins a block of `reading`, which `loaded.leave` ends; see `_enter`."""
@@ -390,7 +397,8 @@ class WeightFeed:
     def _enter(self, loaded: _Loaded, max_behind: int | None, deadline: float) -> Edition:
         """Returns the edition in the model once it is new enough, and counts a reader in."""
         while True:
-            newest, before = self.wait_for(timeout=max(0.0, deadline - time.monotonic())), loaded.edition
+            before = loaded.edition  # first: if another thread puts a newer one in than `newest`, this shows it
+            newest = self.wait_for(timeout=max(0.0, deadline - time.monotonic()))
             made = self._made(loaded, newest)
             with loaded.changed:
                 if made is not None and not loaded.readers:
@@ -424,21 +432,29 @@ class WeightFeed:
         has kept the thread from that.
         """
         before = loaded.edition
-        if not self._is_made_apart(loaded):
+        if not self._is_copied_in_thread(loaded):
             self._fit_again(loaded, newest)
             if before is not None and before.arrays is newest.arrays:
                 return None
             if not loaded.is_copied:
                 return loaded.views(newest)
             with self._making:
-                if not self._is_made_apart(loaded):  # the thread may have begun meanwhile
+                if not self._is_copied_in_thread(loaded):  # the thread may have begun meanwhile
                     loaded.ready = None  # it may be older than what the model gets now
                     return loaded.copies(newest)
-        if loaded.problem is not None and loaded.problem[0].arrays is newest.arrays:
-            raise loaded.problem[1].with_traceback(None)
-        return None if loaded.ready is None or loaded.ready[0] is before else loaded.ready
+        problem, ready = loaded.problem, loaded.ready
+        if problem is not None and problem[0].arrays is newest.arrays:
+            assert self._maker is not None
+            self._maker.wake()  # which tries again, for the next reader
+            raise problem[1].with_traceback(None)
+        if ready is None or ready[0] is before:
+            return None
+        if any((target.device, target.dtype) != (made.device, made.dtype) for target, made in ready[1]):
+            with self._making:  # the script has converted or moved the model since
+                ready = loaded.ready = loaded.copies(ready[0])
+        return ready
 
-    def _is_made_apart(self, loaded: _Loaded) -> bool:
+    def _is_copied_in_thread(self, loaded: _Loaded) -> bool:
         """Whether a thread makes the tensors of a model."""
         return loaded.is_copied and self._maker is not None and self._maker.runs
 
@@ -449,9 +465,6 @@ class WeightFeed:
         for loaded in models:
             if not self._subscription.closed:
                 self._make(loaded)
-        if not any(loaded.is_copied for loaded in models):
-            with self._making:
-                self._tensors.forget()
 
     def _make(self, loaded: _Loaded) -> None:
         """Makes the tensors of the newest edition for a model, if a thread does so for it. Readers are told why it
@@ -459,16 +472,16 @@ class WeightFeed:
         with self._making:
             newest, ready = self._subscription.edition, loaded.ready
             is_made = newest is None or (ready is not None and ready[0].arrays is newest)
-            if newest is None or is_made or not self._is_made_apart(loaded):
+            if newest is None or is_made or not self._is_copied_in_thread(loaded):
                 return
             edition = Edition(newest, self._job)
             try:
                 self._fit_again(loaded, edition)
                 ready, loaded.problem = loaded.copies(edition), None
             except Exception as error:  # the functions of a `MadeOf` are a script's
-                loaded.problem = edition, error
+                loaded.problem = edition, error.with_traceback(None)  # whose frames keep what was made
             with loaded.changed:
-                loaded.ready = ready
+                loaded.ready = ready if loaded.is_copied else None  # another run's model may be one of views
                 loaded.changed.notify_all()
 
     def _fit_again(self, loaded: _Loaded, edition: Edition) -> None:

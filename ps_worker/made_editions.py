@@ -38,13 +38,13 @@ class EditionMaker:
 
     def __init__(self) -> None:
         self._woken, self._closing = threading.Event(), threading.Event()
-        self._beginning = threading.Lock()
+        self._beginning = threading.RLock()  # a signal's handler may close what its thread begins
         self._thread: threading.Thread | None = None
 
     @property
     def runs(self) -> bool:
         """Whether the thread works."""
-        return self._thread is not None and not self._closing.is_set()
+        return self._thread is not None and self._thread.is_alive() and not self._closing.is_set()
 
     def begin(self, work: Callable[[], None]) -> None:
         """Starts the thread, if it has not been. Without one, readers make the tensors, and the next call tries again.
@@ -69,10 +69,11 @@ class EditionMaker:
 
     def close(self, timeout: float | None = None) -> None:
         """Ends the thread. timeout: seconds to wait for it, at most"""
-        _open.discard(self)
         self._closing.set()
         self._woken.set()
-        thread = self._thread
+        with self._beginning:  # a thread that `begin` is starting is known here
+            _open.discard(self)
+            thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
 
@@ -93,24 +94,19 @@ class TensorMaker:
     def __init__(self) -> None:
         self._copies: dict[torch.device, CudaCopies] = {}
         self._shared: weakref.WeakValueDictionary[tuple[object, ...], torch.Tensor] = weakref.WeakValueDictionary()
-        self._arrays: EditionArrays | None = None  # of which `_shared` has copies
+        self._arrays: Callable[[], EditionArrays | None] = lambda: None  # of which `_shared` has copies
 
     def made(self, slots: Sequence[Slot], edition: Edition) -> list[torch.Tensor]:
         """Returns the tensors of an edition in the types and on the devices of the slots: views of the edition if these
         are the same. Copies to GPUs have come to an end.
         """
-        if self._arrays is not edition.arrays:
+        if self._arrays() is not edition.arrays:
             self._shared.clear()
-            self._arrays = edition.arrays
+            self._arrays = weakref.ref(edition.arrays)
         tensors = [self._one(slot, edition) for slot in slots]
         for copies in self._copies.values():
             copies.wait()
         return tensors
-
-    def forget(self) -> None:
-        """Keeps no edition in memory, where no model needs copies any more."""
-        self._shared.clear()
-        self._arrays = None
 
     def used(self) -> None:
         """Notes that the calling thread has queued its last work with the tensors of a model on GPUs."""
@@ -144,7 +140,7 @@ class CudaCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._pinned = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]  # one is filled while the other is copied
+        self._pinned = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]  # one is filled, one copied
         self._left = [torch.cuda.Event() for _ in range(2)]  # what was in them has been copied
         self._turn = 0
         self._used: dict[int, torch.cuda.Event] = {}  # by stream, the last work of readers with tensors of the model
@@ -154,7 +150,7 @@ class CudaCopies:
         self._turn = 1 - self._turn
         self._left[self._turn].synchronize()
         if self._pinned[self._turn].nbytes < tensor.nbytes:
-            self._pinned[self._turn] = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
+            self._pinned[self._turn] = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         staged = self._pinned[self._turn][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         staged.copy_(tensor)
         with torch.cuda.stream(self._stream):

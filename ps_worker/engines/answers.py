@@ -71,8 +71,9 @@ class TellsVersion:
         elif path == _START and scope.get("method") == "POST":
             await self._watch(scope, receive, send, path, lambda: None)
         elif path == _FINISH and scope.get("method") == "POST":
+            body = await _body(receive)  # first: another update may end meanwhile
             version = None if self._under_way else self._received
-            scope, receive = _replaced(scope, receive, _labelled(await _body(receive), version))
+            scope, receive = _replaced(scope, receive, _labelled(body, version))
             await self._watch(scope, receive, send, path, lambda: self._received)
         elif self.version is None and path.startswith("/v1"):
             await _answer(send, 503, "the engine has not been given weights of training yet")

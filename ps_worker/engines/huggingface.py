@@ -34,8 +34,8 @@ class FollowingModels:
 
     Args:
         feed: From `ps_torch.subscribe`.
-        make: Returns a model of transformers. On a CPU, and in the feed's element type, several take up no more memory
-            than one, because their parameters are views of the feed's weights.
+        make: Returns a model of transformers. Models of one version share its memory. An idle model keeps the version
+            that it read last, so the one used last is used next.
         count: Models, and so requests at a time.
         timeout: Seconds to wait for the first weights.
 
@@ -45,7 +45,7 @@ class FollowingModels:
 
     def __init__(self, feed: WeightFeed, make: Callable[[], Any], count: int = 2, timeout: float = 600.0) -> None:
         self.feed = feed
-        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._free: queue.LifoQueue[Any] = queue.LifoQueue()
         for _ in range(count):
             self._free.put(feed.load(make().eval(), timeout))
 

@@ -593,6 +593,44 @@ def test_vllm_is_told_the_version_as_the_label_of_its_weights() -> None:
         assert finished.pop() == other, "vLLM says what is wrong with it"
 
 
+def test_the_label_is_of_the_weights_that_the_engine_has_once_the_request_is_whole() -> None:
+    """The body of a request may come slowly, and another update end meanwhile."""
+    finished: list[Any] = []
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/finish_weight_update":
+            finished.append(json.loads((await receive())["body"]))
+        else:
+            await loaded(receive)
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def main() -> None:
+        async def post(path: str, receive: Any) -> None:
+            await app({"type": "http", "path": path, "method": "POST"}, receive, sent)
+
+        async def sent(message: Any) -> None:
+            pass
+
+        def update(version: int) -> Any:
+            async def receive() -> Any:
+                return {"type": "http.request", "body": json.dumps({"update_info": {"version": version}}).encode()}
+
+            return receive
+
+        async def slow() -> Any:
+            await post("/update_weights", update(8))
+            return {"type": "http.request", "body": b"{}"}
+
+        await post("/update_weights", update(7))
+        await post("/finish_weight_update", slow)
+
+    app = TellsVersion(engine)
+    asyncio.run(main())
+    assert finished == [{"weight_version": "8"}]
+    assert app.version == 8
+
+
 def test_weights_may_be_asked_for_by_a_list_with_an_entry_for_each_worker() -> None:
     """As vLLM 0.29 takes them. Of several engines the lowest version counts."""
 

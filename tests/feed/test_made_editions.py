@@ -10,6 +10,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 import ps_torch as ps
 from ps_protocol.errors import Unreachable
 from tests.tools.cluster import TEST_SECONDS, Cluster, until
-from tests.tools.remembering_trainer import RememberingTrainer
+from tests.tools.remembering_trainer import RememberingTrainer, in_background
 
 Trainer = RememberingTrainer[nn.Linear]
 
@@ -37,6 +38,7 @@ class Gate:
         self.open, self.entered = threading.Event(), threading.Event()
         self.open.set()
         self.fails = False
+        self.made: weakref.ref[torch.Tensor] | None = None
 
     def close(self) -> None:
         self.entered.clear()
@@ -47,6 +49,8 @@ class Gate:
             self.entered.set()
             assert self.open.wait(TEST_SECONDS)
         if self.fails:
+            made = tensor.clone()
+            self.made = weakref.ref(made)
             raise ValueError("it cannot be made")
         return tensor
 
@@ -178,7 +182,7 @@ def test_editions_that_come_faster_than_they_are_made_are_passed_over(
         assert versions <= {0, 1, 5}
 
 
-def test_the_end_of_a_job_is_waited_for(shared: Cluster, job: str, gate: Gate) -> None:
+def test_the_end_of_a_job_is_waited_for(shared: Cluster, job: str, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the last edition is made, the model is behind, and may still come to it."""
     with ps.subscribe(shared.address, job, names=names(gate)) as feed:
         with shared.connect("sync", job=job) as session:
@@ -188,10 +192,16 @@ def test_the_end_of_a_job_is_waited_for(shared: Cluster, job: str, gate: Gate) -
             gate.close()
             trainer.steps(3)
         until(lambda: feed.ended, "the end of the job")
-        opener = threading.Timer(0.2, gate.open.set)
-        opener.start()
+        changed = feed._models[model].changed
+        wait = changed.wait
+
+        def waited(timeout: float | None = None) -> bool:
+            gate.open.set()  # the reader waits now
+            return wait(timeout)
+
+        monkeypatch.setattr(changed, "wait", waited)
         assert read(feed, model, max_behind=0)[0] == 3
-        opener.join()
+        assert gate.open.is_set()
 
 
 def test_readers_are_told_why_a_tensor_cannot_be_made(shared: Cluster, job: str, trainer: Trainer, gate: Gate) -> None:
@@ -204,6 +214,133 @@ def test_readers_are_told_why_a_tensor_cannot_be_made(shared: Cluster, job: str,
         gate.fails = False
         feed.wait_for(trainer.step())
         assert read(feed, model, max_behind=0)[0] == 2
+
+
+def test_what_could_not_be_made_takes_no_memory_and_is_tried_again_for_readers(
+    shared: Cluster, job: str, trainer: Trainer, gate: Gate
+) -> None:
+    """A GPU may have the memory a moment later, and there may be no other edition."""
+    with ps.subscribe(shared.address, job, names=names(gate)) as feed:
+        model = feed.load(nn.Linear(20, 8))
+        gate.fails = True
+        feed.wait_for(trainer.step())
+        until(lambda: feed._models[model].problem, "the failure")
+        until(lambda: gate.made is not None and gate.made() is None, "its memory")
+        gate.fails = False
+
+        def has_come() -> bool:
+            with suppress(ValueError):
+                return read(feed, model)[0] == 1
+            return False
+
+        until(has_come, "the edition that could not be made before")
+
+
+def test_a_coroutine_is_told_at_once(shared: Cluster, job: str, trainer: Trainer, gate: Gate) -> None:
+    async def main() -> None:
+        async with ps.subscribe(shared.address, job, names=names(gate)) as feed:
+            model = await asyncio.to_thread(feed.load, nn.Linear(20, 8))
+            gate.fails = True
+            feed.wait_for(trainer.step())
+            with pytest.raises(ValueError, match="it cannot be made"):
+                async with feed.reading_async(model, max_behind=0, timeout=10 * TEST_SECONDS):
+                    pass
+
+    asyncio.run(asyncio.wait_for(main(), TEST_SECONDS))
+
+
+def test_a_model_that_is_converted_after_it_was_loaded_keeps_its_type(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        model = feed.load(nn.Linear(20, 8, dtype=torch.float64))
+        for clock, dtype in ((1, torch.bfloat16), (2, torch.float64)):
+            feed.wait_for(trainer.step())
+            until(lambda: feed._models[model].ready[0].version == clock, "the copy in the type before")  # type: ignore[index]  # noqa: B023
+            model.to(dtype)
+            version, weight = read(feed, model)
+            assert (version, weight.dtype) == (clock, dtype)
+            assert torch.equal(weight, trainer.past[clock]["weight"].to(dtype))
+
+
+def test_an_error_at_the_end_of_a_block_leaves_no_reader(
+    shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA tells of a failed kernel where the next event is recorded."""
+
+    def used() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with ps.subscribe(shared.address, job) as feed:
+        model = feed.load(nn.Linear(20, 8, dtype=torch.float64))
+        with monkeypatch.context() as patch:
+            patch.setattr(feed._tensors, "used", used)
+            with pytest.raises(RuntimeError, match="illegal memory access"):
+                read(feed, model)
+        feed.wait_for(trainer.step())
+        assert read(feed, model, max_behind=0)[0] == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_readers_make_the_tensors_where_the_thread_has_ended(shared: Cluster, job: str, trainer: Trainer) -> None:
+    ends = threading.Event()
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        if ends.is_set() and threading.current_thread().name == "ps-feed-tensors":
+            raise SystemExit
+        return tensor
+
+    with ps.subscribe(shared.address, job, names={"bias": ps.MadeOf("bias", made)}) as feed:
+        model = feed.load(nn.Linear(20, 8))
+        ends.set()
+        feed.wait_for(trainer.step())
+        assert feed._maker is not None
+        until(lambda: not feed._maker.runs, "the thread's end")  # type: ignore[union-attr]
+        assert read(feed, model)[0] == 1
+
+
+def test_a_feed_that_is_closed_waits_for_the_copy_under_way_and_readers_do_not(
+    shared: Cluster, job: str, trainer: Trainer, gate: Gate
+) -> None:
+    feed = ps.subscribe(shared.address, job, names=names(gate))
+    model = feed.load(nn.Linear(20, 8))
+    gate.close()
+    feed.wait_for(trainer.step())
+    assert gate.entered.wait(TEST_SECONDS)
+    maker = feed._maker
+    assert maker is not None
+    thread = maker._thread
+    assert thread is not None
+    closing = in_background(feed.close)
+    until(lambda: maker._closing.is_set(), "the feed's end")
+    assert closing.is_alive()
+    assert thread.is_alive()
+    gate.open.set()
+    closing.join(TEST_SECONDS)
+    assert not closing.is_alive()
+    assert not thread.is_alive()
+    assert read(feed, model)[0] == 1, "the newest edition stays readable"
+
+
+def test_a_function_that_makes_a_tensor_may_close_the_feed(shared: Cluster, job: str, trainer: Trainer) -> None:
+    ends, ended = threading.Event(), threading.Event()
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        if ends.is_set():
+            feed.close()
+            ended.set()
+        return tensor
+
+    feed = ps.subscribe(shared.address, job, names={"bias": ps.MadeOf("bias", made)})
+    try:
+        model = feed.load(nn.Linear(20, 8))
+        ends.set()
+        trainer.step()
+        assert ended.wait(TEST_SECONDS)
+        assert read(feed, model)[0] == 1
+    finally:
+        ends.clear()
+        feed.close()
 
 
 def test_the_thread_begins_with_the_first_model_that_needs_it_and_ends_with_the_feed(

@@ -7,6 +7,7 @@ import copy
 import http.client
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -31,6 +32,7 @@ FLAGS = ["--heads=2", "--block=8", "--port=0"]
 TEXT = "import this; def text(self): return self.text"
 
 char_gpt = launching.load(ROOT / "examples" / "char_gpt.py")
+launching.load(ROOT / "examples" / "demo.py")  # serve.py imports both
 pytest.importorskip("fastapi", reason="needs the extra `examples`")
 
 
@@ -216,8 +218,9 @@ def test_the_model_is_served_while_it_trains_and_when_a_relay_a_shard_the_traine
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_servers_training_and_the_service_start_with_one_command_and_end_with_it(
-    commands: Commands, tmp_path: Path
+    commands: Commands, tmp_path: Path, number: int
 ) -> None:
     shape = [f"--{name}={value}" for name, value in SHAPE.items()]
     more = ["--batch-size=8", "--lr=0.01", "--steps=1000000"]
@@ -227,17 +230,24 @@ def test_servers_training_and_the_service_start_with_one_command_and_end_with_it
     until(lambda: ask(address, "/score", {"text": TEXT})[2]["loss"] < first - 0.5, "a served model that has learnt")
     started = psutil.Process(service.process.pid).children(recursive=True)
     assert len(started) >= 4, "a coordinator, shards, workers"
-    service.process.send_signal(signal.SIGINT)
+    service.process.send_signal(number)
     until(lambda: not any(each.is_running() for each in started), "the end of all that was started")
-    assert service.process.wait(60) == 130
+    assert service.process.wait(60) == 128 + number
+
+
+def test_a_demo_whose_workers_fail_says_so(commands: Commands, tmp_path: Path) -> None:
+    service = commands.start(str(SCRIPT), "--demo", f"--out={tmp_path}", "--port=0", "--job=other", "--stepz=5")
+    assert service.process.wait(launching.START_SECONDS) == 1
+    assert re.search(r"serve: the workers ended with code \d+; their log is \S+workers.log\n", service.err)
+    assert "--stepz" in (tmp_path / "workers.log").read_text()
 
 
 def test_flags_of_the_training_are_for_the_demo_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve = launching.load(SCRIPT)
-    monkeypatch.setattr(sys, "argv", ["serve.py", "--demo", "--lr=0.01"])
-    assert serve.parse_arguments().training == ["--lr=0.01"]
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--demo", "--lr=0.01", "--mode=async"])
+    assert serve.parse_arguments().training == ["--lr=0.01", "--mode=async"]
     monkeypatch.setattr(sys, "argv", ["serve.py", "--lr=0.01"])
     with pytest.raises(SystemExit):
         serve.parse_arguments()

@@ -757,7 +757,7 @@ def test_a_rollback_is_told_and_only_then_a_version_falls(tmp_path: Path) -> Non
             asked.join()
             last = trainer.steps(5)
             feed.wait_for(last)
-            model = feed.load(Model())
+            model, copied = feed.load(Model()), feed.load(Model().double())
             assert feed.restores == 0
             with feed.reading(model):
                 running.start_again(1)
@@ -773,8 +773,32 @@ def test_a_rollback_is_told_and_only_then_a_version_falls(tmp_path: Path) -> Non
             with feed.reading(model) as version:  # as high as before the rollback, and other weights
                 assert version == last
                 assert torch.equal(model.first.weight, trainer.past[last]["first.weight"])
+            with feed.reading(copied, max_behind=0) as version:
+                assert version == last
+                assert torch.equal(copied.first.weight, trainer.past[last]["first.weight"].double())
     finally:
         running.stop()
+
+
+def test_a_reader_that_was_slow_to_enter_puts_no_older_weights_in(
+    shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        model = feed.load(Model())
+        slow, wait_for = [feed.wait_for(trainer.step())], feed.wait_for
+
+        def overtaken(version: int = 0, timeout: float = 60.0) -> Any:
+            if not slow:
+                return wait_for(version, timeout)
+            newest = slow.pop()
+            feed.wait_for(trainer.step())
+            with feed.reading(model) as version:
+                assert version == 2
+            return newest
+
+        monkeypatch.setattr(feed, "wait_for", overtaken)
+        with feed.reading(model) as version:
+            assert version == 2
 
 
 def test_weights_that_the_job_has_left_are_of_no_version_that_somebody_waits_for(

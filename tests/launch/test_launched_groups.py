@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,9 @@ from ps_protocol.errors import InvalidRequest
 from ps_server.core.membership import LiveWorker, Membership
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster
-from tests.tools.launching import Start, python, run, script
+from tests.tools.forkserver import Nursery, address_in
+from tests.tools.launching import Commands, Start, python, run, script
+from tests.tools.network import in_network, network_of
 
 GROUPS = ("--server", "127.0.0.1:1", "--mode", "sync", "--workers", "2", "--group", "2")
 
@@ -260,10 +265,17 @@ dist.destroy_process_group()
 """
 
 
-def trains(directory: Path, member: int, happens: str, stands: int) -> str:
-    """TRAINS, where something happens to a member of group 1, and group 0 waits for that group at a clock."""
+NEVER = -1
+
+
+def trains(directory: Path, member: int, happens: str, stands: int, launcher: str = "PS") -> str:
+    """TRAINS, where something happens to a member of group 1, and group 0 waits for that group at a clock.
+
+    launcher: PS or TORCHELASTIC
+    """
     path = directory / "train.py"
-    path.write_text(TRAINS.replace("ENDS", str(member)).replace("HAPPENS", happens).replace("WAITS", str(stands)))
+    text = TRAINS.replace("PS_RESTART_COUNT", f"{launcher}_RESTART_COUNT").replace("HAPPENS", happens)
+    path.write_text(text.replace("ENDS", str(member)).replace("WAITS", str(stands)))
     return str(path)
 
 
@@ -282,15 +294,16 @@ def test_a_group_that_lost_a_member_comes_back_as_a_whole_and_the_other_goes_on(
     assert "2 groups have joined, training begins" in done.stderr
 
 
-def of_one_process() -> list[float]:
+def of_one_process(groups: int = 2) -> list[float]:
     """What one process trains on what all members of TRAINS have, with no fault."""
+    members = [(group, member) for group in range(groups) for member in (0, 1)]
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for clock in range(12):
-        for group, member in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        for group, member in members:
             own = torch.Generator().manual_seed(100 * clock + 10 * group + member)
-            (model(torch.randn(2, 4, generator=own)).square().mean() / 4).backward()
+            (model(torch.randn(2, 4, generator=own)).square().mean() / len(members)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.double().sum().item() for parameter in model.parameters()]
@@ -334,6 +347,63 @@ def test_a_member_whose_training_thread_hangs_ends_its_group_which_comes_back(tm
     )
     assert re.search(said, done.stderr), done.stderr
     assert_back(done.stdout)
+
+
+@pytest.mark.long
+def test_a_torchrun_for_each_group_restarts_its_own_which_comes_back_at_the_jobs_clock(
+    make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+) -> None:
+    """As docs/groups.md starts them. torchrun reports nothing: the other group goes on once a member has left, or after
+    a lease.
+    """
+    cluster = make_cluster(lease=2.0)
+    path = trains(tmp_path, 1, "os.kill(os.getpid(), signal.SIGKILL)", stands=8, launcher="TORCHELASTIC")
+    settings = {"PS_SERVER": cluster.address, "PS_JOB": job, "PS_MODE": "sync", "PS_WORLD_SIZE": "2"}
+    settings |= {"PS_GROUP_SIZE": "2", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", path)
+    commands = Commands(tmp_path)
+    try:
+        groups = [commands.start(*words, **settings, PS_RANK=str(group)) for group in (0, 1)]
+        assert [group.process.wait(120) for group in groups] == [0, 0], groups[0].err + groups[1].err
+    finally:
+        commands.close()
+    assert re.findall(r"^back at clock (\d+)$", groups[1].out, re.MULTILINE) == ["8", "8"]
+    assert "back at" not in groups[0].out
+    ends = [found for group in groups for found in re.findall(r"^ends with (.*)$", group.out, re.MULTILINE)]
+    assert len(ends) == 4
+    assert len(set(ends)) == 1
+
+
+@pytest.mark.long
+@pytest.mark.netns
+def test_a_group_whose_members_are_on_two_hosts_ends_as_one_process(nursery: Nursery, tmp_path: Path) -> None:
+    """A torchrun on each host, as docs/groups.md starts them. The servers are on the first: its member shares memory
+    with them, the other one has a link.
+    """
+    path = trains(tmp_path, NEVER, "pass", stands=NEVER, launcher="TORCHELASTIC")
+    with network_of(2) as network, ExitStack() as stack:
+        words = ["shard", "--with-coordinator", "--shards=1", "--index=0", "--lease=30", "--insecure"]
+        log = tmp_path / "server.log"
+        ports = [f"--host={network.address(0)}", "--port=0", "--metrics-port=0"]
+        server = nursery.serve([*words, *ports], log, network=network.name(0))
+        stack.callback(server.kill)
+        settings = {"PS_SERVER": address_in(log), "PS_MODE": "sync", "PS_RANK": "0", "PS_WORLD_SIZE": "1"}
+        settings |= {"PS_GROUP_SIZE": "2", "PS_INSECURE": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+        commands = Commands(tmp_path)
+        stack.callback(commands.close)
+        rendezvous = ("--rdzv-backend=c10d", "--rdzv-id=group-0", f"--rdzv-endpoint={network.address(0)}:29400")
+        nodes = []
+        for host, transport in enumerate(("shm", "tcp")):
+            own = (f"--local-addr={network.address(host)}", f"--rdzv-conf=is_host={int(host == 0)}")
+            torchrun = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *rendezvous, *own, path)
+            start = partial(commands.start, *torchrun, **settings, PS_TRANSPORT=transport)
+            nodes.append(in_network(network.name(host), start))
+        codes = [node.process.wait(120) for node in nodes]
+        assert codes == [0, 0], nodes[0].err + nodes[1].err + log.read_text()
+    ends = [found for node in nodes for found in re.findall(r"^ends with (.*)$", node.out, re.MULTILINE)]
+    assert len(ends) == 2
+    for told in ends:
+        assert [float(each) for each in told.split()] == pytest.approx(of_one_process(groups=1), rel=1e-5)
 
 
 def test_a_script_that_gives_prepare_no_group_is_told(

@@ -184,7 +184,7 @@ def without_servers(processes: int, out: Path, *words: str) -> list[float]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("members", "words"),
-    cases([(4, ())], [(2, ("--tensor-parallel=1", "--recompute", "--compile=eager"))]),
+    cases([(4, ())], [(2, ("--tensor-parallel=1", "--recompute"))]),
     ids=["2 x 2", "FSDP2 alone"],
 )
 def test_a_group_on_servers_ends_as_its_processes_do_alone(
