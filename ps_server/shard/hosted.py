@@ -257,7 +257,7 @@ class HostedJobs:
                 log.info("job %s: shard %d holds %s", spec.name, self._index, counted(len(buckets), "bucket"))
                 return
         known.check_run(run)
-        differs = difference(known.state.spec, spec)
+        differs = difference(known.partition.spec, spec)
         if differs is not None:
             raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
 
@@ -317,7 +317,7 @@ class HostedJobs:
         try:
             snapshots, tables = files.read(job, read)
             try:
-                job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True, tables=tables))
+                job.partition.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True, tables=tables))
             except InvalidRequest as error:
                 raise CheckpointDamaged(f"checkpoint {checkpoint}: {error}") from None
             _warn_of_evicted(job)
@@ -325,7 +325,7 @@ class HostedJobs:
             with self._lock:
                 restoring.read(0)  # raises if another restore has replaced this one
                 self.jobs[spec.name] = job
-                restoring.complete(job.state.reached.extent())
+                restoring.complete(job.partition.reached.extent())
         finally:
             self._made.discard(job)
         self._troubles.over(spec.name)
@@ -435,8 +435,8 @@ class HostedJobs:
             with _making_room(spec.name, room, promised):
                 free = (free_bytes() or _UNKNOWN_BYTES) - room.total - promised
                 place = self._tables.place(len(spec.tables), shards, free)
-                state = JobPartition(spec, buckets, *self._limits, self._principals, place)
-                job = HostedJob(spec, state, run, room)
+                partition = JobPartition(spec, buckets, *self._limits, self._principals, place)
+                job = HostedJob(spec, partition, run, room)
             self._made.add(job)
         return job
 
@@ -447,7 +447,7 @@ class HostedJobs:
 
 def _warn_of_evicted(job: HostedJob) -> None:
     """Logs which tables of a restored job have room for fewer rows than were saved."""
-    for table in job.state.tables.values():
+    for table in job.partition.tables.values():
         rows = table.weights
         if rows.counts.evicted:
             log.warning(

@@ -231,30 +231,30 @@ class HostedJob:
     readers:  the readers of editions; the job's lock guards them
     """
 
-    def __init__(self, spec: JobSpec, state: JobPartition, run: str, room: JobRoom) -> None:
+    def __init__(self, spec: JobSpec, partition: JobPartition, run: str, room: JobRoom) -> None:
         self.name, self.run = spec.name, run
-        self.state = state
+        self.partition = partition
         self.lock = threading.Lock()
-        self.buckets = {index: HostedUnit(bucket, threading.Lock()) for index, bucket in state.buckets.items()}
-        self.tables = {index: HostedTable(table) for index, table in state.tables.items()}
+        self.buckets = {index: HostedUnit(bucket, threading.Lock()) for index, bucket in partition.buckets.items()}
+        self.tables = {index: HostedTable(table) for index, table in partition.tables.items()}
         self.units: dict[int, HostedUnit[Any]] = {**self.buckets, **self.tables}
         self.of_workers = OfWorkers()
-        self.plan = segment_plan(state.layout)
+        self.plan = segment_plan(partition.layout)
         self.narrowed = Narrowed()
         self.times = PushTimes()
         self._room = room
-        self.optimizer_room = OptimizerRoom(spec.name, state.checker, self.promised)
+        self.optimizer_room = OptimizerRoom(spec.name, partition.checker, self.promised)
         self.failure: PSError | None = None
         self.snapshot_task: SnapshotTask | None = None  # the snapshot under way, or the last one
         self.refusals = Refusals()
         self.timeline = 0
-        self.editions = Editions(spec.name, state.buckets, self.promised)
+        self.editions = Editions(spec.name, partition.buckets, self.promised)
         self.readers: set[Feed] = set()
 
     @property
     def mode(self) -> str:
         """The job's mode, for metrics."""
-        return self.state.spec.mode
+        return self.partition.spec.mode
 
     def check_run(self, run: str) -> None:
         """Raises RunEnded for an earlier run of the job, NotFound for a later one; an empty run is any."""
@@ -266,12 +266,12 @@ class HostedJob:
     def check_worker(self, worker: Identity) -> None:
         """Raises UnknownWorker, Fenced or Forbidden unless this is a live worker with its key."""
         with self.lock:
-            self.state.check_worker(worker)
+            self.partition.check_worker(worker)
 
     def segment(self, worker: Identity) -> SegmentMap:
         """Returns a worker's segment. Raises NotShared if it has attached none, UnknownWorker if it is not live."""
         with self.lock:
-            self.state.check_worker(worker)
+            self.partition.check_worker(worker)
             attached = self.of_workers.segments.get((worker.rank, worker.member))
         if attached is None or attached.incarnation != worker.incarnation:
             raise NotShared(f"worker {worker.rank} has attached no segment here")
@@ -284,7 +284,7 @@ class HostedJob:
         """
         if not row_bytes:
             return self.plan.size
-        tables = len(self.state.spec.tables)
+        tables = len(self.partition.spec.tables)
         if not tables or row_bytes > MAX_ROW_BYTES:
             raise InvalidRequest(
                 f"expected a segment for rows of at most {MAX_ROW_BYTES} bytes, in a job with tables; got one of "
@@ -299,7 +299,7 @@ class HostedJob:
 
         memory: the segment; None: not looked up yet. Raises as `row_memory`
         """
-        dim, count = self.state.row_checker.table(push.table).rows.dim, push.count
+        dim, count = self.partition.row_checker.table(push.table).rows.dim, push.count
         memory = memory or self.row_memory(push.worker)
         there, head = memory.array(place, pushed_bytes(count, dim), np.uint8), (ID_BYTES + COUNT_BYTES) * count
         here = np.empty_like(there)
@@ -310,14 +310,14 @@ class HostedJob:
         """Reads a pull from the worker's segment. Returns a copy of its ids, and the memory in the segment for their
         rows: [n, dim].
         """
-        dim = self.state.row_checker.table(pull.table).rows.dim
+        dim = self.partition.row_checker.table(pull.table).rows.dim
         ids = memory.array(places.ids, ID_BYTES * places.id_count, np.uint8).copy()
         return ids.data, memory.rows(places.rows, places.id_count, dim)
 
     def row_memory(self, worker: Identity) -> RowMemory:
         """Returns a worker's segment for rows. Raises NotShared if there is none, UnknownWorker if it is not live."""
         with self.lock:
-            self.state.check_worker(worker)
+            self.partition.check_worker(worker)
             attached = self.of_workers.row_memory.get((worker.rank, worker.member))
         if attached is None or attached.incarnation != worker.incarnation:
             raise NotShared(f"worker {worker.rank} has attached no segment for rows here")
@@ -331,7 +331,7 @@ class HostedJob:
         """
         of, connected = (worker.rank, worker.member), Connected(worker.incarnation, end)
         with self.lock:
-            self.state.check_worker(worker)
+            self.partition.check_worker(worker)
             before, self.of_workers.connected[of] = self.of_workers.connected.get(of), connected
         if before is not None:
             before.end()
@@ -462,32 +462,32 @@ class HostedJob:
 
     def promised(self) -> int:
         """Returns the bytes that the job was promised and has not allocated yet."""
-        state = self.state
+        partition = self.partition
         optimizer = self._room.optimizer + self.optimizer_room.more
-        left = (optimizer - state.optimizer_bytes, self._room.staged - state.reserved_bytes)
-        return sum(max(0, size) for size in left) + state.promised_bytes
+        left = (optimizer - partition.optimizer_bytes, self._room.staged - partition.reserved_bytes)
+        return sum(max(0, size) for size in left) + partition.promised_bytes
 
     def nbytes(self) -> int:
         """Returns about how many bytes of memory and files the job takes on this shard."""
         with self.lock:
             shared = len(self.of_workers.segments) * self.plan.size
-        tables = self.state.table_figures()
+        tables = self.partition.table_figures()
         return self._room.total + shared + sum(each.nbytes + each.file_bytes for each in tables)
 
     def statistics(self, now: float) -> ShardJobStatistics:
         """Returns the job's statistics on this shard."""
         with self.lock:
             waiters = [waiter for unit in self.units.values() for waiter in unit.waiters.values()]
-            low, high = self.state.reached.versions()
-            clocks, departed = self.state.reached.clocks(), self.state.reached.departed_clocks()
+            low, high = self.partition.reached.versions()
+            clocks, departed = self.partition.reached.clocks(), self.partition.reached.departed_clocks()
             sharing = {rank for rank, _ in self.of_workers.segments}
             connected = {rank for rank, _ in self.of_workers.connected}
             readers = len(self.readers)
         return ShardJobStatistics(
             bucket_count=len(self.buckets),
-            parameter_bytes=self.state.parameter_bytes,
-            optimizer_bytes=self.state.optimizer_bytes,
-            staged_bytes=self.state.staged_bytes,
+            parameter_bytes=self.partition.parameter_bytes,
+            optimizer_bytes=self.partition.optimizer_bytes,
+            staged_bytes=self.partition.staged_bytes,
             version_min=low,
             version_max=high,
             clocks=clocks,
@@ -497,22 +497,22 @@ class HostedJob:
             departed_clocks=departed,
             sharing=tuple(sorted(sharing)),
             connected=tuple(sorted(connected)),
-            tables=self.state.table_figures(),
-            agreement=self.state.agreement(),
+            tables=self.partition.table_figures(),
+            agreement=self.partition.agreement(),
             feed=self.editions.figures(readers, low, now),
         )
 
     def highest_incarnation(self) -> int:
         """Returns the highest incarnation of a worker that this shard has seen."""
         with self.lock:
-            return self.state.highest_incarnation()
+            return self.partition.highest_incarnation()
 
     def close(self, reason: PSError) -> None:
         """Ends the job on this shard: pushes are refused with `reason`, and all that is staged or copied
         is released.
         """
         with self.lock:
-            self.state.execute(Close(reason))
+            self.partition.execute(Close(reason))
             task, self.snapshot_task = self.snapshot_task, None
             connections = [connected.end for connected in self.of_workers.connected.values()]
         for end in connections:

@@ -34,8 +34,8 @@ class LastWeights:
     editions: tuple[int, ...] = ()
 
     def __init__(self, job: HostedJob, edition: TakenEdition, now: float) -> None:
-        self.spec, self.run, self.timeline = job.state.spec, job.run, job.timeline
-        self.shards = job.state.row_checker.place.shards
+        self.spec, self.run, self.timeline = job.partition.spec, job.run, job.timeline
+        self.shards = job.partition.row_checker.place.shards
         self.specs = {index: bucket.unit.spec for index, bucket in job.buckets.items()}
         self.versions = [bucket.rule.version for bucket in job.buckets.values() if bucket.unit.is_trained]
         versions = {index: bucket.unit.reader_version for index, bucket in job.buckets.items()}

@@ -115,7 +115,7 @@ class Pulls:
 
         shares: the call also pushes rows that lie in the worker's segment
         """
-        checker = job.state.row_checker
+        checker = job.partition.row_checker
         checker.table(call.table)
         places = call.places if isinstance(call, RowsPull) else None
         memory = job.row_memory(call.worker) if shares or places is not None else None
@@ -146,7 +146,7 @@ class Pulls:
         if not isinstance(wanted, TablePull):
             pull.id_bytes = wanted.nbytes
         elif not wanted.count_only:
-            weights = job.state.tables[index].weights
+            weights = job.partition.tables[index].weights
             pull.copy_bytes = weights.nbytes + weights.in_file.nbytes
         return pull, index
 
@@ -161,9 +161,9 @@ class Pulls:
         with job.lock:
             pull.since = now
             if pull.worker.incarnation != READER:  # it may have lost its place since
-                job.state.check_worker(pull.worker)
+                job.partition.check_worker(pull.worker)
                 job.times.follow(pull.worker.rank, pull.times_wanted)
-            owed = {index: job.state.owed(index) for index in indices} if pull.all_staged else {}
+            owed = {index: job.partition.owed(index) for index in indices} if pull.all_staged else {}
             units, asked = job.units, [(pull.worker.rank, pull.clock)]
             admitted: list[int] = []
             waiting: list[tuple[int, Admission]] = []
@@ -259,7 +259,7 @@ class Pulls:
     ) -> Iterator[Lent]:
         """Lends a bucket in the wire format of the job's weights, as it is now."""
         spec = bucket.unit.spec
-        codec: Codec = weight_codec(job.state.spec, spec)
+        codec: Codec = weight_codec(job.partition.spec, spec)
         with contextlib.ExitStack() as until_sent:
             loan = None
             with bucket.tensors:
@@ -307,10 +307,10 @@ class Pulls:
             pull.outbox.tell_last(self._put(job, table, pull, pull.rows, waited))
         elif pull.wanted is not None and not len(pull.wanted):
             save_state = job.saves_state(pull, table.rule.version)
-            wire_format = wire_format_of(row_codec(job.state.spec.weight_wire))
+            wire_format = wire_format_of(row_codec(job.partition.spec.weight_wire))
             pull.outbox.tell_last(PulledRows(table.rule.version, 0, 0, 0, waited, None, save_state, None, wire_format))
         elif pull.wanted is not None:
-            row_bytes = row_codec(job.state.spec.weight_wire).size(table.unit.weights.dim)
+            row_bytes = row_codec(job.partition.spec.weight_wire).size(table.unit.weights.dim)
             rows = max(1, MESSAGE_BYTES // row_bytes)
             with pull.outbox.together() if len(pull.wanted) * row_bytes <= SMALL_BYTES else contextlib.nullcontext():
                 for first in range(0, len(pull.wanted), rows):
@@ -337,7 +337,7 @@ class Pulls:
         with table.tensors:
             trained, version = table.unit.weights.pull(ids, rows), table.rule.version
             save_state = job.saves_state(pull, version)
-        codec = row_codec(job.state.spec.weight_wire)
+        codec = row_codec(job.partition.spec.weight_wire)
         payload = bytes_of(codec.encode(rows.view(-1)))
         wire_format = wire_format_of(codec)
         answer = PulledRows(version, first, len(ids), trained, waited, None, save_state, payload, wire_format)
@@ -367,7 +367,7 @@ class Pulls:
         """Sends the optimizer state of buckets as it is now, one name after the other, then ends the stream."""
         job.check_worker(call.worker)
         check_once(call.buckets, "a pull names each bucket")
-        buckets = [job.buckets[job.state.checker.trained(index).index] for index in call.buckets]
+        buckets = [job.buckets[job.partition.checker.trained(index).index] for index in call.buckets]
         outbox.on_close(self._under_way.take(principal, len(buckets), waits=False))
         for bucket in buckets:
             with bucket.tensors:
@@ -389,7 +389,7 @@ class Pulls:
                 pull = waiter.pull
                 try:
                     if pull.worker.incarnation != READER:
-                        job.state.check_worker(pull.worker)
+                        job.partition.check_worker(pull.worker)
                 except PSError as error:
                     lost.append((pull, without_traceback(error)))
                 else:
@@ -463,7 +463,7 @@ class Pulls:
 
 def _check_buckets(job: HostedJob, call: PullCall) -> None:
     """Raises InvalidRequest or NotFound unless a pull asks for buckets that are here, each once."""
-    indices, checker = call.buckets, job.state.checker
+    indices, checker = call.buckets, job.partition.checker
     if len(indices) > len(job.buckets):
         raise InvalidRequest(f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)}")
     check_once(indices, "a pull names each bucket")
@@ -485,7 +485,7 @@ def _with_owed(unit: HostedUnit[Any], by_mode: Admission, owed: Mapping[int, int
 def _note_sent(job: HostedJob, bucket: HostedUnit[Bucket], pull: Pull) -> None:
     """Records the version that a worker gets, if the rule needs it. The caller holds the bucket's `tensors` lock."""
     with job.lock:
-        live = job.state.roster.get(pull.worker.rank)
+        live = job.partition.roster.get(pull.worker.rank)
         if live is not None and live.incarnation == pull.worker.incarnation:
             bucket.rule.sent(pull.worker.rank, pull.clock)
 

@@ -63,12 +63,12 @@ class Checked:
             worker, clock = call.worker, call.clock
             groups, made = self.made
             if call.groups is not groups:
-                job.state.checker.check_groups(call)
+                job.partition.checker.check_groups(call)
                 made = [(each.with_groups(call.groups), size) for each, size in made]
                 self.made = call.groups, made
             return [(replace(each, worker=worker, clock=clock, principal=principal), size) for each, size in made]
         commands = _check(job, call, principal, segment)
-        if job.state.checker.holds_for_all_clocks(call):
+        if job.partition.checker.holds_for_all_clocks(call):
             kept = []
             for each, size in commands:
                 assert isinstance(each, StageGradient | Commit), each
@@ -146,9 +146,9 @@ class Pushes:
             elif not is_live:
                 job.check_worker(push.worker)
             if isinstance(push, TablePush):
-                command = job.state.row_checker.beginning(push)
+                command = job.partition.row_checker.beginning(push)
             else:
-                command = job.state.row_checker.push(push, principal, pushed)
+                command = job.partition.row_checker.push(push, principal, pushed)
             return self._stage(job, command, len(push.payload if pushed is None else pushed.payload), fresh)
         except PSError as error:
             self._metrics.refused(job.name, error)
@@ -172,7 +172,7 @@ class Pushes:
                 job.check_taken(command.worker.rank, command.unit, command.clock)
                 if isinstance(command, Assign) and command.assignment.next is not None:
                     job.optimizer_room.make(job.buckets[command.unit].unit.spec, command.assignment.next)
-            staged = job.state.execute(command)
+            staged = job.partition.execute(command)
             is_fresh = staged.fresh
             if is_fresh and isinstance(command, PushCommand) and job.times.follows_any((command.worker.rank,)):
                 job.times.staged(command.worker.rank, command.unit, command.clock, self._pulls.now())
@@ -216,19 +216,19 @@ class Pushes:
         Raises NotShared if it cannot be mapped; TryLater while an earlier call of the worker maps one, so that a worker
         holds one thread at most.
         """
-        in_blocks = {job.state.spec.gradient_wire, job.state.spec.weight_wire}.intersection(BLOCK_WIRES)
+        in_blocks = {job.partition.spec.gradient_wire, job.partition.spec.weight_wire}.intersection(BLOCK_WIRES)
         if in_blocks and not offer.row_bytes:
             raise NotShared(f"buckets of job {job.name!r} travel as {in_blocks.pop()}, which is for messages alone")
         process, incarnation = (worker.rank, worker.member), worker.incarnation
         with job.lock:
-            job.state.check_worker(worker)
+            job.partition.check_worker(worker)
             if process in job.of_workers.attaching:
                 raise TryLater(f"worker {worker.rank} is handing over a segment already")
             job.of_workers.attaching.add(process)
         try:
             memory = attach(offer, job.segment_bytes(offer.row_bytes), self._shared_directory)
             with job.lock:
-                job.state.check_worker(worker)
+                job.partition.check_worker(worker)
                 if offer.row_bytes:
                     job.of_workers.row_memory[process] = AttachedRows(incarnation, RowMemory(memory))
                 else:
@@ -273,14 +273,14 @@ def _check(job: HostedJob, call: PushCall, principal: str, segment: SegmentMap |
     check_once([bucket.bucket for bucket in call.buckets], "a push names each bucket")
     payloads = _payloads(job, call, segment)
     return [
-        (job.state.checker.check(call, bucket, payload, principal), len(payload))
+        (job.partition.checker.check(call, bucket, payload, principal), len(payload))
         for bucket, payload in zip(call.buckets, payloads, strict=True)
     ]
 
 
 def _payloads(job: HostedJob, call: PushCall, segment: SegmentMap | None) -> list[Buffer]:
     """Returns the payload of each bucket of a call: a view into the worker's segment, or into the call's own."""
-    checker = job.state.checker
+    checker = job.partition.checker
     if call.payload is None:
         assert segment is not None
         return [
@@ -414,7 +414,7 @@ class Updates:
                             failpoint("update-stepped")
                     self._metrics.applied(job.name, work, self._clock() - started)
                     with job.lock:
-                        job.state.done(hosted.index, work)
+                        job.partition.done(hosted.index, work)
                         releases = hosted.rule.releases(work)
                         if isinstance(work, Step) and job.times.follows_any(work.ranks):
                             job.times.applied(

@@ -76,9 +76,11 @@ class RestoredFiles:
                 for parameter, values in changed.items():
                     before.cut.take_changed(parameter, values)
             return snapshots, {}
-        parts: dict[int, list[TableSnapshot]] = {index: [] for index in job.state.tables}
+        parts: dict[int, list[TableSnapshot]] = {index: [] for index in job.partition.tables}
         snapshots = self._store.read_files(name, self.files, on_progress, weights, parts)
-        return snapshots, {index: joined(each, job.state.row_checker.place) for index, each in parts.items() if each}
+        return snapshots, {
+            index: joined(each, job.partition.row_checker.place) for index, each in parts.items() if each
+        }
 
 
 def _with_rows(manifest: Manifest, request: RestoreRequest, index: int) -> list[int]:

@@ -177,7 +177,7 @@ class ShardFeed:
         walk = self._walk
         if walk is None:  # the feed was ended meanwhile
             return RowsMessage()
-        codec = row_codec(job.state.spec.weight_wire)
+        codec = row_codec(job.partition.spec.weight_wire)
         removed = walk.take_removed(MESSAGE_BYTES // ID_BYTES)  # updates do not wait for it
         pieces: list[list[Buffer]] = [[], []]
         rows, room = 0, (MESSAGE_BYTES - removed.nbytes) // (ID_BYTES + codec.size(table.unit.weights.dim))
@@ -206,7 +206,7 @@ class ShardFeed:
             walk = table.unit.weights.changes(self._since)
             self._sent_version = table.rule.version
         self._walk = walk
-        spec, shards = table.unit.weights.spec, job.state.row_checker.place.shards
+        spec, shards = table.unit.weights.spec, job.partition.row_checker.place.shards
         return FeedRoundBegin(walk.full, self._sent_version, shards, spec.dim, spec.initializer)
 
 
@@ -289,11 +289,11 @@ def _table(job: HostedJob, name: str) -> HostedTable:
 
 def _message_bytes(job: HostedJob, table: HostedTable) -> int:
     """Returns the bytes of a feed's largest message: a row may be larger than MESSAGE_BYTES."""
-    return max(MESSAGE_BYTES, ID_BYTES + row_codec(job.state.spec.weight_wire).size(table.unit.weights.dim))
+    return max(MESSAGE_BYTES, ID_BYTES + row_codec(job.partition.spec.weight_wire).size(table.unit.weights.dim))
 
 
 def _number(job: HostedJob, table: HostedTable) -> int:
-    return table.index - job.state.row_checker.first
+    return table.index - job.partition.row_checker.first
 
 
 def _since(job: HostedJob, table: HostedTable, cursor: RowCursor | None) -> int | None:

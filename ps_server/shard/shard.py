@@ -191,7 +191,7 @@ class Shard:
         """Counts a worker as live; see AddWorker."""
         job = self._hosted.get(name, run)
         with job.lock:
-            counted = job.state.execute(AddWorker(rank, incarnation, clock, key))
+            counted = job.partition.execute(AddWorker(rank, incarnation, clock, key))
             job.refusals.worker_added(incarnation)
         job.detach(rank, incarnation)
         self._roster_changed(job)
@@ -216,7 +216,7 @@ class Shard:
         """Stops counting a worker as live; pulls that waited for it alone are sent."""
         job = self._hosted.get(name, run)
         with job.lock:
-            job.state.execute(RemoveWorker(rank, incarnation))
+            job.partition.execute(RemoveWorker(rank, incarnation))
             job.times.follow(rank, False)
         job.detach(rank, incarnation + 1)
         self._roster_changed(job)
@@ -250,7 +250,7 @@ class Shard:
         """
         job = self._hosted.get(name, run)
         with job.lock:
-            return job.state.data.whole(), job.state.data.has_say
+            return job.partition.data.whole(), job.partition.data.has_say
 
     def _roster_changed(self, job: HostedJob) -> None:
         job.look_at_tables()  # one may have all rows of a clock now
@@ -299,7 +299,7 @@ class Shard:
             pull, indices = self._pulls.check(job, call, outbox, principal), call.buckets
         self._pulls.ask(job, pull, indices)
         if pull.all_staged:  # an open update may wait for no more now: see UpdateRule.owed
-            self._updates.schedule(job, [index for index in indices if index in job.state.rules])
+            self._updates.schedule(job, [index for index in indices if index in job.partition.rules])
 
     def push_rows(self, push: RowsPush | TablePush, principal: str = "") -> Staged:
         """Checks and stages rows: the rows of a step count once all its messages have come, a table's initial rows at

@@ -108,8 +108,8 @@ class JobSource:
     ended: ClassVar[bool] = False
 
     def __init__(self, job: HostedJob) -> None:
-        self.job, self.spec, self.run, self.timeline = job, job.state.spec, job.run, job.timeline
-        self.shards = job.state.row_checker.place.shards
+        self.job, self.spec, self.run, self.timeline = job, job.partition.spec, job.run, job.timeline
+        self.shards = job.partition.row_checker.place.shards
         self.specs = {index: bucket.unit.spec for index, bucket in job.buckets.items()}
 
     @property

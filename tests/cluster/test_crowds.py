@@ -89,7 +89,7 @@ def test_workers_that_join_at_once_get_each_rank_once_hear_of_all_and_go_at_once
         in_parallel(len(leaving), leave)
         stay = list(range(WORKERS // 2))
         until(lambda: all(each.last == (stay, True) for each in watching))
-        until(lambda: all(sorted(shard.jobs()["job"].state.roster) == stay for shard in cluster.shards))
+        until(lambda: all(sorted(shard.jobs()["job"].partition.roster) == stay for shard in cluster.shards))
         for each in watching:
             each.stop()
 
@@ -124,7 +124,7 @@ def test_a_shard_counts_and_removes_workers_whether_or_not_it_takes_several_in_o
         assert [type(each) for each in added] == [ShardProgress, Fenced, ShardProgress, ShardProgress]
         assert "was retired" in str(added[1])
     assert client.add_workers("job", [Arrival(2, 3, b"k" * 16, 7)], RUN) == [added[2]]
-    assert sorted(shard.jobs()["job"].state.roster) == [0, 2, 3]
+    assert sorted(shard.jobs()["job"].partition.roster) == [0, 2, 3]
     client.remove_workers("job", [(0, 1), (2, 3)], RUN)
-    assert sorted(shard.jobs()["job"].state.roster) == [3]
+    assert sorted(shard.jobs()["job"].partition.roster) == [3]
     client.close()

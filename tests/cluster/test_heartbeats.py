@@ -90,7 +90,7 @@ class Worker:
 
     def is_taken_off(self) -> bool:
         """Whether it counts as live no more, on the shards either: a step that comes there before is taken."""
-        rosters = [shard.jobs()["default"].state.roster for shard in self.cluster.shards]
+        rosters = [shard.jobs()["default"].partition.roster for shard in self.cluster.shards]
         return self.member() is None and not any(rosters)
 
     def outlives_its_lease(self) -> None:

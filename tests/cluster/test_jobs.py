@@ -111,7 +111,7 @@ def test_a_finished_job_gives_its_memory_back(cluster: Cluster) -> None:
             for shard in cluster.shards
             for job in shard.jobs().values()
             for thing in (
-                *(job, job.state),
+                *(job, job.partition),
                 *(bucket.unit.weights for bucket in job.buckets.values()),
                 *(bucket.unit.weights.flat for bucket in job.buckets.values()),
             )

@@ -121,7 +121,7 @@ def _of_victim(weights: dict[str, torch.Tensor], uses: list[Use], rounds: list[t
 
 def incarnations(cluster: Cluster, job: str, rank: int) -> set[int]:
     """Of a worker, as the shards have it."""
-    rosters = [dict(shard.jobs()[job].state.roster) for shard in cluster.shards]
+    rosters = [dict(shard.jobs()[job].partition.roster) for shard in cluster.shards]
     return {roster[rank].incarnation for roster in rosters if rank in roster}
 
 

@@ -191,7 +191,7 @@ def test_a_newcomer_waits_for_the_end_of_the_round_and_has_the_servers_weights(s
 
 
 def _is_counted(cluster: Cluster, job: str) -> bool:
-    return all(len(shard.jobs()[job].state.roster) == 2 for shard in cluster.shards if job in shard.jobs())
+    return all(len(shard.jobs()[job].partition.roster) == 2 for shard in cluster.shards if job in shard.jobs())
 
 
 def test_status_names_the_mode(shared: Cluster, job: str) -> None:

@@ -235,6 +235,7 @@ def test_servers_training_and_the_service_start_with_one_command_and_end_with_it
     assert service.process.wait(60) == 128 + number
 
 
+@pytest.mark.long
 def test_a_demo_whose_workers_fail_says_so(commands: Commands, tmp_path: Path) -> None:
     service = commands.start(str(SCRIPT), "--demo", f"--out={tmp_path}", "--port=0", "--job=other", "--stepz=5")
     assert service.process.wait(launching.START_SECONDS) == 1

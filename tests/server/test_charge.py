@@ -50,7 +50,7 @@ class Deposing(OneProcess):
     def held(self) -> dict[int, list[int]]:
         """The workers that each shard counts; of those that hold the job."""
         jobs = {index: shard.jobs() for index, shard in self.shards.items()}
-        return {index: sorted(held["job"].state.roster) for index, held in jobs.items() if "job" in held}
+        return {index: sorted(held["job"].partition.roster) for index, held in jobs.items() if "job" in held}
 
     def look(self) -> None:
         """Has the coordinator do all that it does by itself."""

@@ -82,7 +82,7 @@ class Threaded:
         return self.coordinator.join(spec.name, rank, JoinRequest(host="here", run=job.placed.run))
 
     def counted(self, shard: int, job: str) -> list[int]:
-        return sorted(self.shards[shard].jobs()[job].state.roster)
+        return sorted(self.shards[shard].jobs()[job].partition.roster)
 
     def die(self, *names: str) -> None:
         """Has the leases of all live workers of these jobs be over: the thread that looks finds it."""
@@ -155,7 +155,7 @@ def test_another_job_is_registered_and_ended_while_one_waits_for_a_hung_shard(th
 
 
 def roster(cluster: OneProcess, shard: int) -> dict[int, int]:
-    return {rank: live.incarnation for rank, live in cluster.shards[shard].jobs()["job"].state.roster.items()}
+    return {rank: live.incarnation for rank, live in cluster.shards[shard].jobs()["job"].partition.roster.items()}
 
 
 def steps(worker: DirectWorker, count: int) -> torch.Tensor:

@@ -159,11 +159,11 @@ def test_a_shard_that_died_between_two_checkpoints_goes_on_from_an_increment(
         worker.steps(5)
         last = worker.checkpoint()
     assert len(chain(last)) == 2
-    then = [rows_of(each.jobs()["job"].state.tables[0].weights.snapshot()) for each in cluster.shards.values()]
+    then = [rows_of(each.jobs()["job"].partition.tables[0].weights.snapshot()) for each in cluster.shards.values()]
     worker.steps(3)
     cluster.start_shard(1)
     cluster.coordinator.recover_jobs()
-    assert rows_of(cluster.shards[1].jobs()["job"].state.tables[0].weights.snapshot()) == then[1]
+    assert rows_of(cluster.shards[1].jobs()["job"].partition.tables[0].weights.snapshot()) == then[1]
     worker.rejoin()
     worker.steps(2)
     after = worker.checkpoint()

@@ -163,7 +163,7 @@ class Crowd:
 
 def rosters(cluster: OneProcess) -> list[list[int]]:
     """The ranks that each shard counts."""
-    return [sorted(shard.jobs()["job"].state.roster) for shard in cluster.shards.values()]
+    return [sorted(shard.jobs()["job"].partition.roster) for shard in cluster.shards.values()]
 
 
 def test_joins_that_wait_while_one_is_counted_take_one_call_a_shard_and_round(

@@ -160,7 +160,7 @@ def test_rows_that_a_job_has_announced_are_kept_from_later_jobs(monkeypatch: pyt
         return JobSpec(name, (), "SGD", ({"lr": 0.1},), Consistency(0, aggregate=True), 4096, 2, tables=tables)
 
     def promised(name: str) -> int:
-        return shard.jobs()[name].state.promised_bytes
+        return shard.jobs()[name].partition.promised_bytes
 
     monkeypatch.setattr("ps_server.shard.hosted.free_bytes", lambda: 2**34)
     shard.create_job(with_table("announced", 100_000), [], "1", shards=2)
@@ -176,7 +176,7 @@ def test_rows_that_a_job_has_announced_are_kept_from_later_jobs(monkeypatch: pyt
     monkeypatch.setattr("ps_server.shard.hosted.free_bytes", lambda: room + others - 1)
     with pytest.raises(LimitExceeded, match=f"of which other jobs here still take {others}$"):
         shard.create_job(dense, [0], "1")
-    table = shard.jobs()["announced"].state.tables[0].weights
+    table = shard.jobs()["announced"].partition.tables[0].weights
     ids = np.arange(10_000)
     table.add(RowsContribution((RowGradients(ids, np.ones(10_000, np.int64), torch.ones(10_000, 14)),)))
     table.step()

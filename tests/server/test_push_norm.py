@@ -35,7 +35,7 @@ def test_a_gradient_beyond_the_norm_is_refused_by_name_and_changes_nothing_and_o
             model = nn.Linear(4, 1, bias=False)
             model.weight.data.fill_(5.0)
             model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-            shard = cluster.shards[0].jobs()["job"].state
+            shard = cluster.shards[0].jobs()["job"].partition
             model.weight.grad = torch.full_like(model.weight, value)
             try:
                 optimizer.step()

@@ -119,7 +119,7 @@ def test_a_late_or_doubled_call_changes_nothing(shard: Shard, disk: HeldDisk) ->
     with pytest.raises(RunEnded):
         restore(shard, "000001", 9, run="0")
     assert weights(shard) == 2.0
-    assert list(shard.jobs()["job"].state.roster) == [0], "the worker is live still"
+    assert list(shard.jobs()["job"].partition.roster) == [0], "the worker is live still"
     restore(shard, "000001", 6)
     assert weights(shard) == 1.0
 

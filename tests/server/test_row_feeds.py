@@ -120,7 +120,7 @@ class Feeding:
         self.shard.tick()
 
     def held(self, table: int = 0) -> dict[int, list[float]]:
-        tensors = self.shard.jobs()["job"].state.tables[table].weights.snapshot()
+        tensors = self.shard.jobs()["job"].partition.tables[table].weights.snapshot()
         return dict(zip(tensors["ids"].tolist(), tensors["weights"].tolist(), strict=True))
 
 

@@ -127,7 +127,7 @@ def test_calls_that_come_late_change_nothing_of_a_later_run() -> None:
         shard.remove_worker("job", 0, 9, run=early)
     shard.drop_job("job", early)
     assert shard.run_of("job") == late
-    assert list(shard.jobs()["job"].state.roster) == [0]
+    assert list(shard.jobs()["job"].partition.roster) == [0]
     with pytest.raises(NotFound, match="does not know run"):
         shard.add_worker("job", 0, 1, 0, run=f"{3:016x}")
     shard.drop_job("job", late)

@@ -618,7 +618,7 @@ def test_a_worker_killed_while_shards_read_its_segment_leaves_what_it_pushed(mak
 
 def _staged(cluster: Cluster) -> int:
     jobs = [shard.jobs().get("lent") for shard in cluster.shards]
-    return sum(job.state.staged_bytes for job in jobs if job is not None)
+    return sum(job.partition.staged_bytes for job in jobs if job is not None)
 
 
 def _lent(cluster: Cluster) -> set[int]:

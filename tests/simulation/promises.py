@@ -92,7 +92,7 @@ class Promises:
             for name, job in process.hosted().items():
                 if self.job(name) is None:
                     continue
-                for rank, live in job.state.roster.items():
+                for rank, live in job.partition.roster.items():
                     if self._is_dead(job.run, rank, live.incarnation):
                         key = name, process.process, rank, live.incarnation
                         since[key] = self._dead_since.get(key, self._world.now)
@@ -259,7 +259,7 @@ class Promises:
         rosters = {}
         for process in self._cluster.servers.shards:
             hosted = process.hosted().get(run.name)
-            roster = hosted.state.roster if hosted is not None else {}
+            roster = hosted.partition.roster if hosted is not None else {}
             rosters[f"shard {process.index}"] = {rank: live.incarnation for rank, live in roster.items()}
         return rosters
 

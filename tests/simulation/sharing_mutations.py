@@ -99,7 +99,7 @@ def reads_rows_late(patch: pytest.MonkeyPatch) -> None:
     """Rows are not copied when they come, but read where they lie when their update is made."""
 
     def where_they_lie(self: HostedJob, push: RowsPush, place: int, memory: RowMemory | None = None) -> PushedRows:
-        memory, dim = memory or self.row_memory(push.worker), self.state.row_checker.table(push.table).rows.dim
+        memory, dim = memory or self.row_memory(push.worker), self.partition.row_checker.table(push.table).rows.dim
         return PushedRows(memory.array(place, pushed_bytes(push.count, dim), np.uint8).data)
 
     patch.setattr(HostedJob, "pushed", where_they_lie)

@@ -121,7 +121,7 @@ def settled(cluster: Cluster, job: str, pushed: int = ASKED) -> dict[str, dict[s
 
     def look() -> bool:
         found = of_tables(cluster, job)
-        rules = [rule for shard in cluster.shards for rule in shard.jobs()[job].state.rules.values()]
+        rules = [rule for shard in cluster.shards for rule in shard.jobs()[job].partition.rules.values()]
         done = not any(rule.waiting or rule.added for rule in rules)
         return done and all(table["pushed_row_count"] == pushed for table in found.values())
 
@@ -156,7 +156,7 @@ def test_the_memory_of_tables_is_part_of_what_is_told_of_a_job(shared: Cluster, 
         training.step(torch.arange(5_000))
         found = settled(shared, job, len(FEW) + 5_000)
         assert found["plain"]["size_bytes"] >= empty + 4_990 * 4 * DIM
-        held = [sum(each.nbytes for each in shard.jobs()[job].state.table_figures()) for shard in shared.shards]
+        held = [sum(each.nbytes for each in shard.jobs()[job].partition.table_figures()) for shard in shared.shards]
         assert sum(held) == sum(table["size_bytes"] for table in found.values())
         for server, nbytes in zip(shared.servers, held, strict=True):
             assert scrape(server.metrics_address)[f'ps_job_bytes{{job="{job}",kind="tables"}}'] == nbytes

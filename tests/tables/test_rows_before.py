@@ -180,7 +180,7 @@ def test_a_rank_0_that_loses_its_place_in_the_middle_sends_all_again(
 
 
 def tables_of(shard: Shard) -> list[ShardTable]:
-    return list(shard.jobs()["default"].state.tables.values())
+    return list(shard.jobs()["default"].partition.tables.values())
 
 
 def test_a_worker_that_joins_later_brings_no_rows_and_the_log_says_so(

@@ -87,12 +87,14 @@ class Run:
 
 def rows_on(cluster: Cluster, job: str) -> list[int]:
     """How many rows each shard has."""
-    return [sum(len(table.weights) for table in shard.jobs()[job].state.tables.values()) for shard in cluster.shards]
+    return [
+        sum(len(table.weights) for table in shard.jobs()[job].partition.tables.values()) for shard in cluster.shards
+    ]
 
 
 def is_applied(cluster: Cluster, job: str = "default") -> bool:
     """Whether all that was pushed is in the rows."""
-    rules = [rule for shard in cluster.shards for rule in shard.jobs()[job].state.rules.values()]
+    rules = [rule for shard in cluster.shards for rule in shard.jobs()[job].partition.rules.values()]
     return not any(rule.waiting or rule.added for rule in rules)
 
 

@@ -99,7 +99,7 @@ class Cluster:
             if running is None:
                 continue
             with running.lock:
-                found[f"roster on {index}"] = dict(running.state.roster)
+                found[f"roster on {index}"] = dict(running.partition.roster)
                 for number, bucket in running.buckets.items():
                     rule, weights = bucket.rule, bucket.unit.weights
                     found[f"bucket {number} on {index}"] = (

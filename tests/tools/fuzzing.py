@@ -186,7 +186,7 @@ class Target:
         """A hash of all that a shard and a coordinator remember."""
         remembered = hashlib.sha256(repr((sorted(self.coordinator.jobs()), sorted(self.coordinator.shards()))).encode())
         for name, job in sorted(self.shard.jobs().items()):
-            state, task = job.state, job.snapshot_task
+            state, task = job.partition, job.snapshot_task
             remembered.update(
                 repr((name, state.spec, sorted(state.roster.items()), sorted(job.of_workers.segments))).encode()
             )

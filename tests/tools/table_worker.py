@@ -60,7 +60,7 @@ class TableWorker(DirectWorker):
         """All that decides what becomes of the rows, on all shards."""
         found: Rows = {}
         for shard in self.cluster.shards.values():
-            found |= rows_of(shard.jobs()["job"].state.tables[0].weights.snapshot())
+            found |= rows_of(shard.jobs()["job"].partition.tables[0].weights.snapshot())
         return found
 
 

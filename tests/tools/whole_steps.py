@@ -79,7 +79,7 @@ class CutInHalf:
     def _held(self, stage: Callable[..., Any]) -> Callable[..., Any]:
         def staged(pushes: Pushes, job: HostedJob, call: Any, *rest: Any, **more: Any) -> Any:
             if pushes is self._second._pushes and self._is_of_step(call) and self.left:
-                rules = self._first.jobs()[job.name].state.rules.values()
+                rules = self._first.jobs()[job.name].partition.rules.values()
                 # The first of several calls moves `_clock` on. The worker's others wait for the next step then, so that
                 # nothing of this one comes late; a call of another worker does not, for that step waits for it.
                 until(

@@ -37,7 +37,7 @@ def cells(cluster: Cluster, job: str) -> torch.Tensor:
         for bucket in hosted.buckets.values():
             with bucket.tensors:
                 for part in bucket.unit.spec.slices:
-                    vector = found.setdefault(part.parameter, torch.zeros(hosted.state.spec.parameters[0].numel))
+                    vector = found.setdefault(part.parameter, torch.zeros(hosted.partition.spec.parameters[0].numel))
                     values = bucket.unit.weights.flat[part.offset : part.offset + part.length]
                     vector[part.start : part.start + part.length] = values
     return torch.stack([vector for _, vector in sorted(found.items())])

@@ -167,13 +167,13 @@ def test_overlap_changes_no_bit_of_the_result(shared: Cluster, job: str, script:
 
 def drafts(cluster: Cluster, job: str) -> int:
     """Buckets that shards keep for a step that has not come yet."""
-    partitions = [shard.jobs()[job].state for shard in cluster.shards]
+    partitions = [shard.jobs()[job].partition for shard in cluster.shards]
     return sum(bool(bucket.pending) for partition in partitions for bucket in partition.buckets.values())
 
 
 def versions(cluster: Cluster, job: str) -> list[tuple[int, int]]:
     """By shard, the lowest and the highest version of a bucket."""
-    return [shard.jobs()[job].state.reached.versions() for shard in cluster.shards]
+    return [shard.jobs()[job].partition.reached.versions() for shard in cluster.shards]
 
 
 def test_buckets_leave_before_backward_ends(shared: Cluster, job: str) -> None:

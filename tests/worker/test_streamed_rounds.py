@@ -398,7 +398,7 @@ def test_who_leaves_in_the_middle_of_a_round_leaves_all_fragments_at_one_round(
     leave = OwnMembership.close
 
     def versions() -> list[tuple[int, int]]:
-        states = [shard.jobs()[job].state for shard in shared.shards]
+        states = [shard.jobs()[job].partition for shard in shared.shards]
         return [state.reached.versions() for state in states if state.rules]
 
     def leaves(*arguments: Any) -> None:
