@@ -15,16 +15,10 @@ from ps_server import cli
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster
 from tests.tools.followed_trainer import FollowedTrainer
-from tests.tools.launching import Command, Commands, resident
+from tests.tools.launching import NO_TORCH, Command, Commands, resident
 
 # As a machine has it that only hands on: who imports torch meets what is not there.
-WITHOUT_TORCH = """
-import sys
-class NoTorch:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in ("torch", "safetensors"):
-            raise ModuleNotFoundError(f"{name} is not there", name=name)
-sys.meta_path.insert(0, NoTorch())
+WITHOUT_TORCH = f"""{NO_TORCH}
 from ps_server.cli import main
 main()
 """

@@ -15,25 +15,17 @@ from torch import nn
 import ps_feed
 from ps_protocol.errors import InvalidRequest
 from tests.tools.cluster import TEST_SECONDS, Cluster
-from tests.tools.launching import environment
+from tests.tools.launching import NO_TORCH, environment
 from tests.tools.remembering_trainer import RememberingTrainer
 
 # Its words: the wire format, the version to wait for, and the file for the arrays. Server and job come by variables.
-READER = """
-import json, sys
-
-class NoTorch:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in ("torch", "safetensors"):
-            raise ModuleNotFoundError(f"{name} is not there", name=name)
-
-sys.meta_path.insert(0, NoTorch())
-import numpy, ps_feed
+READER = f"""{NO_TORCH}
+import json, numpy, ps_feed
 
 with ps_feed.subscribe(wire=sys.argv[1]) as subscription:
     edition = subscription.wait(int(sys.argv[2]))
-    numpy.savez(sys.argv[3], **{name: tensor.values for name, tensor in edition.items()})
-    print(json.dumps([edition.version, {name: tensor.dtype for name, tensor in edition.items()}]))
+    numpy.savez(sys.argv[3], **{{name: tensor.values for name, tensor in edition.items()}})
+    print(json.dumps([edition.version, {{name: tensor.dtype for name, tensor in edition.items()}}]))
 """
 
 

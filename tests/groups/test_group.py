@@ -32,7 +32,7 @@ from ps_worker.cluster.value_rounds import GroupRounds
 from ps_worker.group import Group, PlaceLost, RaisedByAll, unlike_calls
 from ps_worker.model.base import Base
 from ps_worker.strategies.job_training import JobTraining
-from tests.tools.cluster import Cluster, until
+from tests.tools.cluster import Cluster, hear_of_a_lost_place, until
 from tests.tools.forkserver import Nursery
 
 DAY = 24 * 3600.0
@@ -319,12 +319,7 @@ def test_an_interrupted_step_that_counts_keeps_its_residual_and_is_not_set_back(
         training = session._strategy._training  # type: ignore[attr-defined]
         for number, row in enumerate(rows):
             if number == 3 and loses:
-                cluster.lose_place(0, job)
-                members, place = training.participation.membership, training.participation.connection.place
-                until(
-                    lambda: (members.await_change(place), not training.participation.has_place)[1],  # noqa: B023
-                    "the worker to hear of it",
-                )
+                hear_of_a_lost_place(session, cluster, job)
             with suppress(KeyboardInterrupt):
                 optimizer.zero_grad()
                 model(row[None]).sum().backward()

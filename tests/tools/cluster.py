@@ -182,6 +182,16 @@ def in_parallel(count: int, work: Callable[[int], T]) -> list[T]:
     return [results[index] for index in range(count)]
 
 
+def hear_of_a_lost_place(session: Session, cluster: Cluster, job: str) -> None:
+    """Has worker 0 know that it has lost its place before its next step begins."""
+    participation = session._strategy._training.participation  # type: ignore[attr-defined]
+    cluster.lose_place(0, job)
+    until(
+        lambda: (participation.membership.await_change(participation.connection.place), not participation.has_place)[1],
+        "the worker to hear of it",
+    )
+
+
 def until(
     condition: Callable[[], T], what: str = "the condition", seconds: float = CONDITION_SECONDS, every: float = 0.005
 ) -> T:

@@ -99,6 +99,17 @@ def load(script: Path) -> Any:
     return module
 
 
+# The beginning of a script in whose process torch cannot be imported, nor what needs it.
+NO_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("torch", "safetensors"):
+            raise ModuleNotFoundError(f"{name} is not there", name=name)
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
 class Command:
     """A running command, with everything it has printed so far."""
 

@@ -27,7 +27,7 @@ from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.strategies.gradient_steps import GradientSteps
 from ps_worker.strategies.job_training import JobTraining
 from tests.tools.cases import cases, crossed
-from tests.tools.cluster import Cluster, in_parallel, until
+from tests.tools.cluster import Cluster, hear_of_a_lost_place, in_parallel
 from tests.tools.small_models import weights_of
 
 STEPS, DISTURBED = 6, 3
@@ -136,16 +136,6 @@ def test_what_a_narrow_wire_has_left_out_of_an_interrupted_step_is_sent_with_lat
         residuals = session._strategy._training.model.residuals.copy()  # type: ignore[attr-defined]
         for parameter, left in zip(net.parameters(), residuals.values(), strict=True):
             torch.testing.assert_close(-parameter.detach() + left.view(4, 4), sum(gradients))
-
-
-def hear_of_a_lost_place(session: ps_worker.Session, cluster: Cluster, job: str) -> None:
-    """Has a worker know that it has lost its place before its next step begins."""
-    participation = session._strategy._training.participation  # type: ignore[attr-defined]
-    cluster.lose_place(0, job)
-    until(
-        lambda: (participation.membership.await_change(participation.connection.place), not participation.has_place)[1],
-        "the worker to hear of it",
-    )
 
 
 def test_what_a_narrow_wire_has_left_out_of_an_interrupted_round_is_sent_later_where_the_place_is_lost_then(
