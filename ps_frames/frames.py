@@ -115,9 +115,9 @@ def write_header(call: int, kind: Kind, head: int, payload: int = 0) -> bytes:
 
 def frame(call: int, kind: Kind, message: Parts) -> list[Buffer]:
     """Returns a frame as parts that follow each other on the wire. The payload is not copied."""
-    payload = b"" if message.payload is None else message.payload
+    payload = [] if message.payload is None else [message.payload, *message.more]
     head = len(message.head)
-    return [_HEADER.pack(call, head + len(payload), head, kind) + message.head, payload]
+    return [_HEADER.pack(call, head + sum(map(len, payload)), head, kind) + message.head, *payload]
 
 
 def read_header(data: bytes | bytearray | memoryview, largest: int) -> Header:

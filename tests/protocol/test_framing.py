@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ps_frames.frames import Kind, frame
 from ps_protocol.batches import DataRange
 from ps_protocol.convert import AnsweringShard, Awaited, hyper_messages
 from ps_protocol.errors import InvalidRequest
@@ -82,6 +83,13 @@ def test_a_payload_may_be_any_buffer_of_bytes_and_is_a_view_of_the_message(kind:
     _, payload = split_message(data)
     assert payload == b"payload"
     assert payload.obj is data
+
+
+def test_a_payload_that_lies_in_several_places_is_the_same_message() -> None:
+    parts = message_parts(HEAD, b"pay", [b"", bytearray(b"lo"), memoryview(b"ad")])
+    assert parts.whole() == message_parts(HEAD, b"payload").whole()
+    whole = b"".join(frame(3, Kind.PUSH, message_parts(HEAD, b"payload")))
+    assert b"".join(frame(3, Kind.PUSH, parts)) == whole
 
 
 def test_fields_of_a_later_version_are_skipped_wherever_they_stand() -> None:
