@@ -118,6 +118,7 @@ class ClientConnection:
 
     is_open: calls may be made
     reading: the threads that receive
+    takes_row_payloads: the shard's version takes rows and ids in the message of an exchange; set by who opens it
     Raises TryLater if they take no more connections; this one is closed then.
     """
 
@@ -129,6 +130,7 @@ class ClientConnection:
         self._error: CallFailed | None = None  # the first, which has broken the connection
         self._ended: CallFailed | None = None
         self.is_open = True
+        self.takes_row_payloads = False
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._received = 0  # bytes of the next header
         self._scratch = bytearray()

@@ -60,7 +60,6 @@ class ShardCalls:
         self._last: Any = None  # the pull that ended last
         self._waits = Troubles(log, None)  # ps_worker_step_seconds has for how long
         self._link: DataLink | None = None
-        self._takes_row_payloads = False  # its version, when it offered the last data connection
 
     # -- the data connection -----------------------------------------------------------------------------------------
 
@@ -82,9 +81,10 @@ class ShardCalls:
                 answer = data_pb2.OpenDataConnectionResponse.FromString(call(request, timeout=OPEN_SECONDS))
             except grpc.RpcError as error:
                 raise failure_of(error) from None
-            self._takes_row_payloads = answer.row_payloads
             offer = ConnectionOffer(answer.port, answer.location, answer.socket_inode, answer.ticket)
-            return open_data_connection(offer, self._address, self._access, directory, str(self.peer), reading)
+            data = open_data_connection(offer, self._address, self._access, directory, str(self.peer), reading)
+            data.takes_row_payloads = answer.row_payloads
+            return data
 
         link, retry = DataLink(make, str(self.peer), self.closing), self._retry()
         while True:
@@ -247,10 +247,11 @@ class ShardCalls:
 
     @property
     def takes_row_payloads(self) -> bool:
-        """Whether `exchange_rows` may be called: a data connection is open, and the shard's version takes rows and ids
-        in the message of an exchange.
+        """Whether `exchange_rows` is one call: a data connection is open, and the shard's version takes rows and ids in
+        the message of an exchange.
         """
-        return self._takes_row_payloads and self.is_connected
+        data = self.data()
+        return data is not None and data.takes_row_payloads
 
     def exchange_rows(
         self,
@@ -261,9 +262,9 @@ class ShardCalls:
     ) -> Future[PullResult]:
         """Pushes and pulls rows in one call, in whose message they are.
 
-        A retry after a failure is a push and then a pull: those that need threads share none, because a pull may wait
-        for other workers, which may wait for this worker's push. So a shard that has been replaced by one of an earlier
-        version is served, too.
+        A retry after a failure is a push and then a pull. So is a call for which no such data connection is open any
+        more: a shard of an earlier version may have taken the place. Those that need threads share none, because a pull
+        may wait for other workers, which may wait for this worker's push.
 
         apart: returns the request of the push, and the pull
         """
@@ -282,7 +283,10 @@ class ShardCalls:
             self._push_again(request, landing.is_staged, pushers, error).add_done_callback(pushed)
             return landed
 
-        return self._soon("ExchangeRows", landing, PULL_SECONDS, again, pushers)
+        data = self.data()
+        if data is None or not data.takes_row_payloads:
+            return again(None)
+        return self._soon_over(data, "ExchangeRows", landing, PULL_SECONDS, again, pushers)
 
     def _soon(
         self,
@@ -299,8 +303,18 @@ class ShardCalls:
                Its argument is the error of the first attempt, or None
         """
         data = self.data()
-        if data is None:
-            return again(None)
+        return again(None) if data is None else self._soon_over(data, method, asked, seconds, again, pool)
+
+    @staticmethod
+    def _soon_over(
+        data: ClientConnection,
+        method: str,
+        asked: Asked[T],
+        seconds: float,
+        again: Callable[[Failure | None], Future[T]],
+        pool: DaemonPool,
+    ) -> Future[T]:
+        """Makes a call as `_soon`, over this data connection."""
         kind, asks = KINDS[method], asked.request()
         request = asks if isinstance(asks, Parts) else Parts(asks)
         landed: Future[T] = Future()

@@ -20,6 +20,7 @@ from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, shards_of
 from ps_protocol.v1 import data_pb2
 from ps_server.shard.shard import Shard
 from ps_worker.cluster import row_transport
+from ps_worker.cluster.calls import ShardCalls
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
 
@@ -103,9 +104,11 @@ def test_over_tcp_a_step_and_the_rows_of_the_next_one_are_one_call_to_each_shard
         assert worker.counted(ids) == {4.0 - layer}
 
 
+@pytest.mark.parametrize("was_later", [False, True], ids=["always", "when it is called"])
 def test_a_shard_of_an_earlier_version_gets_two_calls(
-    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+    shared: Cluster, job: str, was_later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """was_later: another one, to which a connection was open just before"""
     opened, ids, calls = data.write_opened, torch.arange(3000), Calls(monkeypatch)
 
     def earlier(*arguments: Any) -> bytes:
@@ -114,6 +117,8 @@ def test_a_shard_of_an_earlier_version_gets_two_calls(
         return answer.SerializeToString()
 
     monkeypatch.setattr(data, "write_opened", earlier)
+    if was_later:
+        monkeypatch.setattr(ShardCalls, "takes_row_payloads", True)
     with shared.connect("sync", job=job, transport="tcp") as session:
         worker = Worker(session)
         worker.step(ids, following=ids)
