@@ -139,9 +139,10 @@ class ClientConnection:
         self._is_reading = False  # `read` runs
         self._lingers = nothing  # of `read`
         # Whose turn it is to send. A signal may raise an error in the thread that sends, after any call of a function.
-        # Whoever is interrupted knows here whether the turn is its own, as it would not after `acquire` of a lock.
+        # Whoever is interrupted knows here whether the turn is its own, as it would not after `acquire` of a lock. The
+        # turn is taken with `_turn`, and given back without: a wait for that lock may be interrupted, too.
         self._sender: object = None
-        self._turn = threading.Lock()  # of `_sender`; taken by `with`, in which Python handles no signal
+        self._turn = threading.Lock()  # entered by `with`, in which Python handles no signal
         self._turn_ends = threading.Condition(self._turn)
         self._rest: tuple[list[memoryview], ClientCall] | None = None  # of a frame; sent before all others
         self._senders: DaemonPool | None = None  # the thread that sends it
@@ -179,10 +180,10 @@ class ClientConnection:
             if self._ended is not None:
                 raise self._ended.anew()
             return self._sent_now(kind, request, answers, seconds) if self._frames.has_room() else None
-        finally:  # see `_turn`
-            with self._turn:
-                if self._sender is me:
-                    self._sender = None
+        finally:
+            if self._sender is me:
+                self._sender = None
+                with self._turn:
                     self._turn_ends.notify()
 
     def _sent_now(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> ClientCall:
@@ -225,9 +226,9 @@ class ClientConnection:
             if not isinstance(error, OSError):
                 raise
         finally:
-            with self._turn:
-                if self._sender is me:
-                    self._sender = None
+            if self._sender is me:
+                self._sender = None
+                with self._turn:
                     self._turn_ends.notify()
 
     def unary(self, kind: Kind, request: Parts, seconds: float) -> bytes:

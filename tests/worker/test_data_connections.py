@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from ps_frames.client import ClientConnection, EachAnswer, OneAnswer, reading_th
 from ps_frames.frames import HEADER_BYTES, ConnectionOffer, Kind, frames_over, read_header, write_header
 from ps_frames.server import FrameSender
 from ps_protocol.errors import InvalidRequest, Unreachable
-from ps_protocol.framing import Parts
+from ps_protocol.framing import Buffer, Parts
 from ps_runtime.grpc_status import CallFailed
 from ps_server.ops import requests, status_text
 from ps_worker import Session
@@ -368,6 +368,41 @@ def test_a_signal_that_interrupts_a_request_leaves_the_turn_to_others(size: int)
     finally:
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, *left)  # pytest's own
+
+
+def test_a_signal_at_the_end_of_a_turn_leaves_it_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the thread that has sent waits for the lock with which it wakes them."""
+    ends, held, over = Interrupts(), threading.Event(), threading.Event()
+    connection, send_now = ends.connection, ends.connection._frames.send_now
+
+    def hold() -> None:
+        with connection._turn:
+            held.set()
+            over.wait(20.0)
+
+    holding = threading.Thread(target=hold, daemon=True)
+
+    def sent_while_another_holds_the_lock(parts: Sequence[Buffer]) -> list[memoryview]:
+        left = send_now(parts)
+        holding.start()
+        assert held.wait(20.0)
+        return left
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if held.is_set() and not over.is_set() and frame is not None and frame.f_code.co_name == "call_now":
+            over.set()
+            raise Interrupted
+
+    monkeypatch.setattr(connection._frames, "send_now", sent_while_another_holds_the_lock)
+    before, left = signal.signal(signal.SIGALRM, interrupt), signal.getitimer(signal.ITIMER_REAL)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        with pytest.raises(Interrupted):
+            connection.call_now(Kind.PUSH, Parts(b"head"), OneAnswer(), 20.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *left)  # pytest's own
+        signal.signal(signal.SIGALRM, before)
+    assert ends.ended() == [b"head", b"small"]
 
 
 def messages_in(stream: bytes) -> Iterator[bytes]:
