@@ -32,7 +32,6 @@ from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_worker")
 
-CONNECT_SECONDS = 2.0  # a port that a firewall closes gives no answer, and gRPC is there meanwhile
 AGAIN_SECONDS = 5.0  # from one try to the next; twice as long after each that fails
 AGAIN_AT_MOST_SECONDS = 80.0
 

@@ -8,7 +8,7 @@ import socket
 import time
 from pathlib import Path
 
-from ps_frames.client import CONNECT_SECONDS, ClientConnection
+from ps_frames.client import ClientConnection
 from ps_frames.frames import (
     HEADER_BYTES,
     ConnectionOffer,
@@ -23,6 +23,8 @@ from ps_protocol.errors import InvalidRequest, TryLater, Unreachable
 from ps_runtime.credentials import Access
 from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
 from ps_runtime.tls_contexts import client_context, tls_socket
+
+CONNECT_SECONDS = 2.0  # a port that a firewall closes gives no answer, and gRPC is there meanwhile
 
 
 def open_data_connection(

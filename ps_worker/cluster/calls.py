@@ -266,6 +266,9 @@ class ShardCalls:
         more: a shard of an earlier version may have taken the place. Those that need threads share none, because a pull
         may wait for other workers, which may wait for this worker's push.
 
+        The memory of the request must not change until the landing says that the push is staged, or the call fails.
+        The landing has kept a copy by then, if the push may have to be repeated.
+
         apart: returns the request of the push, and the pull
         """
 
@@ -274,11 +277,11 @@ class ShardCalls:
             landed: Future[PullResult] = Future()
 
             def pushed(done: Future[None]) -> None:
-                failed = done.exception()
-                if failed is not None:
-                    landed.set_exception(failed)
-                else:
+                try:
+                    done.result()
                     _follow(self.pull_rows(pull, pullers), landed)
+                except Exception as failed:  # nobody else would hear of it: a callback's errors are only logged
+                    landed.set_exception(failed)
 
             self._push_again(request, landing.is_staged, pushers, error).add_done_callback(pushed)
             return landed
@@ -321,12 +324,15 @@ class ShardCalls:
 
         def ended(done: Future[None]) -> None:
             error = done.exception()
-            if error is None and asked.is_done:
-                landed.set_result(asked.result())
-            elif error is None or isinstance(error, FAILURES):
-                _follow(again(error), landed)
-            else:
-                landed.set_exception(error)
+            try:
+                if error is None and asked.is_done:
+                    landed.set_result(asked.result())
+                elif error is None or isinstance(error, FAILURES):
+                    _follow(again(error), landed)
+                else:
+                    landed.set_exception(error)
+            except Exception as raised:  # nobody else would hear of it: a callback's errors are only logged
+                landed.set_exception(raised)
 
         def send() -> None:
             data.call(kind, request, asked, seconds).done.add_done_callback(ended)

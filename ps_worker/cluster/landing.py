@@ -245,11 +245,13 @@ class RowLanding:
 class ExchangeLanding(RowLanding):
     """A pull of rows in one call with a push.
 
+    keep:   called when the push is staged and rows are yet to come: what the call pushes may be changed from then on,
+            and may be needed to repeat the call
     staged: called with the time at which the push was staged, on the clock of time.perf_counter; perhaps several times
     """
 
-    def __init__(self, *pull: Any, staged: Callable[[float], None]) -> None:
-        self._staged = staged
+    def __init__(self, *pull: Any, keep: Callable[[], None], staged: Callable[[float], None]) -> None:
+        self._keep, self._staged, self._when = keep, staged, 0.0
         super().__init__(*pull)
 
     def is_staged(self, seconds: float = 0.0) -> None:
@@ -258,8 +260,15 @@ class ExchangeLanding(RowLanding):
 
     def _parsed(self, fields: bytes) -> PulledRows | None:
         staged_seconds, pulled = rows.read_exchanged(fields)
-        self.is_staged(staged_seconds)  # every answer comes after the push is staged
+        self._when = time.perf_counter() - staged_seconds  # every answer comes after the push is staged
+        if pulled is None or pulled.first or pulled.rows < self._rows:
+            self._keep()
+            self._staged(self._when)
         return pulled
+
+    def _take(self, payload: memoryview | None) -> None:
+        super()._take(payload)
+        self._staged(self._when)
 
 
 def note_wait(waits: Troubles, waiting: Awaited) -> None:

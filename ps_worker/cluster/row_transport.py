@@ -93,6 +93,11 @@ class _PushMessage:
         """Returns the request of a push alone."""
         return messages.write_push(self.push, self.more)
 
+    def copied(self) -> _PushMessage:
+        """Returns the same message in memory of its own."""
+        payload = bytes(self.push.payload)
+        return replace(self, push=replace(self.push, payload=payload), more=tuple(bytes(part) for part in self.more))
+
 
 class RowTransport:
     """Pushes and pulls rows of all shards. Methods return at once; futures raise PSError. For the training thread.
@@ -246,20 +251,27 @@ class RowTransport:
         """Sends a push and a pull in one call."""
         places, shared = self._put_ids(asked, room)
         staged: Future[PushResult] = Future()
+        kept = sent  # what is pushed again, if the call fails
+
+        def keep() -> None:
+            nonlocal kept
+            if kept is sent:
+                kept = sent.copied()
 
         def is_staged(when: float) -> None:
             if not staged.done():
                 staged.set_result(PushResult({sent.wire: sent.size}, when))
 
         def apart() -> tuple[Parts, RowLanding]:
-            return sent.written(), self._pull_of(sent.push.clock, asked, None, None)
+            return kept.written(), self._pull_of(sent.push.clock, asked, None, None)
 
         request = messages.write_exchange(sent.push, places, _bytes_in(asked.ids) if room is None else b"", sent.more)
-        landing, calls = ExchangeLanding(*self._landing(asked, request, shared), staged=is_staged), self._calls
+        landing = ExchangeLanding(*self._landing(asked, request, shared), keep=keep, staged=is_staged)
+        calls = self._calls[asked.shard]
         if request.payload is None:
-            pull = calls[asked.shard].pull_rows(landing, self._pullers, "ExchangeRows")
+            pull = calls.pull_rows(landing, self._pullers, "ExchangeRows")
         else:
-            pull = calls[asked.shard].exchange_rows(landing, apart, self._pushers, self._pullers)
+            pull = calls.exchange_rows(landing, apart, self._pushers, self._pullers)
         self._use(room, pull)
 
         def ended(done: Future[PullResult]) -> None:

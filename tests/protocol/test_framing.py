@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ps_frames.frames import Kind, frame
+from ps_frames.frames import HEADER_BYTES, Kind, frame, read_header
 from ps_protocol.batches import DataRange
 from ps_protocol.convert import AnsweringShard, Awaited, hyper_messages
 from ps_protocol.errors import InvalidRequest
@@ -90,6 +91,8 @@ def test_a_payload_that_lies_in_several_places_is_the_same_message() -> None:
     assert parts.whole() == message_parts(HEAD, b"payload").whole()
     whole = b"".join(frame(3, Kind.PUSH, message_parts(HEAD, b"payload")))
     assert b"".join(frame(3, Kind.PUSH, parts)) == whole
+    numbers = memoryview(array("q", [1, 2]))  # of which len() counts the elements
+    assert read_header(frame(3, Kind.PUSH, message_parts(HEAD, numbers))[0][:HEADER_BYTES], 1000).payload_bytes == 16
 
 
 def test_fields_of_a_later_version_are_skipped_wherever_they_stand() -> None:

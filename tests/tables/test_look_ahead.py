@@ -308,7 +308,8 @@ def test_over_tcp_rows_are_asked_for_while_no_push_is_answered(
 ) -> None:
     """Where the rows of a step are several messages."""
     ids = torch.arange(4000)
-    end, ask, asked, in_time = FrameCall.end, PullsOfShard.ask, threading.Event(), []
+    end, ask, in_time = FrameCall.end, PullsOfShard.ask, []
+    asked, shards = threading.Event(), set()  # both shards were asked; those that were
     waiting: list[threading.Thread] = []
 
     def answered_later(call: FrameCall, *answer: bytes) -> None:
@@ -324,7 +325,9 @@ def test_over_tcp_rows_are_asked_for_while_no_push_is_answered(
 
     def noted(pulls: PullsOfShard, *arguments: Any) -> None:
         ask(pulls, *arguments)
-        asked.set()
+        shards.add(pulls)
+        if len(shards) == 2:
+            asked.set()
 
     with shared.connect("sync", job=job, transport="tcp") as session:
         worker = Worker(session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +19,12 @@ from ps_protocol.framing import Buffer, Parts
 from ps_protocol.messages import data
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, shards_of
 from ps_protocol.v1 import data_pb2
+from ps_server.shard.pulls import Pulls
+from ps_server.shard.pushes import Pushes
 from ps_server.shard.shard import Shard
 from ps_worker.cluster import row_transport
 from ps_worker.cluster.calls import ShardCalls
-from tests.tools.cluster import Cluster, in_parallel
+from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
 
 RATE, DIM = 0.5, 4
@@ -180,3 +183,47 @@ def test_with_calls_lost_unheard_and_repeated_each_step_of_rows_counts_once(
         assert found == [{float(clock)} for clock in range(steps + 1)]
     faults.finish()
     assert all(faults.counts["ExchangeRows", kind] for kind in KINDS), faults.counts
+
+
+def test_what_is_pushed_again_after_step_has_returned_is_what_was_pushed(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script may have changed its gradients since then, if the push was staged and the rows were yet to come."""
+    ids, exchanged, again = torch.arange(3000), list[bytes](), list[bytes]()
+    may_send, send = threading.Event(), Pulls._send_rows
+
+    def note(method: str, to: list[bytes]) -> None:
+        original = getattr(Pushes, method)
+
+        def noted(pushes: Pushes, job: Any, push: Any, *more: Any) -> Any:
+            to.append(bytes(push.payload))
+            return original(pushes, job, push, *more)
+
+        monkeypatch.setattr(Pushes, method, noted)
+
+    def send_later(pulls: Pulls, job: Any, table: Any, pull: Any, waited: float) -> None:
+        def soon() -> None:
+            may_send.wait(30.0)
+            send(pulls, job, table, pull, waited)
+
+        threading.Thread(target=soon).start()  # not here: this thread makes the updates of buckets
+
+    with shared.connect("sync", job=job, transport="tcp") as session:
+        worker = Worker(session, layer=True)
+        worker.step(ids, following=ids)
+        worker.own.rows.announce(ids)
+        worker.optimizer.zero_grad()
+        worker.model(ids).sum().backward()
+        parameters = [each for group in worker.optimizer.param_groups for each in group["params"]]
+        [gradient] = [each.grad for each in parameters if each.shape == (3000, DIM)]
+        note("exchange_rows", exchanged)
+        note("push_rows", again)
+        monkeypatch.setattr(Pulls, "_send_rows", send_later)
+        worker.optimizer.step()
+        gradient.zero_()
+        for calls in session._strategy._training.participation.connection._calls.values():  # type: ignore[attr-defined]
+            calls.data().close()
+        until(lambda: len(again) == len(exchanged) == 2)
+        may_send.set()
+        assert worker.counted(ids) == {2.0}
+    assert sorted(exchanged) == sorted(again)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from ps_protocol.tensors import PLAIN, bytes_of
 from ps_runtime.grpc_status import CallFailed
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.landing import RowLanding
+from ps_worker.cluster.row_transport import _land
 
 COUNT, DIM = 6, 4
 ROWS = torch.arange(COUNT * DIM, dtype=torch.float32).view(COUNT, DIM)
@@ -30,14 +32,7 @@ class Landed:
 
     def __init__(self, wire: str = "float32") -> None:
         self.out = torch.full((COUNT, DIM), -1.0)
-        self.copied: list[int] = []
-
-        def land(first: int, found: torch.Tensor) -> None:
-            there = self.out[first : first + len(found)]
-            if there.data_ptr() != found.data_ptr():
-                self.copied.append(first)
-                there.copy_(found)
-
+        land = partial(_land, self.out, slice(0, COUNT))
         troubles = Troubles(logging.getLogger("ps_worker"), None)
         request = Parts(b"request")
         self.landing = RowLanding("shard 0", request, COUNT, DIM, PLAIN[wire], land, None, troubles, self.out)
@@ -50,8 +45,9 @@ def answer(first: int, count: int, wire: str = "float32", other: dict[str, Any] 
     return rows.write_pulled(AnsweringShard(0, 1), pulled)
 
 
-def test_rows_are_received_where_they_belong() -> None:
-    pull = Landed()
+def test_rows_are_received_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    pull, copied = Landed(), []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, rows: copied.append(rows))
     for first, count in ((2, 4), (0, 2)):
         part = answer(first, count)
         assert part.payload is not None
@@ -61,7 +57,7 @@ def test_rows_are_received_where_they_belong() -> None:
         is_over = pull.landing.take(place)
     assert is_over
     assert torch.equal(pull.out, ROWS)
-    assert pull.copied == []
+    assert copied == []
 
 
 def test_rows_of_another_type_are_received_elsewhere_and_converted() -> None:
