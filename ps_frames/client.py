@@ -1,55 +1,37 @@
 """A data connection to one shard: concurrent calls of push and pull over frames.
 
-The calling thread sends a request; its payload is not copied. One thread at a time receives: it writes the payload of
-an answer to the memory that the call names, and notifies the call. That is a thread that waits for answers
-(attending.py), or else one that the connections of all shards share (reading.py). If the connection ends, for any
-reason, every unanswered call fails. Its caller may repeat it by gRPC.
+The calling thread sends a request; its payload is not copied. If it must not wait, a thread of the connection sends
+what does not fit into the kernel's buffer. One thread at a time receives: it writes the payload of an answer to the
+memory that the call names, and notifies the call. That is a thread that waits for answers (attending.py), or else one
+that the connections of all shards share (reading.py). If the connection ends, for any reason, every unanswered call
+fails. Its caller may repeat it by gRPC.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
-import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Protocol
 
 from google.rpc import code_pb2
 
-from ps_frames.frames import (
-    HEADER_BYTES,
-    ConnectionOffer,
-    FrameSocket,
-    Header,
-    Kind,
-    frame,
-    frames_over,
-    nothing,
-    read_header,
-    receive_exactly,
-    write_header,
-)
+from ps_frames.frames import HEADER_BYTES, FrameSocket, Header, Kind, frame, nothing, read_header
 from ps_frames.reading import ReadingThreads
-from ps_protocol.errors import InvalidRequest, PSError, TryLater, Unreachable
-from ps_protocol.framing import Parts
+from ps_protocol.errors import InvalidRequest, PSError, TryLater
+from ps_protocol.framing import Buffer, Parts
 from ps_protocol.job import MAX_MESSAGE_BYTES
 from ps_runtime.background import start
-from ps_runtime.credentials import Access
 from ps_runtime.grpc_status import FAILURES, CallFailed, failure_in
-from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
+from ps_runtime.pools import DaemonPool
 from ps_runtime.signals import is_held_back
-from ps_runtime.tls_contexts import client_context, tls_socket
 from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_worker")
 
-CONNECT_SECONDS = 2.0  # a port that a firewall closes gives no answer, and gRPC is there meanwhile
 AGAIN_SECONDS = 5.0  # from one try to the next; twice as long after each that fails
 AGAIN_AT_MOST_SECONDS = 80.0
 
@@ -135,6 +117,7 @@ class ClientConnection:
 
     is_open: calls may be made
     reading: the threads that receive
+    takes_row_payloads: the shard's version takes rows and ids in the message of an exchange; set by who opens it
     Raises TryLater if they take no more connections; this one is closed then.
     """
 
@@ -146,6 +129,7 @@ class ClientConnection:
         self._error: CallFailed | None = None  # the first, which has broken the connection
         self._ended: CallFailed | None = None
         self.is_open = True
+        self.takes_row_payloads = False
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._received = 0  # bytes of the next header
         self._scratch = bytearray()
@@ -153,6 +137,14 @@ class ClientConnection:
         self._is_attended = False
         self._is_reading = False  # `read` runs
         self._lingers = nothing  # of `read`
+        # Whose turn it is to send. A signal may raise an error in the thread that sends, after any call of a function.
+        # Whoever is interrupted knows here whether the turn is its own, as it would not after `acquire` of a lock. The
+        # turn is taken with `_turn`, and given back without: a wait for that lock may be interrupted, too.
+        self._sender: object = None
+        self._turn = threading.Lock()  # entered by `with`, in which Python handles no signal
+        self._turn_ends = threading.Condition(self._turn)
+        self._rest: tuple[list[memoryview], ClientCall] | None = None  # of a frame; sent before all others
+        self._senders: DaemonPool | None = None  # the thread that sends it
         frames.watch(_LOOK_SECONDS, self._silent)
         try:
             self._watched = reading.add(frames.fileno(), self.read, self._end_calls, self._look_beside)
@@ -166,33 +158,77 @@ class ClientConnection:
         seconds: the connection is closed if the call makes no progress for so long
         """
         number, call = self._begin(answers, seconds)
-        try:
-            with self._frames.sending:
-                call.progressed()
-                self._frames.send(frame(number, kind, request), call.progressed)
-        except OSError:
-            self._frames.abort()  # the thread that receives ends all calls, this one among them
+        self._send(frame(number, kind, request), call)
         return call
 
     def call_now(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> ClientCall | None:
-        """Sends a request if it is small and can be sent without waiting; otherwise returns None."""
-        if len(request.head) > _SMALL_BYTES or not self._frames.sending.acquire(blocking=False):
+        """Sends a request without waiting. Returns None, and sends nothing, if it is not small before its payload, if
+        another thread sends, or if the kernel takes nothing now.
+
+        A thread of the connection sends what does not fit of the payload.
+        """
+        if len(request.head) > _SMALL_BYTES:
             return None
+        me = object()
         try:
+            with self._turn:
+                if self._sender is None and self._rest is None:
+                    self._sender = me
+            if self._sender is not me:
+                return None
             if self._ended is not None:
                 raise self._ended.anew()
-            if not self._frames.has_room():
-                return None
+            return self._sent_now(kind, request, answers, seconds) if self._frames.has_room() else None
+        finally:
+            if self._sender is me:
+                self._sender = None
+                with self._turn:
+                    self._turn_ends.notify()
+
+    def _sent_now(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> ClientCall:
+        call = None
+        try:
             number, call = self._begin(answers, seconds)
             call.progressed()
-            try:
-                if self._frames.send_now(frame(number, kind, request)):
-                    self._frames.abort()  # what the kernel said has changed: a part of a frame makes the rest worthless
-            except OSError:
-                self._frames.abort()
-            return call
+            left = self._frames.send_now(frame(number, kind, request))
+            if left:
+                self._rest = left, call
+                self._senders = self._senders or DaemonPool(1, "send")
+                self._senders.submit(self._send)
+        except BaseException as error:
+            if call is None and isinstance(error, Exception):
+                raise
+            # A part of a frame makes what follows it worthless. The thread that receives ends all calls.
+            self._frames.abort()
+            if call is None or not isinstance(error, OSError | TryLater):
+                raise
+        return call
+
+    def _send(self, parts: Sequence[Buffer] = (), call: ClientCall | None = None) -> None:
+        """Sends what the frame before lacks, and then a frame. If that fails, the thread that receives ends all calls.
+
+        parts, call: the frame, and its call; None: only the rest is sent
+        """
+        me = object()
+        try:
+            with self._turn:
+                while self._sender is not None:
+                    self._turn_ends.wait(_LOOK_SECONDS)
+                self._sender = me
+            (rest, of), self._rest = self._rest or ([], call), None
+            for some, its in ((rest, of), (parts, call)):
+                if its is not None:
+                    its.progressed()
+                    self._frames.send(some, its.progressed)
+        except BaseException as error:
+            self._frames.abort()
+            if not isinstance(error, OSError):
+                raise
         finally:
-            self._frames.sending.release()
+            if self._sender is me:
+                self._sender = None
+                with self._turn:
+                    self._turn_ends.notify()
 
     def unary(self, kind: Kind, request: Parts, seconds: float) -> bytes:
         """Makes a call and returns its only answer. Raises CallFailed.
@@ -209,6 +245,11 @@ class ClientConnection:
         # An interrupt may have left it to this thread, which does not come back: others notice the end.
         if not self._is_reading:
             self.give_back(goes_on=True)
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """The thread that sends what could not be sent at once, if there was any; it ends soon after `close`."""
+        return [] if self._senders is None else self._senders.threads
 
     def _begin(self, answers: Answers, seconds: float) -> tuple[int, ClientCall]:
         call = ClientCall(answers, seconds)
@@ -305,8 +346,13 @@ class ClientConnection:
             calls, self._calls = list(self._calls.values()), {}
         for call in calls:
             call.done.set_exception(error.anew())
-        with self._frames.sending:  # the thread that was sending has got its error
+        with self._turn:
+            while self._sender is not None:  # until the thread that was sending has got its error
+                self._turn_ends.wait(_LOOK_SECONDS)
+            self._rest = None
             self._frames.close()
+        if self._senders is not None:
+            self._senders.close()
 
     def _end_if_late(self) -> None:
         """Ends the connection if a call has waited too long. For any thread."""
@@ -490,73 +536,13 @@ class DataLink:
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """The thread that opens it again, if there was one; it ends soon after `close`."""
-        return [] if self._opener is None else [self._opener]
+        """The thread that opens it again, and that of the connection which sends, if there are any; they end soon after
+        `close`.
+        """
+        opener = [] if self._opener is None else [self._opener]
+        return opener if self._data is None else [*opener, *self._data.threads]
 
     def close(self) -> None:
         """Ends the connection, and fails its calls. Once they have failed, no answer is written to memory any more."""
         if self._data is not None:
             self._data.close()
-
-
-# -- opening ---------------------------------------------------------------------------------------------------------
-
-
-def open_data_connection(
-    offer: ConnectionOffer, address: str, access: Access, directory: Path | None, peer: str, reading: ReadingThreads
-) -> ClientConnection:
-    """Opens the connection that a shard offers.
-
-    address:   that of the shard's gRPC port
-    directory: the directory of unix sockets on this host; None: use TCP only
-    reading:   the threads that receive
-
-    Raises Unreachable if no connection is possible, TryLater if it cannot be opened now.
-    """
-    connection: socket.socket | None = None
-    if not offer.port and directory is None:
-        raise Unreachable(f"{peer} takes no data connection: it has no port for them (--no-data-port)")
-    try:
-        if directory is not None:
-            connection = _connect_here(directory, offer.location, offer.inode)
-        if connection is None:
-            connection = _connect_tcp(address, offer.port, access)
-        connection.sendall(write_header(0, Kind.OPEN, len(offer.ticket)) + offer.ticket)
-        first = receive_exactly(connection, HEADER_BYTES, time.monotonic() + CONNECT_SECONDS)
-        kind = read_header(first, 0).kind
-        if kind is not Kind.OPENED:
-            raise InvalidRequest(f"expected a frame OPENED, got {kind.name}")
-        return ClientConnection(frames_over(connection), reading)
-    except (OSError, InvalidRequest) as error:
-        if connection is not None:
-            connection.close()
-        raise TryLater(f"{peer} takes no data connection: {error}") from None
-
-
-def _connect_here(directory: Path, location: str, inode: int) -> socket.socket | None:
-    """Returns a connection to the socket that a shard of this host says is its own; None if it is not there."""
-    if not location or Path(location).name != location:
-        return None
-    with contextlib.suppress(OSError), opened(directory, location) as file:
-        status = os.fstat(file)
-        if not is_private_socket(status) or status.st_ino != inode:
-            return None
-        connection = connect(file, CONNECT_SECONDS)
-        if peer_of(connection).uid == os.geteuid():
-            return connection
-        connection.close()
-    return None
-
-
-def _connect_tcp(address: str, port: int, access: Access) -> socket.socket:
-    host = address.rpartition(":")[0].strip("[]")
-    if not port:
-        raise InvalidRequest("it has no port for them (--no-data-port)")
-    plain = socket.create_connection((host, port), CONNECT_SECONDS)
-    if access.tls is None:
-        return plain
-    try:
-        return tls_socket(client_context(access.tls), plain, server_hostname=host)
-    except BaseException:
-        plain.close()
-        raise

@@ -115,9 +115,10 @@ def write_header(call: int, kind: Kind, head: int, payload: int = 0) -> bytes:
 
 def frame(call: int, kind: Kind, message: Parts) -> list[Buffer]:
     """Returns a frame as parts that follow each other on the wire. The payload is not copied."""
-    payload = b"" if message.payload is None else message.payload
+    payload = [] if message.payload is None else [message.payload, *message.more]
     head = len(message.head)
-    return [_HEADER.pack(call, head + len(payload), head, kind) + message.head, payload]
+    size = head + sum(memoryview(part).nbytes for part in payload)  # len() counts elements, and not bytes
+    return [_HEADER.pack(call, size, head, kind) + message.head, *payload]
 
 
 def read_header(data: bytes | bytearray | memoryview, largest: int) -> Header:
@@ -164,27 +165,24 @@ def nothing() -> None:
 class FrameSocket(Protocol):
     """A connection for frames. Methods raise OSError once it has ended.
 
-    sending: the lock of the thread that sends a frame, from its first byte to its last
+    One thread at a time may send, a frame from its first byte to its last.
     """
 
-    sending: threading.Lock
-
     def send(self, parts: Sequence[Buffer], moved: Moved = nothing) -> None:
-        """Sends parts in order. Returns once the kernel has accepted them all. The caller holds `sending`.
+        """Sends parts in order. Returns once the kernel has accepted them all.
 
         moved: called now and then, when a part of the bytes has left
         """
 
     def send_now(self, parts: Sequence[Buffer]) -> list[memoryview]:
-        """Sends as much as fits without waiting. Returns the rest, which must be sent next. The caller holds
-        `sending`."""
+        """Sends as much as fits without waiting. Returns the rest, which must be sent next."""
 
     def wait_for_room(self) -> None:
-        """Waits until more can be sent, or the connection has ended. The caller holds `sending`."""
+        """Waits until more can be sent, or the connection has ended."""
 
     def has_room(self) -> bool:
         """Whether a small frame can be sent without waiting: the socket is writable when enough of its send buffer is
-        free. The caller holds `sending`.
+        free.
         """
 
     def receive_into(self, target: memoryview, moved: Moved = nothing) -> None:
@@ -232,7 +230,6 @@ class _Socket(FrameSocket):
     def __init__(self, connection: socket.socket) -> None:
         """Takes the connection over."""
         prepare(connection)
-        self.sending = threading.Lock()
         self._socket = connection
         self._look: Callable[[], None] = nothing
         self._sends_after = select.POLLOUT  # the event of poll after which more can be sent

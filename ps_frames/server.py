@@ -422,8 +422,7 @@ class ServerConnection(Cancellable):
             calls = list(self._calls.values())
         for call in calls:
             call.over()
-        with self._frames.sending:  # then no thread is sending any more
-            self._frames.close()
+        self.sender.close()
 
 
 # -- sending the answers -----------------------------------------------------------------------------------------------
@@ -465,6 +464,7 @@ class FrameSender:
         self._pool = pool
         self._limited = limited
         self._lock = threading.Lock()
+        self._sending = threading.Lock()  # held from the first byte of a frame to its last
         self._queue: deque[tuple[Item, Then]] = deque()
         self._is_busy = False  # a thread sends
         self._is_over = False
@@ -509,6 +509,11 @@ class FrameSender:
         with self._lock:
             self._is_over = True
             self._queue.clear()
+
+    def close(self) -> None:
+        """Closes the connection, which has been aborted, once no thread sends any more."""
+        with self._sending:
+            self._frames.close()
 
     def _submit(self) -> None:
         with suppress(RuntimeError):  # the pool is shut down: the server is stopping
@@ -564,7 +569,7 @@ class FrameSender:
         if waits:
             self._send_all(frames)
             return True
-        with self._frames.sending:
+        with self._sending:
             rest: Frame = self._frames.send_now(frames)
         if not rest:
             return True
@@ -575,7 +580,7 @@ class FrameSender:
 
     def _send_all(self, frame: Frame, loan: Loan | None = None) -> None:
         """Sends frames, and gives way to the lender of their memory while the kernel takes no more."""
-        with self._frames.sending:
+        with self._sending:
             left: Frame = self._frames.send_now(frame)
             if not left:
                 return

@@ -9,6 +9,7 @@ parsing a 4 MiB `bytes` field copies it, on the one thread that serves every cal
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ps_protocol.errors import InvalidRequest
@@ -31,25 +32,33 @@ class Message(Protocol):
 
 
 class Parts(NamedTuple):
-    """A message whose payload is not copied: the bytes before the payload's elements, and the elements."""
+    """A message whose payload is not copied.
+
+    head:    the bytes before the elements of the payload
+    payload: the elements, or the first of them
+    more:    the elements that follow, where they lie in several places
+    """
 
     head: bytes
     payload: Buffer | None = None
+    more: tuple[Buffer, ...] = ()
 
     def whole(self) -> bytes:
         """Returns the bytes of the message. Copies the payload once, into the result."""
-        return self.head if self.payload is None else b"".join((self.head, self.payload))
+        return self.head if self.payload is None else b"".join((self.head, self.payload, *self.more))
 
 
-def message_parts(message: Message, payload: Buffer | None = None) -> Parts:
+def message_parts(message: Message, payload: Buffer | None = None, more: Sequence[Buffer] = ()) -> Parts:
     """Returns a message with a payload, as parts that follow each other on the wire.
 
     message: all fields but the payload, which is not set in it
+    more:    the payload's elements that follow, where they lie in several places
     """
     head = message.SerializeToString()
     if payload is None:
         return Parts(head)
-    return Parts(b"".join((head, bytes((_PAYLOAD_TAG,)), varint(memoryview(payload).nbytes))), payload)
+    size = sum(memoryview(part).nbytes for part in (payload, *more))
+    return Parts(b"".join((head, bytes((_PAYLOAD_TAG,)), varint(size))), payload, tuple(more))
 
 
 def split_head(head: Buffer, payload_bytes: int) -> bytes:

@@ -587,7 +587,7 @@ def read_open(data: bytes) -> Identity:
 
 
 def write_opened(origin: AnsweringShard, ticket: bytes, port: int, location: str, inode: int) -> bytes:
-    """Writes an OpenDataConnectionResponse."""
+    """Writes an OpenDataConnectionResponse of a shard that takes payloads in exchanges of rows."""
     return data_pb2.OpenDataConnectionResponse(
-        header=origin.header(0), ticket=ticket, port=port, location=location, socket_inode=inode
+        header=origin.header(0), ticket=ticket, port=port, location=location, socket_inode=inode, row_payloads=True
     ).SerializeToString()

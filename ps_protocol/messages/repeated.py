@@ -105,7 +105,7 @@ def repeated_exchange(data: Request, push: PushCall) -> Repeated | None:
 
     push: what it pushes
     """
-    head, payload = data if isinstance(data, Parts) else (data, None)
+    head, payload = data[:2] if isinstance(data, Parts) else (data, None)
     if payload is not None or push.ranges or len(head) > MOST_REPEATED:
         return None
     view = memoryview(head)

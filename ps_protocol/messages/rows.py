@@ -7,6 +7,7 @@ As in data.py, the code that uses a request's content checks it.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from ps_protocol.framing import Buffer, Parts, message_parts
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.identity import Identity
 from ps_protocol.messages.data import Notice
+from ps_protocol.row_ids import ID_BYTES
 from ps_protocol.tables import Beginning, Initializer
 from ps_protocol.v1 import feed_pb2, rows_pb2
 
@@ -87,9 +89,9 @@ class RowsPush:
     assignment: int = 0
 
 
-def write_push(push: RowsPush) -> Parts:
-    """Writes a PushRowsRequest."""
-    return message_parts(_push_message(push), push.payload or None)
+def write_push(push: RowsPush, more: Sequence[Buffer] = ()) -> Parts:
+    """Writes a PushRowsRequest. more: the rest of the payload, where it lies in several places"""
+    return message_parts(_push_message(push), push.payload or None, more)
 
 
 def _push_message(push: RowsPush) -> rows_pb2.PushRowsRequest:
@@ -304,28 +306,45 @@ def _places(
     return None
 
 
-def write_exchange(push: RowsPush, places: PullOffsets | None) -> Parts:
-    """Writes an ExchangeRowsRequest: a push whose rows are in the segment, and a pull of rows of the same table.
+def write_exchange(
+    push: RowsPush, places: PullOffsets | None, wanted: Buffer = b"", more: Sequence[Buffer] = ()
+) -> Parts:
+    """Writes an ExchangeRowsRequest: a push of all rows of a step, and a pull of rows of the same table.
 
-    places: as in RowsPull; None: a pull of no rows
+    places: as in RowsPull; the pushed rows are in the segment then
+    wanted: without `places`, the ids of the pull, of 8 bytes each
+    more:   as in `write_push`
     """
     request = rows_pb2.ExchangeRowsRequest(push=_push_message(push))
     _name_places(request, places)
-    return message_parts(request)
+    parts = [part for part in (wanted, push.payload, *more) if len(part)]
+    if not parts:
+        return message_parts(request)
+    request.row_count = len(wanted) // ID_BYTES
+    return message_parts(request, parts[0], parts[1:])
 
 
 def read_exchange(data: Request) -> tuple[RowsPush, RowsPull]:
-    """Reads an ExchangeRowsRequest: the push and the pull. Raises InvalidRequest if the rows are not all in the
-    segment.
+    """Reads an ExchangeRowsRequest: the push and the pull. The pushed rows are not copied. Raises InvalidRequest if it
+    has not all rows of the step, or rows and ids are neither all in the segment nor all in the message.
     """
-    request = parse(rows_pb2.ExchangeRowsRequest, whole(data))
-    push = _push(request.push, request.push.payload or None)
-    if push.payload or push.count != push.total or push.kind is RowPushKind.ASSIGN:
+    request, payload = read(rows_pb2.ExchangeRowsRequest, data)
+    size = 0 if payload is None else ID_BYTES * request.row_count
+    if payload is not None and size > len(payload):
+        raise InvalidRequest(f"expected {request.row_count} ids in the message, got {len(payload)} bytes")
+    push = _push(request.push, None if payload is None else payload[size:])
+    inner = len(request.push.payload)
+    if inner or push.count != push.total or push.kind is RowPushKind.ASSIGN:
         raise InvalidRequest(
-            "an exchange pushes all rows of a step, and they are in the segment, got "
-            f"{push.count} of {push.total} rows and {len(push.payload)} bytes in the message"
+            "an exchange pushes all rows of a step, and its push has no payload of its own, got "
+            f"{push.count} of {push.total} rows and {inner} bytes in the push"
         )
-    return push, RowsPull(push.worker, push.table, push.clock, b"", _places(request, None))
+    if payload is None:
+        return push, RowsPull(push.worker, push.table, push.clock, b"", _places(request, None))
+    if request.HasField("ids_in_segment") or request.HasField("rows_in_segment"):
+        raise InvalidRequest("the ids of an exchange are in the segment or in the message, got both")
+    # A copy: a pull that waits must not keep the memory of the pushed rows.
+    return push, RowsPull(push.worker, push.table, push.clock, bytes(payload[:size]))
 
 
 def write_table_pull(pull: TablePull) -> bytes:
@@ -429,15 +448,17 @@ def write_exchanged(origin: AnsweringShard, answer: PulledRows | Notice) -> Part
     """Writes an ExchangeRowsResponse: rows, as `write_pulled`, or a notice that the push is staged."""
     if isinstance(answer, PulledRows):
         header = origin.header(answer.version)
-        return message_parts(rows_pb2.ExchangeRowsResponse(header=header, pulled=_pulled_message(answer)))
+        return message_parts(
+            rows_pb2.ExchangeRowsResponse(header=header, pulled=_pulled_message(answer)), answer.payload
+        )
     response = rows_pb2.ExchangeRowsResponse(header=origin.header(0))
     response.staged_duration.CopyFrom(duration(answer.staged_seconds or 0.0))
     return message_parts(response)
 
 
 def read_exchanged(fields: bytes) -> tuple[float, PulledRows | None]:
-    """Reads one message of the answer to an exchange. Returns the seconds for which the push has been staged, and the
-    rows; None if the message has no rows.
+    """Reads one message of the answer to an exchange. Returns the seconds for which the push has been staged, and what
+    is said of rows, without their payload; None: nothing is.
     """
     response = rows_pb2.ExchangeRowsResponse.FromString(fields)
     pulled = _pulled(response.pulled, None) if response.HasField("pulled") else None

@@ -273,15 +273,17 @@ class OpenDataConnectionRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ...) -> None: ...
 
 class OpenDataConnectionResponse(_message.Message):
-    __slots__ = ("header", "ticket", "port", "location", "socket_inode")
+    __slots__ = ("header", "ticket", "port", "location", "socket_inode", "row_payloads")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     SOCKET_INODE_FIELD_NUMBER: _ClassVar[int]
+    ROW_PAYLOADS_FIELD_NUMBER: _ClassVar[int]
     header: _types_pb2.ResponseHeader
     ticket: bytes
     port: int
     location: str
     socket_inode: int
-    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., ticket: _Optional[bytes] = ..., port: _Optional[int] = ..., location: _Optional[str] = ..., socket_inode: _Optional[int] = ...) -> None: ...
+    row_payloads: bool
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., ticket: _Optional[bytes] = ..., port: _Optional[int] = ..., location: _Optional[str] = ..., socket_inode: _Optional[int] = ..., row_payloads: _Optional[bool] = ...) -> None: ...

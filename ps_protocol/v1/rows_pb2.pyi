@@ -112,26 +112,30 @@ class PullRowsResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., first_row: _Optional[int] = ..., row_count: _Optional[int] = ..., trained_count: _Optional[int] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., waiting: _Optional[_Union[RowWaitNotice, _Mapping]] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., state_wanted: _Optional[bool] = ..., in_segment: _Optional[bool] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeRowsRequest(_message.Message):
-    __slots__ = ("push", "ids_in_segment", "row_count", "rows_in_segment")
+    __slots__ = ("push", "ids_in_segment", "row_count", "rows_in_segment", "payload")
     PUSH_FIELD_NUMBER: _ClassVar[int]
     IDS_IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     ROWS_IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     push: PushRowsRequest
     ids_in_segment: RowPlace
     row_count: int
     rows_in_segment: RowPlace
-    def __init__(self, push: _Optional[_Union[PushRowsRequest, _Mapping]] = ..., ids_in_segment: _Optional[_Union[RowPlace, _Mapping]] = ..., row_count: _Optional[int] = ..., rows_in_segment: _Optional[_Union[RowPlace, _Mapping]] = ...) -> None: ...
+    payload: bytes
+    def __init__(self, push: _Optional[_Union[PushRowsRequest, _Mapping]] = ..., ids_in_segment: _Optional[_Union[RowPlace, _Mapping]] = ..., row_count: _Optional[int] = ..., rows_in_segment: _Optional[_Union[RowPlace, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeRowsResponse(_message.Message):
-    __slots__ = ("header", "pulled", "staged_duration")
+    __slots__ = ("header", "pulled", "staged_duration", "payload")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PULLED_FIELD_NUMBER: _ClassVar[int]
     STAGED_DURATION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     header: _types_pb2.ResponseHeader
     pulled: PullRowsResponse
     staged_duration: _duration_pb2.Duration
-    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., pulled: _Optional[_Union[PullRowsResponse, _Mapping]] = ..., staged_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    payload: bytes
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., pulled: _Optional[_Union[PullRowsResponse, _Mapping]] = ..., staged_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class RowWaitNotice(_message.Message):
     __slots__ = ("awaited_ranks", "reason")

@@ -239,7 +239,7 @@ class _KnownExchange:
     def next(self, request: Request) -> _KnownExchange | None:
         """Returns this exchange at the next clock, with the hyper-parameters of then; None if that is not what is asked
         for. Raises InvalidRequest as `read_exchange`."""
-        head, payload = request if isinstance(request, Parts) else (request, None)
+        head, payload = request[:2] if isinstance(request, Parts) else (request, None)
         again, clock = self.request, self.push.clock + 1
         values: Groups = self.push.groups
         if again is None or payload is not None:

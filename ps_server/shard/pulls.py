@@ -312,7 +312,7 @@ class Pulls:
         elif pull.wanted is not None:
             row_bytes = row_codec(job.partition.spec.weight_wire).size(table.unit.weights.dim)
             rows = max(1, MESSAGE_BYTES // row_bytes)
-            with pull.outbox.together() if len(pull.wanted) * row_bytes <= SMALL_BYTES else contextlib.nullcontext():
+            with pull.outbox.together() if len(pull.wanted) <= rows else contextlib.nullcontext():
                 for first in range(0, len(pull.wanted), rows):
                     some = pull.wanted[first : first + rows]
                     is_small = len(some) * row_bytes <= SMALL_BYTES

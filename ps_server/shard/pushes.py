@@ -98,21 +98,18 @@ class Pushes:
         """Stages rows of a worker's step, or of a table's initial content. The rows of a step count once all their
         messages came.
 
-        Then the table's updates are scheduled; if the rows came in a segment, the calling thread applies them.
+        Then the table's updates are scheduled, or the calling thread applies them; see `_apply_rows`.
         """
         fresh: list[int] = []
         try:
             return self._stage_rows(job, push, principal, fresh)
         finally:
-            if isinstance(push, RowsPush) and push.place is not None:
-                self._updates.run_here(job, fresh)
-            else:
-                self._updates.schedule(job, fresh)
+            self._apply_rows(job, fresh, isinstance(push, RowsPush) and push.place is not None)
 
     def exchange_rows(self, job: HostedJob, push: RowsPush, principal: str, wanted: RowsPull, outbox: Outbox) -> None:
-        """Stages pushed rows, then begins a pull of rows of the same table.
+        """Stages pushed rows, then begins a pull of rows of the same table, whose answer goes to `outbox`.
 
-        The calling thread then applies the updates that can be made. The pull's answer goes to `outbox`.
+        The table's updates come last, as in `push_rows`.
         """
         pull, table = self._pulls.check_rows(job, wanted, outbox, principal, shares=push.place is not None)
         pull.with_pushes = True
@@ -121,7 +118,18 @@ class Pushes:
             self._stage_rows(job, push, principal, fresh, is_live=True, memory=pull.row_memory)
             self._pulls.ask(job, pull, [table])
         finally:
+            self._apply_rows(job, fresh, pull.row_memory is not None)
+
+    def _apply_rows(self, job: HostedJob, fresh: Sequence[int], in_segment: bool) -> None:
+        """Has the updates of tables made: by the calling thread if the call's rows are in the worker's segment.
+
+        A thread that applies goes on for as long as other workers push, and receives nothing meanwhile. Rows in
+        messages take longer to receive, so an apply thread makes their updates.
+        """
+        if in_segment:
             self._updates.run_here(job, fresh)
+        else:
+            self._updates.schedule(job, fresh)
 
     def _stage_rows(
         self,

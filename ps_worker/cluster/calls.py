@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 
-from ps_frames.client import Answers, ClientConnection, DataLink, EachAnswer, OneAnswer, open_data_connection
+from ps_frames.client import Answers, ClientConnection, DataLink, EachAnswer, OneAnswer
 from ps_frames.frames import KINDS, ConnectionOffer
+from ps_frames.opening import open_data_connection
 from ps_frames.reading import ReadingThreads
 from ps_protocol.errors import TryLater, Unreachable
 from ps_protocol.framing import Parts, split_head, split_message
@@ -27,7 +28,7 @@ from ps_runtime.retry import Peer, Retry
 from ps_runtime.signals import await_all
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.coordinator_calls import CALL_SECONDS
-from ps_worker.cluster.landing import Landing, PullPlan, RowLanding
+from ps_worker.cluster.landing import ExchangeLanding, Landing, PullPlan, RowLanding
 from ps_worker.values import PullResult
 
 log = logging.getLogger("ps_worker")
@@ -81,7 +82,9 @@ class ShardCalls:
             except grpc.RpcError as error:
                 raise failure_of(error) from None
             offer = ConnectionOffer(answer.port, answer.location, answer.socket_inode, answer.ticket)
-            return open_data_connection(offer, self._address, self._access, directory, str(self.peer), reading)
+            data = open_data_connection(offer, self._address, self._access, directory, str(self.peer), reading)
+            data.takes_row_payloads = answer.row_payloads
+            return data
 
         link, retry = DataLink(make, str(self.peer), self.closing), self._retry()
         while True:
@@ -190,7 +193,11 @@ class ShardCalls:
         pool:   runs the call if it needs a thread to wait in
         """
         landing = Landing(plan, clock, buckets, self._waits)
-        return self._soon(method, landing, PULL_SECONDS, partial(self._land, method, landing), pool)
+
+        def again(error: Failure | None) -> Future[PullResult]:
+            return pool.submit(partial(self._land, method, landing, error))
+
+        return self._soon(method, landing, PULL_SECONDS, again, pool)
 
     def pull_rows(self, landing: RowLanding, pool: DaemonPool, method: str = "PullRows") -> Future[PullResult]:
         """Pulls rows. A retry after a failure pulls all of them again.
@@ -207,57 +214,125 @@ class ShardCalls:
             while True:
                 landing.begin()
                 try:
-                    self._stream(method, landing.request(), PULL_SECONDS, landing.message)
+                    self._stream(method, landing.request().whole(), PULL_SECONDS, landing.message)
                     return landing.result()
                 except FAILURES as failed:
                     retry.failed(failed)
 
-        return self._soon(method, landing, PULL_SECONDS, land, pool)
+        return self._soon(method, landing, PULL_SECONDS, lambda error: pool.submit(partial(land, error)), pool)
 
     def push_rows(self, request: Parts, result: Callable[[], T], pool: DaemonPool) -> Future[T]:
         """Pushes rows. The future's result is the return value of `result`, which is called after the push. pool: as in
         `pull`
+
+        The memory of the request must not change until the future is done.
         """
 
-        def push(error: Failure | None) -> T:
+        def again(error: Failure | None) -> Future[T]:
+            return self._push_again(request, result, pool, error)
+
+        return self._soon("PushRows", _Pushed(request, result), CALL_SECONDS, again, pool)
+
+    def _push_again(
+        self, request: Parts, result: Callable[[], T], pool: DaemonPool, error: Failure | None
+    ) -> Future[T]:
+        def push() -> T:
             retry = self._retry()
             if error is not None:
                 retry.failed(error)
             retry.call(lambda: self._unary("PushRows", request))
             return result()
 
-        if request.payload is not None:
-            return pool.submit(lambda: push(None))
-        return self._soon("PushRows", _Pushed(request.head, result), CALL_SECONDS, push, pool)
+        return pool.submit(push)
+
+    @property
+    def takes_row_payloads(self) -> bool:
+        """Whether `exchange_rows` is one call: a data connection is open, and the shard's version takes rows and ids in
+        the message of an exchange.
+        """
+        data = self.data()
+        return data is not None and data.takes_row_payloads
+
+    def exchange_rows(
+        self,
+        landing: ExchangeLanding,
+        apart: Callable[[], tuple[Parts, RowLanding]],
+        pushers: DaemonPool,
+        pullers: DaemonPool,
+    ) -> Future[PullResult]:
+        """Pushes and pulls rows in one call, in whose message they are.
+
+        A retry after a failure is a push and then a pull. So is a call for which no such data connection is open any
+        more: a shard of an earlier version may have taken the place. Those that need threads share none, because a pull
+        may wait for other workers, which may wait for this worker's push.
+
+        The memory of the request must not change until the landing says that the push is staged, or the call fails.
+        The landing has kept a copy by then, if the push may have to be repeated.
+
+        apart: returns the request of the push, and the pull
+        """
+
+        def again(error: Failure | None) -> Future[PullResult]:
+            request, pull = apart()
+            landed: Future[PullResult] = Future()
+
+            def pushed(done: Future[None]) -> None:
+                try:
+                    done.result()
+                    _follow(self.pull_rows(pull, pullers), landed)
+                except Exception as failed:  # nobody else would hear of it: a callback's errors are only logged
+                    landed.set_exception(failed)
+
+            self._push_again(request, landing.is_staged, pushers, error).add_done_callback(pushed)
+            return landed
+
+        data = self.data()
+        if data is None or not data.takes_row_payloads:
+            return again(None)
+        return self._soon_over(data, "ExchangeRows", landing, PULL_SECONDS, again, pushers)
 
     def _soon(
         self,
         method: str,
         asked: Asked[T],
         seconds: float,
-        again: Callable[[Failure | None], T],
+        again: Callable[[Failure | None], Future[T]],
         pool: DaemonPool,
     ) -> Future[T]:
-        """Makes a call. Over a data connection no thread waits for its answer: it is sent in this thread if that needs
-        no waiting, otherwise in one of the pool.
+        """Makes a call. Over a data connection no thread waits for its answer: it is sent in this thread, as far as
+        that needs no waiting, otherwise in one of the pool.
 
         again: makes the call with retries, over a data connection or gRPC, if the first attempt fails or there is none.
-               It runs in the pool. Its argument is the error of the first attempt, or None
+               Its argument is the error of the first attempt, or None
         """
         data = self.data()
-        if data is None:
-            return pool.submit(lambda: again(None))
-        kind, request = KINDS[method], Parts(asked.request())
+        return again(None) if data is None else self._soon_over(data, method, asked, seconds, again, pool)
+
+    @staticmethod
+    def _soon_over(
+        data: ClientConnection,
+        method: str,
+        asked: Asked[T],
+        seconds: float,
+        again: Callable[[Failure | None], Future[T]],
+        pool: DaemonPool,
+    ) -> Future[T]:
+        """Makes a call as `_soon`, over this data connection."""
+        kind, asks = KINDS[method], asked.request()
+        request = asks if isinstance(asks, Parts) else Parts(asks)
         landed: Future[T] = Future()
 
         def ended(done: Future[None]) -> None:
             error = done.exception()
-            if error is None and asked.is_done:
-                landed.set_result(asked.result())
-            elif error is None or isinstance(error, FAILURES):
-                _follow(pool.submit(lambda: again(error)), landed)
-            else:
-                landed.set_exception(error)
+            try:
+                if error is None and asked.is_done:
+                    landed.set_result(asked.result())
+                elif error is None or isinstance(error, FAILURES):
+                    _follow(again(error), landed)
+                else:
+                    landed.set_exception(error)
+            except Exception as raised:  # nobody else would hear of it: a callback's errors are only logged
+                landed.set_exception(raised)
 
         def send() -> None:
             data.call(kind, request, asked, seconds).done.add_done_callback(ended)
@@ -269,7 +344,7 @@ class ShardCalls:
         try:
             call = data.call_now(kind, request, asked, seconds)
         except CallFailed:  # it has just ended
-            return pool.submit(lambda: again(None))
+            return again(None)
         if call is not None:
             call.done.add_done_callback(ended)
         else:
@@ -327,7 +402,7 @@ class Asked(Answers, Protocol[T_co]):
     def is_done(self) -> bool:
         """Whether the whole answer has come."""
 
-    def request(self) -> bytes:
+    def request(self) -> bytes | Parts:
         """Returns the request."""
 
     def result(self) -> T_co:
@@ -335,15 +410,15 @@ class Asked(Answers, Protocol[T_co]):
 
 
 class _Pushed(OneAnswer, Asked[T]):
-    """A push of rows that lie in memory, and its acknowledgement."""
+    """A push of rows, and its acknowledgement."""
 
     is_done = True  # with its answer
 
-    def __init__(self, request: bytes, result: Callable[[], T]) -> None:
+    def __init__(self, request: Parts, result: Callable[[], T]) -> None:
         super().__init__()
         self._request, self._result = request, result
 
-    def request(self) -> bytes:
+    def request(self) -> Parts:
         """Returns the request."""
         return self._request
 

@@ -14,12 +14,12 @@ import torch
 from ps_frames.frames import nothing
 from ps_protocol.convert import Awaited
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.framing import split_head, split_message
+from ps_protocol.framing import Parts, split_head, split_message
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages import rows
 from ps_protocol.messages.data import PulledBucket
 from ps_protocol.messages.rows import PulledRows
-from ps_protocol.tensors import PLAIN, Cast
+from ps_protocol.tensors import PLAIN, Cast, bytes_of
 from ps_runtime.troubles import Troubles
 from ps_worker.values import PullResult
 
@@ -126,27 +126,30 @@ class Landing:
 class RowLanding:
     """A pull of rows from one shard. For one thread at a time.
 
-    request:    the bytes of the PullRowsRequest
+    request:    the request of the call
     count, dim: the number of rows, and the elements of each
     codec:      the codec of the rows in messages
     land:       writes rows, [n, dim] float32; its first argument is the number of the first one
     shared:     the memory in the segment that gets the rows: [rows, dim]; None: they come in messages
     waits:      logs which workers the pull waits for
+    out:        the memory to which `land` writes the rows: [count, dim], contiguous. Rows that come as float32 are
+                received there; None: they are received elsewhere
     """
 
     def __init__(
         self,
         peer: str,
-        request: bytes,
+        request: Parts,
         count: int,
         dim: int,
         codec: Cast,
         land: Callable[[int, torch.Tensor], None],
         shared: torch.Tensor | None,
         waits: Troubles,
+        out: torch.Tensor | None = None,
     ) -> None:
         self._peer, self._request, self._rows, self._dim, self._codec = peer, request, count, dim, codec
-        self._land, self._shared, self._waits = land, shared, waits
+        self._land, self._shared, self._waits, self._out = land, shared, waits, out
         self.progressed: Callable[[], None] = nothing  # is called with each message
         self.begin()
 
@@ -154,14 +157,14 @@ class RowLanding:
         """Forgets all that has come, before the pull is repeated."""
         self._landed = np.zeros(self._rows, np.bool_)
         self._answered, self._waited, self._save_state = False, 0.0, False
-        self._fields = b""
+        self._coming: PulledRows | None = None  # what a message says of rows, without their payload; None: nothing
 
     @property
     def is_done(self) -> bool:
         """Whether all rows have come."""
         return self._answered and bool(self._landed.all())
 
-    def request(self) -> bytes:
+    def request(self) -> Parts:
         """Returns the request."""
         return self._request
 
@@ -174,21 +177,37 @@ class RowLanding:
         return PullResult({codec.name: codec.size(self._rows * self._dim)}, self._waited, self._save_state)
 
     def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
-        """Returns memory for the payload of the message that comes."""
-        self._fields = split_head(head, payload_bytes)
-        return memoryview(bytearray(payload_bytes)) if payload_bytes else None
+        """Returns the memory to which the rows of the message that comes belong; None: it may be received anywhere.
+
+        If only a part of it comes, its rows count as missing, and the pull is repeated.
+        """
+        self._coming = pulled = self._parsed(split_head(head, payload_bytes))
+        if pulled is None or self._out is None or self._codec.dtype != "float32" or not payload_bytes:
+            return None
+        first, count = pulled.first, pulled.rows
+        if not self._is_expected(pulled, payload_bytes):
+            return None
+        return bytes_of(self._out[first : first + count].view(-1))
 
     def take(self, payload: memoryview | None) -> bool:
         """Processes the message whose head `place` was called with. Returns whether all rows have come."""
-        self.message(self._fields, payload)
+        self._take(payload)
         return self.is_done
 
     def message(self, fields: bytes, payload: memoryview | None) -> None:
-        """Processes a message. Raises InvalidRequest if it is no answer to the pull."""
-        self.progressed()
-        self._take(rows.read_pulled(fields, payload))
+        """Processes a message that has come as a whole. Raises InvalidRequest if it is no answer to the call."""
+        self._coming = self._parsed(fields)
+        self._take(payload)
 
-    def _take(self, pulled: PulledRows) -> None:
+    def _parsed(self, fields: bytes) -> PulledRows | None:
+        """Parses a message; returns None if it says nothing of rows."""
+        return rows.read_pulled(fields, None)
+
+    def _take(self, payload: memoryview | None) -> None:
+        self.progressed()
+        if self._coming is None:
+            return
+        pulled = self._coming._replace(payload=payload)
         self._waited = max(self._waited, pulled.waited)
         self._save_state = self._save_state or pulled.save_state
         if pulled.waiting is not None:
@@ -204,34 +223,52 @@ class RowLanding:
         first, count, payload = pulled.first, pulled.rows, pulled.payload
         if pulled.in_segment and self._shared is not None and payload is None and (first, count) == (0, self._rows):
             return self._shared
-        expected, sent = self._codec.size(count * self._dim), len(payload or b"")
-        came_as = pulled.wire_format or "float32"
-        if pulled.in_segment or first + count > self._rows or sent != expected or came_as != self._codec.dtype:
-            way = "in the segment" if pulled.in_segment else f"in {sent} bytes of {came_as}"
+        sent = len(payload or b"")
+        if not self._is_expected(pulled, sent):
+            way = "in the segment" if pulled.in_segment else f"in {sent} bytes of {pulled.wire_format or 'float32'}"
             raise InvalidRequest(
                 f"{self._peer}: expected {self._rows} rows of {self._dim} x {self._codec.dtype}, got rows {first} to "
                 f"{first + count} {way}"
             )
         return self._codec.decode(payload or b"", count * self._dim).view(count, self._dim).to(torch.float32)
 
+    def _is_expected(self, pulled: PulledRows, sent: int) -> bool:
+        """Whether rows may come so, in a payload of so many bytes."""
+        return (
+            not pulled.in_segment
+            and pulled.first + pulled.rows <= self._rows
+            and sent == self._codec.size(pulled.rows * self._dim)
+            and (pulled.wire_format or "float32") == self._codec.dtype
+        )
+
 
 class ExchangeLanding(RowLanding):
     """A pull of rows in one call with a push.
 
+    keep:   called when the push is staged and rows are yet to come: what the call pushes may be changed from then on,
+            and may be needed to repeat the call
     staged: called with the time at which the push was staged, on the clock of time.perf_counter; perhaps several times
     """
 
-    def __init__(self, *pull: Any, staged: Callable[[float], None]) -> None:
-        self._staged = staged
+    def __init__(self, *pull: Any, keep: Callable[[], None], staged: Callable[[float], None]) -> None:
+        self._keep, self._staged, self._when = keep, staged, 0.0
         super().__init__(*pull)
 
-    def message(self, fields: bytes, payload: memoryview | None) -> None:
-        """Processes a message. Raises InvalidRequest if it is no answer to the call."""
-        self.progressed()
+    def is_staged(self, seconds: float = 0.0) -> None:
+        """Notes that the push has been staged for so many seconds."""
+        self._staged(time.perf_counter() - seconds)
+
+    def _parsed(self, fields: bytes) -> PulledRows | None:
         staged_seconds, pulled = rows.read_exchanged(fields)
-        self._staged(time.perf_counter() - staged_seconds)  # every answer comes after the push is staged
-        if pulled is not None:
-            self._take(pulled._replace(payload=payload))
+        self._when = time.perf_counter() - staged_seconds  # every answer comes after the push is staged
+        if pulled is None or pulled.first or pulled.rows < self._rows:
+            self._keep()
+            self._staged(self._when)
+        return pulled
+
+    def _take(self, payload: memoryview | None) -> None:
+        super()._take(payload)
+        self._staged(self._when)
 
 
 def note_wait(waits: Troubles, waiting: Awaited) -> None:

@@ -16,10 +16,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ps_protocol.batches import DataRange
-from ps_protocol.framing import Parts
+from ps_protocol.framing import Buffer, Parts
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.messages import rows as messages
@@ -58,18 +59,44 @@ class RowStep:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Rows of a table to pull from one shard. land: writes them; see RowLanding"""
+    """Rows of a table to pull from one shard. land, out: see RowLanding"""
 
     table: int
     shard: int
     ids: Ids
     dim: int
     land: Callable[[int, torch.Tensor], None] = lambda first, rows: None
+    out: torch.Tensor | None = None
 
     @property
     def size(self) -> int:
         """Bytes of ids and rows in shared memory."""
         return pulled_bytes(len(self.ids), self.dim)
+
+
+@dataclass(frozen=True)
+class _PushMessage:
+    """A message that pushes rows of one table to one shard.
+
+    push: the push, with the first part of the payload, if rows are in the message
+    more: the parts of the payload that follow
+    size: bytes of the rows, in the message or in shared memory
+    wire: the wire format of their elements
+    """
+
+    push: RowsPush
+    more: tuple[Buffer, ...] = ()
+    size: int = 0
+    wire: str = "float32"
+
+    def written(self) -> Parts:
+        """Returns the request of a push alone."""
+        return messages.write_push(self.push, self.more)
+
+    def copied(self) -> _PushMessage:
+        """Returns the same message in memory of its own."""
+        payload = bytes(self.push.payload)
+        return replace(self, push=replace(self.push, payload=payload), more=tuple(bytes(part) for part in self.more))
 
 
 class RowTransport:
@@ -88,8 +115,7 @@ class RowTransport:
         self._assignments = 0  # made so far
         # By clock, table and shard, the number of the last assignment sent
         self._assigned: dict[tuple[int, int, int], int] = {}
-        # At most as many threads as shards: over gRPC a call holds its thread until it is answered, and so does a push
-        # in several messages over a data connection, so a slow shard would make their number grow. Pulls have threads
+        # Over gRPC a call holds a thread until it is answered, and so does a call that is repeated. Pulls have threads
         # of their own: they wait for other workers, which may wait for this worker's pushes.
         threads = len(calls) if spec.tables else 0
         self._pushers, self._pullers = DaemonPool(threads, "push rows"), DaemonPool(threads, "pull rows")
@@ -136,8 +162,8 @@ class RowTransport:
     ) -> RowStep:
         """Pushes a step of all tables, and pulls rows at its clock.
 
-        If a push and a pull of one table and shard need no payload, they are one call. Other pulls leave without
-        waiting for the answers to pushes.
+        A push and a pull of one table and shard are one call if their rows and ids are in shared memory, or fit into
+        one message. Other pulls leave without waiting for the answers to pushes.
 
         ranges: the leased data that the step used
         ahead:  the rows to pull for a later batch
@@ -155,20 +181,14 @@ class RowTransport:
         assigned, self._assigned = self._assigned, {}
         for step, shard, rows in parts:
             assignment, place = assigned.get((clock, step.table, shard), 0), self._place_on(shard, room)
-            push = self._push_of(step, rows, clock, ranges, assignment)
+            sent = self._messages(self._push_of(step, rows, clock, ranges, assignment), rows, place)
             asked = wanted.get((step.table, shard))
-            if rows is not None and len(rows) and place is None:
-                wire = self._gradients.name
-                pushed += [self._push(shard, each, len(each.payload), wire) for each in self._in_messages(push, rows)]
-                continue
-            size = 0
-            if rows is not None and len(rows) and place is not None:
-                push, size = self._put(push, rows, place)
-            if asked is not None and (place is not None or not len(asked.ids)):
-                staged, pulled[step.table, shard] = self._exchange(push, size, asked, place)
+            if asked is not None and self._is_one_call(sent, asked, place):
+                staged, pulled[step.table, shard] = self._exchange(sent[0], asked, place)
                 pushed.append(staged)
-            else:
-                pushed.append(self._push(shard, push, size, "float32"))
+                continue
+            for message in sent:
+                pushed.append(self._push(shard, message))
                 self._use(place, pushed[-1])
         for key, asked in wanted.items():
             if key not in pulled:
@@ -205,7 +225,7 @@ class RowTransport:
                 counts = first, len(ids[part]), len(ids)
                 push = RowsPush(self._worker, table, clock, RowPushKind.ASSIGN, payload, *counts, {})
                 push = replace(push, assignment=self._assignments)
-                sent.append(self._push(shard, push, len(payload), "float32"))
+                sent.append(self._push(shard, _PushMessage(push, size=len(payload))))
         return sent
 
     def forget_assigned(self) -> None:
@@ -218,21 +238,40 @@ class RowTransport:
             clock, [TableStep(table) for table in range(len(self._spec.tables))], (), (), ends=False
         ).pushed
 
+    def _is_one_call(self, pushes: Sequence[_PushMessage], asked: _Asked, room: SegmentRange | None) -> bool:
+        """Whether a push, in these messages, and a pull of the same table from the same shard are one call."""
+        if room is not None or len(pushes) > 1:
+            return room is not None
+        size = pushes[0].size + asked.ids.nbytes
+        return not size or (size <= MESSAGE_BYTES and self._calls[asked.shard].takes_row_payloads)
+
     def _exchange(
-        self, push: RowsPush, size: int, asked: _Asked, room: SegmentRange | None
+        self, sent: _PushMessage, asked: _Asked, room: SegmentRange | None
     ) -> tuple[Future[PushResult], Future[PullResult]]:
-        """Sends a push and a pull in one call. size: bytes of rows that the push names"""
+        """Sends a push and a pull in one call."""
         places, shared = self._put_ids(asked, room)
         staged: Future[PushResult] = Future()
+        kept = sent  # what is pushed again, if the call fails
+
+        def keep() -> None:
+            nonlocal kept
+            if kept is sent:
+                kept = sent.copied()
 
         def is_staged(when: float) -> None:
             if not staged.done():
-                staged.set_result(PushResult({"float32": size}, when))
+                staged.set_result(PushResult({sent.wire: sent.size}, when))
 
-        landing = ExchangeLanding(
-            *self._landing(asked, messages.write_exchange(push, places), shared), staged=is_staged
-        )
-        pull = self._calls[asked.shard].pull_rows(landing, self._pullers, "ExchangeRows")
+        def apart() -> tuple[Parts, RowLanding]:
+            return kept.written(), self._pull_of(sent.push.clock, asked, None, None)
+
+        request = messages.write_exchange(sent.push, places, _bytes_in(asked.ids) if room is None else b"", sent.more)
+        landing = ExchangeLanding(*self._landing(asked, request, shared), keep=keep, staged=is_staged)
+        calls = self._calls[asked.shard]
+        if request.payload is None:
+            pull = calls.pull_rows(landing, self._pullers, "ExchangeRows")
+        else:
+            pull = calls.exchange_rows(landing, apart, self._pushers, self._pullers)
         self._use(room, pull)
 
         def ended(done: Future[PullResult]) -> None:
@@ -292,12 +331,20 @@ class RowTransport:
             assignment=assignment,
         )
 
-    def _push(self, shard: int, push: RowsPush, size: int, wire: str) -> Future[PushResult]:
-        """Sends one message. size: bytes of the rows in it or in shared memory; wire: the wire format of their
-        elements
-        """
-        message, calls = messages.write_push(push), self._calls[shard]
-        return calls.push_rows(message, lambda: PushResult({wire: size}, time.perf_counter()), self._pushers)
+    def _push(self, shard: int, sent: _PushMessage) -> Future[PushResult]:
+        def result() -> PushResult:
+            return PushResult({sent.wire: sent.size}, time.perf_counter())
+
+        return self._calls[shard].push_rows(sent.written(), result, self._pushers)
+
+    def _messages(self, push: RowsPush, rows: RowGradients | None, room: SegmentRange | None) -> list[_PushMessage]:
+        """Returns the messages of a push to one shard: one, if its rows are in shared memory or there are none."""
+        if rows is None or not len(rows):
+            return [_PushMessage(push)]
+        if room is None:
+            return list(self._with_rows(push, rows))
+        named, size = self._put(push, rows, room)
+        return [_PushMessage(named, size=size)]
 
     @staticmethod
     def _put(push: RowsPush, rows: RowGradients, room: SegmentRange) -> tuple[RowsPush, int]:
@@ -310,8 +357,10 @@ class RowTransport:
         room.memory.rows(place + (ID_BYTES + COUNT_BYTES) * count, count, dim).copy_(rows.gradients)
         return replace(push, count=count, place=place), size
 
-    def _in_messages(self, push: RowsPush, rows: RowGradients) -> Iterator[RowsPush]:
-        """Yields the messages that bring a table's rows of one shard."""
+    def _with_rows(self, push: RowsPush, rows: RowGradients) -> Iterator[_PushMessage]:
+        """Yields the messages that bring a table's rows of one shard. Ids, and gradients that travel as they are, are
+        sent from where they lie.
+        """
         codec = self._gradients
         row_bytes = ID_BYTES + COUNT_BYTES + codec.size(rows.gradients.shape[1])
         most = max(1, MESSAGE_BYTES // row_bytes)
@@ -319,8 +368,9 @@ class RowTransport:
         for first in range(0, len(rows), most):
             ids, counts = rows.ids[first : first + most], rows.counts[first : first + most].astype("<u4")
             gradients = codec.encode(rows.gradients[first : first + most].reshape(-1))
-            payload = b"".join((ids.data, counts.data, bytes_of(gradients)))
-            yield replace(push, payload=payload, first=first, count=len(ids), wire_format=wire_format)
+            part = replace(push, payload=_bytes_in(ids), first=first, count=len(ids), wire_format=wire_format)
+            more = _bytes_in(counts), bytes_of(gradients)
+            yield _PushMessage(part, more, row_bytes * len(ids), codec.name)
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
@@ -335,22 +385,33 @@ class RowTransport:
     def _asked(self, table: int, ids: Ids, out: torch.Tensor, ends: Ids) -> list[_Asked]:
         places = by_shard(ids, len(self._calls), ends)
         each = [
-            _Asked(table, shard, ids[which], out.shape[1], partial(_land, out, which))
+            _Asked(
+                table,
+                shard,
+                ids[which],
+                out.shape[1],
+                partial(_land, out, which),
+                out[which] if isinstance(which, slice) else None,
+            )
             for shard, which in enumerate(places)
         ]
         return [asked for asked in each if len(asked.ids)]
 
     def _pull(self, clock: int, asked: _Asked, room: SegmentRange | None) -> Future[PullResult]:
         places, shared = self._put_ids(asked, room)
-        message = messages.write_pull(RowsPull(self._worker, asked.table, clock, asked.ids.data, places))
-        landing = RowLanding(*self._landing(asked, message, shared))
-        pulled = self._calls[asked.shard].pull_rows(landing, self._pullers)
+        pulled = self._calls[asked.shard].pull_rows(self._pull_of(clock, asked, places, shared), self._pullers)
         self._use(room, pulled)
         return pulled
 
+    def _pull_of(
+        self, clock: int, asked: _Asked, places: PullOffsets | None, shared: torch.Tensor | None
+    ) -> RowLanding:
+        message = messages.write_pull(RowsPull(self._worker, asked.table, clock, _bytes_in(asked.ids), places))
+        return RowLanding(*self._landing(asked, message, shared))
+
     def _landing(self, asked: _Asked, message: Parts, shared: torch.Tensor | None) -> tuple[Any, ...]:
         peer, rows = str(self._calls[asked.shard].peer), len(asked.ids)
-        return peer, message.whole(), rows, asked.dim, self._weights, asked.land, shared, self._waits
+        return peer, message, rows, asked.dim, self._weights, asked.land, shared, self._waits, asked.out
 
     @staticmethod
     def _put_ids(asked: _Asked, room: SegmentRange | None) -> tuple[PullOffsets | None, torch.Tensor | None]:
@@ -421,14 +482,21 @@ def _pushed_sizes(parts: Iterable[tuple[TableStep, int, RowGradients | None]]) -
             yield shard, pushed_bytes(len(rows), rows.gradients.shape[1])
 
 
+def _bytes_in(numbers: npt.NDArray[Any]) -> memoryview:
+    """Returns the memory of a contiguous array, as bytes."""
+    return numbers.view(np.uint8).data
+
+
 def _land(out: torch.Tensor, which: Which, first: int, rows: torch.Tensor) -> None:
-    """Copies rows of one shard to their positions in `out`, which has the rows of all shards.
+    """Copies rows of one shard to their positions in `out`, which has the rows of all shards, if they do not lie there.
 
     first: the number of the first of these rows, counted in the shard's own
     which: the positions of the shard's rows in `out`
     """
     if isinstance(which, slice):
-        out[which][first : first + len(rows)].copy_(rows)
+        there = out[which][first : first + len(rows)]
+        if there.data_ptr() != rows.data_ptr():
+            there.copy_(rows)
     else:
         records = out.numpy().view(f"V{out.itemsize * out.shape[1]}")[:, 0]
         records[which[first : first + len(rows)]] = rows.numpy().view(records.dtype)[:, 0]

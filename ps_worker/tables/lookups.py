@@ -129,7 +129,8 @@ class Lookups:
         again.
         """
         leaf = empty_rows(len(gradients), handle.shape[1]).to(handle.device).requires_grad_()
-        leaf.grad = gradients.gradients.to(handle.device)
+        # A copy: calls of the step that was broken off may still send the others, and the script may change its own.
+        leaf.grad = gradients.gradients.to(handle.device, copy=True)
         self._join(leaf, handle, gradients)
 
     def leave_groups(self) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ps_frames.frames import HEADER_BYTES, Kind, frame, read_header
 from ps_protocol.batches import DataRange
 from ps_protocol.convert import AnsweringShard, Awaited, hyper_messages
 from ps_protocol.errors import InvalidRequest
@@ -82,6 +84,15 @@ def test_a_payload_may_be_any_buffer_of_bytes_and_is_a_view_of_the_message(kind:
     _, payload = split_message(data)
     assert payload == b"payload"
     assert payload.obj is data
+
+
+def test_a_payload_that_lies_in_several_places_is_the_same_message() -> None:
+    parts = message_parts(HEAD, b"pay", [b"", bytearray(b"lo"), memoryview(b"ad")])
+    assert parts.whole() == message_parts(HEAD, b"payload").whole()
+    whole = b"".join(frame(3, Kind.PUSH, message_parts(HEAD, b"payload")))
+    assert b"".join(frame(3, Kind.PUSH, parts)) == whole
+    numbers = memoryview(array("q", [1, 2]))  # of which len() counts the elements
+    assert read_header(frame(3, Kind.PUSH, message_parts(HEAD, numbers))[0][:HEADER_BYTES], 1000).payload_bytes == 16
 
 
 def test_fields_of_a_later_version_are_skipped_wherever_they_stand() -> None:

@@ -167,8 +167,7 @@ class Ends:
         self.sender.end()
         self.frames.abort()
         self.theirs.close()
-        with self.frames.sending:
-            self.frames.close()
+        self.sender.close()
 
 
 @pytest.fixture

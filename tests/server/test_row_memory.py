@@ -231,7 +231,7 @@ def test_a_worker_that_is_removed_in_the_middle_of_an_exchange_gets_no_rows(
 def test_an_exchange_has_all_rows_of_a_step_and_no_payload() -> None:
     push = rows_pb2.PushRowsRequest(kind="ROW_PUSH_KIND_GRADIENT", row_count=1, total_row_count=1, clock=3, table=1)
     push.payload = b"1234"
-    with pytest.raises(InvalidRequest, match="got 1 of 1 rows and 4 bytes in the message"):
+    with pytest.raises(InvalidRequest, match="got 1 of 1 rows and 4 bytes in the push"):
         row_messages.read_exchange(rows_pb2.ExchangeRowsRequest(push=push).SerializeToString())
     push.ClearField("payload")
     push.in_segment.offset, push.total_row_count = PAGE_BYTES, 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 STEPS_BETWEEN_LOOKS = 12  # at whole tables
 APART = 0.25  # of the steps of tables in shared memory: their rows are pushed and pulled by calls of their own
+TOGETHER = 0.7  # of the steps of other tables, where workers share memory with some shards: one call, in a message
 CALL_SECONDS, PULL_SECONDS = 15.0, 60.0  # of ps_worker.cluster
 
 
@@ -112,17 +114,26 @@ class WorkerRows:
     def pushes(self, place: Place, clock: int, step: int, begun: int) -> list[Callable[[], object]]:
         """Returns what pushes the rows of a step, each message by itself. begun: as in Worker.pushes"""
         works: list[Callable[[], object]] = []
-        for table, shard in self._apart(place):
+        for table, shard in self._apart(place, clock):
             part, had = self._part(place, table, shard, step, begun)
             messages = [*self._messages(place, table, clock, part)]
             left = {message.first for message in messages} if table.number == COUNTS and not had else set()
             works += [partial(self._push_rows, place, shard, message, step, left) for message in messages]
         return works
 
-    def _apart(self, place: Place) -> list[tuple[Table, int]]:
-        """Returns each table on each shard that shares no memory for rows."""
+    def _apart(self, place: Place, clock: int) -> list[tuple[Table, int]]:
+        """Returns each table on each shard whose rows are pushed and pulled by calls of their own."""
         sharing = () if place.shared is None else place.shared.row_shards
-        return [(table, shard) for table, shard in self.parts if shard not in sharing]
+        together = self._together(place, clock)
+        return [part for part in self.parts if part[1] not in sharing and part not in together]
+
+    def _together(self, place: Place, clock: int) -> list[tuple[Table, int]]:
+        """Returns each table on each shard to which a step is one call, whose message has the rows."""
+        if place.shared is None:
+            return []
+        draw, sharing = random.Random(f"{self.worker.life.number} {clock}"), place.shared.row_shards
+        drawn = [part for part in self.parts if draw.random() < TOGETHER]
+        return [part for part in drawn if part[1] not in sharing]
 
     def _part(self, place: Place, table: Table, shard: int, step: int, begun: int) -> tuple[Part, bool]:
         """Returns what a step pushes to a table on a shard, and whether that had had it when the place was taken."""
@@ -184,13 +195,15 @@ class WorkerRows:
 
     def pulls(self, place: Place, step: int) -> list[Callable[[], object]]:
         """Returns what fetches the rows that are looked at after a step."""
-        return [partial(self._pull, place, table, shard, step) for table, shard in self._apart(place)]
+        return [partial(self._pull, place, table, shard, step) for table, shard in self._apart(place, place.clock)]
 
     def _pull(self, place: Place, table: Table, shard: int, step: int) -> None:
         ids = table.asked(shard, self.row, step)
-        payload = np.array(ids, "<i8").tobytes()
-        call = RowsPull(self.worker.identity(place), table.number, place.clock, payload)
+        call = self._pull_of(place, table, ids, place.clock)
         self._fetch_rows(place, table, shard, ids, partial(self._answers, place, shard, call))
+
+    def _pull_of(self, place: Place, table: Table, ids: list[int], clock: int) -> RowsPull:
+        return RowsPull(self.worker.identity(place), table.number, clock, np.array(ids, "<i8").tobytes())
 
     def _fetch_rows(
         self,
@@ -237,11 +250,15 @@ class WorkerRows:
     # -- in shared memory --------------------------------------------------------------------------------------------
 
     def exchanges(self, place: Place, clock: int, step: int, begun: int) -> list[Callable[[], object]]:
-        """Returns what pushes the rows of a step to the shards that share memory, and pulls those that are looked at.
-        begun: as in `pushes`"""
+        """Returns what pushes the rows of a step to shards that share memory, or in one message, and pulls those that
+        are looked at. begun: as in `pushes`"""
         shared, works, end = place.shared, list[Callable[[], object]](), PAGE_BYTES
         if shared is None or shared.row_memory is None:
             return []
+        works += [
+            partial(self._exchange_in_message, shared, place, *part, clock, step, begun)
+            for part in self._together(place, clock)
+        ]
         for table, shard in self.parts:
             if shard not in shared.row_shards:
                 continue
@@ -291,6 +308,35 @@ class WorkerRows:
         if left:
             self.run.acknowledged.note(len(self.run.buckets) + of.shard, self.worker.life.number, step)
         of.shared.overwrite_rows(of.first, of.end)
+
+    # -- in one message ----------------------------------------------------------------------------------------------
+
+    def _exchange_in_message(
+        self, shared: SharedMemory, place: Place, table: Table, shard: int, clock: int, step: int, begun: int
+    ) -> None:
+        """Pushes the rows of a step, and pulls those that are looked at, in one call; after a failure in two."""
+        part, had = self._part(place, table, shard, step, begun)
+        ids, count, tried = table.asked(shard, self.row, step), len(part.ids), False
+        who, pull = self.worker.identity(place), self._pull_of(place, table, ids, clock)
+        payload = b"".join(
+            np.asarray(each, kind).tobytes()
+            for each, kind in ((part.ids, "<i8"), (part.occurrences, "<u4"), (part.gradients, "<f4"))
+        )
+        push = RowsPush(who, table.number, clock, _kind(part), payload, 0, count, count, {})
+        request = write_exchange(push, None, pull.payload).whole()
+
+        def answers() -> Iterator[object]:
+            nonlocal tried
+            if not tried:
+                tried = True
+                yield from shared.exchanged(shard, 0, "exchange_rows", request)
+                return
+            self._network.call(place.addresses[shard], "push_rows", push, seconds=CALL_SECONDS)
+            yield from self._answers(place, shard, pull)
+
+        self._fetch_rows(place, table, shard, ids, answers)
+        if table.number == COUNTS and not had:
+            self.run.acknowledged.note(len(self.run.buckets) + shard, self.worker.life.number, step)
 
     # -- what it finds -----------------------------------------------------------------------------------------------
 

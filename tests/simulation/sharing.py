@@ -3,7 +3,8 @@
 In some seeds a worker is on the host of some shards, or of all. It offers them a segment for its buckets, and one for
 its rows if the job has tables, and opens a data connection to each. Then a step with such a shard is one exchange, as
 in ps_worker.cluster: the gradients lie in the segment, the shard writes the weights there. What a shard may read no
-more is overwritten at once, and weights that it is to write are overwritten before.
+more is overwritten at once, and weights that it is to write are overwritten before. With the other shards a step of
+rows is often one exchange, too, whose message has the rows (row_worker.py).
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ps_protocol.messages import rows
 from ps_protocol.messages.data import PushCall, read_exchange, write_exchange
-from ps_protocol.messages.rows import RowsPush
+from ps_protocol.messages.rows import RowsPull, RowsPush
 from ps_protocol.segment_layout import RowMemory, SegmentMap, pushed_bytes
 from ps_server.core.checking_rows import PushedRows
 from ps_server.core.sums import Sum
@@ -105,6 +106,23 @@ def reads_rows_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostedJob, "pushed", where_they_lie)
 
 
+def reads_wanted_ids_late(patch: pytest.MonkeyPatch) -> None:
+    """The ids that an exchange asks for are not copied out of its message, and the next message is received there."""
+    read, received = rows.read_exchange, list[bytearray]()
+
+    def where_it_was_received(request: Any) -> tuple[RowsPush, RowsPull]:
+        push, pull = read(request)
+        if not len(pull.payload):  # in the segment, or there are none
+            return push, pull
+        for before in received:
+            count = min(len(before), len(pull.payload))
+            before[:count] = pull.payload[:count]
+        received[:] = [bytearray(pull.payload)]
+        return push, replace(pull, payload=received[0])
+
+    patch.setattr(rows, "read_exchange", where_it_was_received)
+
+
 ALL = MIXED | IN_ROWS | {"own update missing", "went back"}
 shared = partial(Mutation, kinds=ALL, sharing=True)
 
@@ -121,4 +139,5 @@ SHARED = (
     shared(reads_a_segment_that_was_replaced, ("sync", "async"), known=("async", 0)),
     shared(reads_late_what_workers_overwrite, ("sync quorum all-1",), known=("sync quorum all-1", 0)),
     shared(reads_rows_late, ("sync",), tables=True, known=("sync", 0)),
+    shared(reads_wanted_ids_late, ("sync",), tables=True, known=("sync", 1)),
 )

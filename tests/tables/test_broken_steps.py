@@ -18,6 +18,7 @@ from ps_runtime.signals import undisturbed
 from ps_server.core.limits import Limits
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.row_transport import RowTransport
+from ps_worker.tables.server_rows import TableStep
 from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster, until
 
@@ -238,6 +239,30 @@ def test_a_step_that_is_refused_before_its_rows_are_looked_at_may_be_made_again(
         weight.data = values
         training.optimizer.step()
         assert (training.rows(3), training.weight) == ([-1.0, -1.0, 0.0], -1.0)
+
+
+def test_the_memory_that_calls_of_a_step_send_is_not_the_scripts_after_it_was_broken_off(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some calls may be on their way when another cannot be made."""
+    sent: list[TableStep] = []
+
+    def breaks_off(connection: Connection, pushes: Any, drafts_count: bool, rows: list[TableStep], *more: Any) -> None:
+        sent.extend(rows)
+        raise InvalidRequest("broken off")
+
+    with shared.connect("async", job=job, transport="tcp") as session:
+        training = Training(session)
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "push_pull", lambda *arguments, **named: breaks_off(*arguments))
+            with pytest.raises(InvalidRequest, match="broken off"):
+                training.step(torch.arange(2))
+        training.optimizer.zero_grad(set_to_none=False)
+        [table] = sent
+        assert table.rows is not None
+        assert table.rows.gradients.tolist() == [[1.0], [1.0]]
+        training.step(torch.arange(2))
+        assert training.rows(3) == [-1.0, -1.0, 0.0]
 
 
 def test_what_is_frozen_between_forward_and_backward_stays(training: Training) -> None:

@@ -21,6 +21,7 @@ from ps_protocol import row_ids
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_server.shard.pulls import Pulls as PullsOfShard
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_worker.cluster import row_transport
 from ps_worker.strategies.row_reads import RowReads
 from tests.chaos.worker import incarnation_of
 from tests.tools.cases import cases, crossed
@@ -305,13 +306,15 @@ def test_an_exchange_goes_by_grpc_where_a_data_connection_has_ended(shared: Clus
 def test_over_tcp_rows_are_asked_for_while_no_push_is_answered(
     shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = torch.arange(4000)  # whose requests are too large to be sent at once
-    end, ask, asked, in_time = FrameCall.end, PullsOfShard.ask, threading.Semaphore(0), []
+    """Where the rows of a step are several messages."""
+    ids = torch.arange(4000)
+    end, ask, in_time = FrameCall.end, PullsOfShard.ask, []
+    asked, shards = threading.Event(), set()  # both shards were asked; those that were
     waiting: list[threading.Thread] = []
 
     def answered_later(call: FrameCall, *answer: bytes) -> None:
         def answer_after_pull() -> None:
-            in_time.append(asked.acquire(timeout=30.0))
+            in_time.append(asked.wait(30.0))
             end(call, *answer)
 
         if call._header.kind is not Kind.PUSH_ROWS:
@@ -322,19 +325,23 @@ def test_over_tcp_rows_are_asked_for_while_no_push_is_answered(
 
     def noted(pulls: PullsOfShard, *arguments: Any) -> None:
         ask(pulls, *arguments)
-        asked.release()
+        shards.add(pulls)
+        if len(shards) == 2:
+            asked.set()
 
     with shared.connect("sync", job=job, transport="tcp") as session:
         worker = Worker(session)
         worker.step(ids, following=ids)
         with monkeypatch.context() as patch:
+            patch.setattr(row_transport, "MESSAGE_BYTES", 10_000)
             patch.setattr("ps_worker.cluster.calls.CALL_SECONDS", 90.0)  # until a push is given up
             patch.setattr(FrameCall, "end", answered_later)
             patch.setattr(PullsOfShard, "ask", noted)
             assert set(worker.step(ids, following=ids)) == {1}
         for thread in waiting:
             thread.join()
-        assert in_time == [True, True]
+        assert len(in_time) > 4
+        assert all(in_time)
         assert worker.own.counted(ids[:3]) == [2.0] * 3
 
 

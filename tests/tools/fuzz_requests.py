@@ -124,6 +124,8 @@ _REQUESTS = [
     _places(4096, 2, 4160),
     _places(4096, 2, 1 << 20),
     rows_pb2.ExchangeRowsRequest(push=_rows("NO_GRADIENT")),
+    rows_pb2.ExchangeRowsRequest(push=_rows("GRADIENT", rows=2, total=2), row_count=2, payload=_IDS + _ROWS),
+    rows_pb2.ExchangeRowsRequest(push=_rows("NO_GRADIENT"), row_count=2, payload=_IDS),
     rows_pb2.ExchangeRowsRequest(
         push=rows_pb2.PushRowsRequest(
             worker=WORKER, clock=1, kind="ROW_PUSH_KIND_GRADIENT", row_count=2, total_row_count=2, in_segment=_PLACE

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +24,14 @@ from ps_frames.client import ClientConnection, EachAnswer, OneAnswer, reading_th
 from ps_frames.frames import HEADER_BYTES, ConnectionOffer, Kind, frames_over, read_header, write_header
 from ps_frames.server import FrameSender
 from ps_protocol.errors import InvalidRequest, Unreachable
-from ps_protocol.framing import Parts
+from ps_protocol.framing import Buffer, Parts
 from ps_runtime.grpc_status import CallFailed
 from ps_server.ops import requests, status_text
 from ps_worker import Session
 from ps_worker.cluster import calls
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, scrape, until
+from tests.tools.lines import before_line
 
 
 def connections(session: Session) -> list[ClientConnection | None]:
@@ -243,6 +247,170 @@ def test_a_payload_is_put_where_the_call_wants_it(ends: tuple[ClientConnection, 
     shard.sendall(write_header(number, Kind.ANSWER, 4, 8) + b"head" + b"elements" + write_header(number, Kind.END, 0))
     call.done.result(20.0)
     assert (bytes(target), seen[0][0]) == (b"elements", b"head")
+
+
+@pytest.mark.parametrize("ends_there", [False, True], ids=["read", "closed"])
+def test_a_thread_that_must_not_wait_leaves_the_rest_of_a_payload_to_another(
+    ends: tuple[ClientConnection, socket.socket], ends_there: bool
+) -> None:
+    connection, shard = ends
+    payload, small = bytes(range(256)) * 2**15, Parts(b"small")
+    call = connection.call_now(Kind.PUSH, Parts(b"head", payload), OneAnswer(), 20.0)
+    assert call is not None, "of 8 MiB, which no socket takes, some are sent"
+    assert connection.call_now(Kind.PULL, small, OneAnswer(), 20.0) is None, "it would wait for the rest"
+    [thread] = connection.threads
+    if ends_there:
+        shard.close()
+        with pytest.raises(CallFailed, match="the data connection ended"):
+            call.done.result(20.0)
+    else:
+        header = read_header(shard.recv(HEADER_BYTES, socket.MSG_WAITALL), 2**30)
+        assert shard.recv(header.size, socket.MSG_WAITALL) == b"head" + payload
+        shard.sendall(write_header(header.call, Kind.LAST, 0))
+        call.done.result(20.0)
+        until(lambda: connection.call_now(Kind.PULL, small, OneAnswer(), 20.0) is not None, "that others may send")
+        connection.close()
+    thread.join(20.0)
+    assert not thread.is_alive()
+
+
+def test_where_no_thread_can_send_the_rest_of_a_request_the_connection_ends(
+    ends: tuple[ClientConnection, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection, _ = ends
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    call = connection.call_now(Kind.PUSH, Parts(b"head", bytes(2**23)), OneAnswer(), 20.0)
+    assert call is not None
+    with pytest.raises(CallFailed, match="the data connection ended"):
+        call.done.result(20.0)
+    assert connection.threads == []
+
+
+class Interrupted(BaseException):
+    """What a signal's handler raises."""
+
+
+class Interrupts:
+    """A connection whose sender is interrupted, and the shard, which reads all that comes."""
+
+    def __init__(self) -> None:
+        ours, shard = socket.socketpair()
+        self.connection, self._came = connection_over(ours), bytearray()
+        self._reading = threading.Thread(target=self._read, args=[shard])
+        self._reading.start()
+
+    def _read(self, shard: socket.socket) -> None:
+        with shard:
+            self._came.extend(b"".join(iter(lambda: shard.recv(2**20), b"")))
+
+    def ended(self) -> list[bytes]:
+        """Sends another request, if the connection goes on, and ends it. The messages that the shard got."""
+
+        def send() -> None:
+            with suppress(CallFailed):
+                self.connection.call(Kind.PULL, Parts(b"small"), OneAnswer(), 20.0)
+
+        sending = threading.Thread(target=send, daemon=True)
+        sending.start()
+        sending.join(20.0)
+        assert not sending.is_alive(), "it has its turn"
+        self.connection.close()
+        self._reading.join(20.0)
+        assert not self._reading.is_alive(), "the connection is closed"
+        return list(messages_in(bytes(self._came)))
+
+
+@pytest.mark.parametrize("size", [8, 2**23], ids=["whole", "in parts"])
+def test_a_request_that_is_interrupted_at_any_line_is_sent_whole_or_ends_the_connection(size: int) -> None:
+    """Half a frame would be completed by the bytes of the next one."""
+    payload = bytes(size)
+
+    def interrupts() -> None:
+        raise Interrupted
+
+    for wanted in itertools.count(1):
+        ends = Interrupts()
+        with suppress(Interrupted), before_line(client, wanted, interrupts, ["_sent_now"]) as has_come:
+            ends.connection.call_now(Kind.PUSH, Parts(b"head", payload), OneAnswer(), 20.0)
+        messages = ends.ended()
+        assert b"small" not in messages or messages in ([b"small"], [b"head" + payload, b"small"])
+        if not has_come():
+            break
+    assert messages == [b"head" + payload, b"small"]
+    assert wanted > 5
+
+
+@pytest.mark.parametrize("size", [8, 2**21], ids=["whole", "in parts"])
+def test_a_signal_that_interrupts_a_request_leaves_the_turn_to_others(size: int) -> None:
+    """Unlike a trace, a signal acts only where Python handles signals, and so not between a lock and its `with`."""
+    payload, has_come = bytes(size), False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+        raise Interrupted  # which is lost in callbacks of the interpreter
+
+    before, left = signal.signal(signal.SIGALRM, interrupt), signal.getitimer(signal.ITIMER_REAL)
+    try:
+        for microseconds in range(1, 100):
+            ends, has_come = Interrupts(), False
+            with suppress(Interrupted):
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * microseconds)
+                ends.connection.call_now(Kind.PUSH, Parts(b"head", payload), OneAnswer(), 20.0)
+                while not has_come:
+                    pass
+            messages = ends.ended()
+            assert b"small" not in messages or messages in ([b"small"], [b"head" + payload, b"small"])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *left)  # pytest's own
+
+
+def test_a_signal_at_the_end_of_a_turn_leaves_it_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the thread that has sent waits for the lock with which it wakes them."""
+    ends, held, over = Interrupts(), threading.Event(), threading.Event()
+    connection, send_now = ends.connection, ends.connection._frames.send_now
+
+    def hold() -> None:
+        with connection._turn:
+            held.set()
+            over.wait(20.0)
+
+    holding = threading.Thread(target=hold, daemon=True)
+
+    def sent_while_another_holds_the_lock(parts: Sequence[Buffer]) -> list[memoryview]:
+        left = send_now(parts)
+        holding.start()
+        assert held.wait(20.0)
+        return left
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if held.is_set() and not over.is_set() and frame is not None and frame.f_code.co_name == "call_now":
+            over.set()
+            raise Interrupted
+
+    monkeypatch.setattr(connection._frames, "send_now", sent_while_another_holds_the_lock)
+    before, left = signal.signal(signal.SIGALRM, interrupt), signal.getitimer(signal.ITIMER_REAL)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        with pytest.raises(Interrupted):
+            connection.call_now(Kind.PUSH, Parts(b"head"), OneAnswer(), 20.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *left)  # pytest's own
+        signal.signal(signal.SIGALRM, before)
+    assert ends.ended() == [b"head", b"small"]
+
+
+def messages_in(stream: bytes) -> Iterator[bytes]:
+    """The messages of whole frames in a stream, up to its end."""
+    while len(stream) >= HEADER_BYTES:
+        size = read_header(stream[:HEADER_BYTES], 2**30).size
+        yield stream[HEADER_BYTES : HEADER_BYTES + size]
+        stream = stream[HEADER_BYTES + size :]
 
 
 def test_what_one_call_cannot_read_fails_that_call_alone(ends: tuple[ClientConnection, socket.socket]) -> None:
