@@ -456,8 +456,16 @@ class Connection:
         for transport in {*self._network.values(), *self._transports.values()}:
             yield from transport.threads
 
-    def end(self) -> None:
-        """Closes the connection, and waits until no call reads or writes the model any more."""
+    def end(self, patience: float = 0.0) -> None:
+        """Closes the connection, and waits until no call reads or writes the model any more.
+
+        patience: for so many seconds it waits for calls under way before that. A shard that has the model's memory
+                  mapped may write the weights of such a call there even after the connection is closed.
+        """
+        if patience:
+            if self._attending is not None:
+                self._attending.end()  # other threads receive
+            wait([*self._under_way, *self._last.left], patience)
         self.close()
         self.drop_drafts()
         wait([*self._under_way, *self._last.left])

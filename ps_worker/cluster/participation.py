@@ -27,6 +27,7 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap, read_script, write_script
 from ps_runtime.launch_id import LauncherReports
 from ps_runtime.pools import Closed
+from ps_runtime.signals import undisturbed
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator_calls import CoordinatorClient, Patience
 from ps_worker.cluster.first_rows import RowsBefore
@@ -53,6 +54,8 @@ SCRIPT_CALL_SECONDS = 2.0  # for one call
 # How long a worker that goes on for now waits for a coordinator that does not answer: training does not need it.
 AGAIN_SECONDS = 0.5
 AGAIN_CALL_SECONDS = 0.25
+# How long a move that is broken off waits for weights on their way, which no script has asked for.
+LANDING_SECONDS = 5.0
 CLOSED = "the session is closed: its calls have ended"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1
 
@@ -324,6 +327,15 @@ class Participation:
         timeline = self.timeline
         if timeline.wanted is not None and timeline.begin_step(self.connection.clock + 1, self.rank):
             self.connection.read_clocks()
+
+    def break_off(self, model: FlatModel) -> None:
+        """Ends the connection of a place in which the worker has not arrived. Weights that have landed from it are not
+        the script's changes.
+        """
+        with undisturbed():
+            self.connection.end(LANDING_SECONDS)
+            model.end_pull()
+            model.weights.mark()
 
     def settle(self) -> None:
         """Waits for all calls under way. Raises the first error; PlaceLost if the loss of the place has caused it."""

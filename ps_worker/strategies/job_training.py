@@ -296,10 +296,8 @@ class JobTraining:
             self.assignments.take_back()
         self._drop_unfinished()
         self.data.failed()
-        if is_moving and self.model.spec.local is None:  # what has landed until now is none of the script's
-            self.participation.connection.end()
-            self.model.end_pull()
-            self.model.weights.mark()
+        if is_moving and self.model.spec.local is None:
+            self.participation.break_off(self.model)
 
     def _drop_unfinished(self) -> None:
         self.participation.connection.end_step()

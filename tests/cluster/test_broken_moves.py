@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 
 import ps_worker
 from ps_protocol.errors import LimitExceeded, Unreachable
+from ps_server.shard.pulls import Pulls
 from ps_worker.cluster.own_membership import OwnMembership
 from ps_worker.cluster.participation import Participation
 from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.sent_step import last_state
 from tests.tools.cases import cases, crossed
-from tests.tools.cluster import Cluster, scrape
+from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.whole_steps import CUT, CutInHalf, Net, size, total
 
 MakeCluster = Callable[..., Cluster]
@@ -196,6 +198,49 @@ def test_weights_that_a_script_sets_after_it_has_interrupted_a_move_go_with_the_
         last = 3 if is_in_step else 2
         taken = -total(1, last, 5, 6)
         assert nets[0].values() == [50.0 - size(last)] * 16 + [taken] * 16 + [70.0 - size(last)] * 16 + [taken] * 16
+
+
+def test_weights_that_a_shard_writes_after_an_interrupt_of_a_move_are_not_what_the_script_has_set(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards write them to the model's memory, which they have mapped. The script keeps a reference to `.data`."""
+    cluster = make_cluster(shards=2)
+    connect: Any = partial(ps_worker.connect, cluster.address, "async", job="moved", elastic=True, transport="shm")
+    with connect() as session, connect() as other:
+        net: Any = Net(False)
+        (step, look), (step_of_other, _) = stepping(session, net, first=1), stepping(other, Net(False), first=5)
+        step()
+        step_of_other()
+        held = [layer.data for layer in net.layers]
+        cluster.lose_place(session.rank, "moved")
+        part, is_asked, may_write = session._strategy._training.participation, threading.Event(), threading.Event()  # type: ignore[attr-defined]
+        copy_out, written = Pulls._copy_out, list[object]()
+
+        def copied_later(pulls: Pulls, job: Any, bucket: Any, pull: Any, *rest: Any) -> Any:
+            if pull.worker.rank == session.rank and not may_write.is_set():
+                is_asked.set()
+                assert may_write.wait(30.0)
+            copied = copy_out(pulls, job, bucket, pull, *rest)
+            written.append(pull)
+            return copied
+
+        def begins_to_write() -> bool:
+            """Whether it is to be interrupted: in the new place, once a shard is about to write."""
+            if part.has_arrived:
+                return False
+            assert is_asked.wait(30.0)
+            threading.Timer(0.2, may_write.set).start()
+            return True
+
+        monkeypatch.setattr(Pulls, "_copy_out", copied_later)
+        fail_once(monkeypatch, Participation, "settle", KeyboardInterrupt(), begins_to_write)
+        with pytest.raises(KeyboardInterrupt):
+            look()
+        until(lambda: len(written) == 2)
+        step_of_other()
+        step()
+        assert net.values() == [-total(1, 2, 5, 6)] * 32
+        assert len(held) == 2
 
 
 @pytest.mark.parametrize(("where", "transport"), crossed(WHERE, ["tcp", "shm", "grpc"]))
