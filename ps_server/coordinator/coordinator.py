@@ -36,7 +36,8 @@ from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.drain import Drain
 from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob, has_finished
 from ps_server.coordinator.events import EventLog
-from ps_server.coordinator.held_jobs import Expiry, HeldJobs, Run
+from ps_server.coordinator.expiry import Expiry
+from ps_server.coordinator.held_jobs import HeldJobs, Run
 from ps_server.coordinator.new_jobs import NewJobs
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.refusals import try_soon
