@@ -396,12 +396,12 @@ def group_of(
 
 def _come(ranks: tuple[int, ...], start_timeout: float, timeouts: tuple[float, float]) -> Neighbours:
     """Waits until all members have come, and returns them. Raises LimitExceeded."""
-    place = f"ps_torch/group/{'-'.join(map(str, ranks))}/{_formed[ranks]}"
+    key_prefix = f"ps_torch/group/{'-'.join(map(str, ranks))}/{_formed[ranks]}"
     _formed[ranks] += 1
     member = sorted(ranks).index(dist.get_rank())
     store = dist.distributed_c10d._get_default_store()
     seconds, step_seconds = timeouts
-    neighbours = Neighbours(store, place, member, len(ranks), seconds, step_seconds=step_seconds)
+    neighbours = Neighbours(store, key_prefix, member, len(ranks), seconds, step_seconds=step_seconds)
     neighbours.begin()
     try:
         neighbours.await_all(start_timeout)

@@ -63,7 +63,7 @@ class Neighbours:
     """The other members of a group. Does nothing in a group of one.
 
     store:   a torch.distributed.Store of all members
-    place:   begins the names of the keys that belong to this group; the same on all members
+    key_prefix: begins the names of the keys that belong to this group; the same on all members
     member:  which of `size` members this one is
     seconds: the group timeout; 0: there is none
     end:     ends this process, with a text
@@ -76,14 +76,14 @@ class Neighbours:
     def __init__(
         self,
         store: Any,
-        place: str,
+        key_prefix: str,
         member: int,
         size: int,
         seconds: float,
         end: Callable[[str], object] = _end,
         step_seconds: float = 0.0,
     ) -> None:
-        self._store, self._place, self._member, self._end = store, place, member, end
+        self._store, self._key_prefix, self._member, self._end = store, key_prefix, member, end
         self._seconds, self._step_seconds = seconds, step_seconds
         self.pause = min((each for each in (seconds, step_seconds) if each), default=0.0) / SIGNS
         self.thread = TrainingThread()
@@ -296,7 +296,7 @@ class Neighbours:
             )
 
     def _key(self, member: int) -> str:
-        return f"{self._place}/{member}"
+        return f"{self._key_prefix}/{member}"
 
 
 def _check_there(store: Any) -> None:
