@@ -82,8 +82,9 @@ READER = 0  # the incarnation of a caller that is no worker
 
 @dataclass
 class Pull:
-    """One pull: the worker and its clock, the number of its buckets that are still to be sent, and where they go.
+    """One pull: the worker and its clock, and where the buckets or rows go.
 
+    unsent:       how many of its buckets and tables are still to be sent
     segment:      where the buckets are written; None: they go over the network
     notified:     when the worker was last told which workers it waits for
     notify_bytes: see PullCall
@@ -103,7 +104,7 @@ class Pull:
     worker: Identity
     clock: int
     outbox: Outbox
-    left: int
+    unsent: int
     since: float
     segment: SegmentMap | None = None
     notified: float = 0.0
@@ -128,7 +129,7 @@ class Pull:
         """
         self.pending.append(bucket)
         self.pending_bytes += size
-        if self.left and not 0 < self.notify_bytes <= self.pending_bytes:
+        if self.unsent and not 0 < self.notify_bytes <= self.pending_bytes:
             return ()
         buckets = tuple(self.pending)
         self.pending, self.pending_bytes = [], 0
