@@ -179,7 +179,7 @@ class TableBudgets:
     def __init__(self, index: int, limit: int | None = None, files: RowFiles | None = None) -> None:
         self._index, self._limit, self._files = index, limit, files
 
-    def place(self, tables: int, shards: int, free: int) -> TableShare:
+    def share(self, tables: int, shards: int, free: int) -> TableShare:
         """Returns the memory and disk that each of a job's tables may use on this shard.
 
         tables: the number of the job's tables
@@ -434,8 +434,8 @@ class HostedJobs:
             promised = self._promised()
             with _making_room(spec.name, room, promised):
                 free = (free_bytes() or _UNKNOWN_BYTES) - room.total - promised
-                place = self._tables.place(len(spec.tables), shards, free)
-                partition = JobPartition(spec, buckets, *self._limits, self._principals, place)
+                share = self._tables.share(len(spec.tables), shards, free)
+                partition = JobPartition(spec, buckets, *self._limits, self._principals, share)
                 job = HostedJob(spec, partition, run, room)
             self._made.add(job)
         return job

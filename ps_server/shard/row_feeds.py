@@ -206,7 +206,7 @@ class ShardFeed:
             walk = table.unit.weights.changes(self._since)
             self._sent_version = table.rule.version
         self._walk = walk
-        spec, shards = table.unit.weights.spec, job.partition.row_checker.place.shards
+        spec, shards = table.unit.weights.spec, job.partition.row_checker.share.shards
         return FeedRoundBegin(walk.full, self._sent_version, shards, spec.dim, spec.initializer)
 
 

@@ -109,7 +109,7 @@ class JobSource:
 
     def __init__(self, job: HostedJob) -> None:
         self.job, self.spec, self.run, self.timeline = job, job.partition.spec, job.run, job.timeline
-        self.shards = job.partition.row_checker.place.shards
+        self.shards = job.partition.row_checker.share.shards
         self.specs = {index: bucket.unit.spec for index, bucket in job.buckets.items()}
 
     @property
