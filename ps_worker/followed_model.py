@@ -19,8 +19,8 @@ from torch import nn
 from ps_feed.subscribing import reading_from
 from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, Unreachable
+from ps_runtime.settings import JOB_NAME, SHARED_DIRECTORY
 from ps_worker import reading_blocks
-from ps_worker.config import check
 from ps_worker.edition_tensors import Edition, MadeOf
 from ps_worker.fitted_model import Fit, Names, Slot, fit
 from ps_worker.followed_tables import Claim, FollowedTables, SharedRowFeed, bind
@@ -559,9 +559,9 @@ def subscribe(
             answer = model(question)
     """
     address, access = reading_from(server, tls_cert, tls_key, tls_ca, token_file, insecure, relays=True)
-    name = check("job", job)
+    name = JOB_NAME.find(job)
     wanted = None if parameters is None else tuple(parameters)
-    shared_directory = check("shared_directory", None)
+    shared_directory = SHARED_DIRECTORY.find()
     maker = EditionMaker()
     subscription = Subscription(
         address,

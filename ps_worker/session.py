@@ -26,7 +26,7 @@ from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.own_address import own_address
 from ps_runtime.signals import is_cut_short, undisturbed
 from ps_worker.by_mode import STRATEGIES
-from ps_worker.config import WorkerConfig, check
+from ps_worker.config import TIMELINE, TIMELINE_STEPS, WorkerConfig
 from ps_worker.given import check_own, check_pairs, non_finite_named, sort_given, wire_named
 from ps_worker.launched import speak_as
 from ps_worker.metrics import WorkerMetrics
@@ -417,7 +417,7 @@ class Session:
             InvalidRequest: The directory of `path` does not exist, or `steps` is below 1.
         """
         _check_process(self._pid)
-        self._record(RecordingRequest(check("timeline", path), 1, check("timeline_steps", steps)))
+        self._record(RecordingRequest(TIMELINE.find(path), 1, TIMELINE_STEPS.find(steps)))
 
     def _record(self, wanted: RecordingRequest) -> None:
         if self._config.consistency is None:
