@@ -527,7 +527,7 @@ class Subscription:
                 what = self._job, shard.run, shard.timeline, least, self._wire, wanted, bases, PART_BYTES
                 with self._handover.offered(not self._is_damaged) as files:
                     call = EditionCall(*what, None if files is None else files.offer, sparse=True)
-                    reader.pull(call, partial(came.take, files), partial(alive, reader.index), came.place)
+                    reader.pull(call, partial(came.take, files), partial(alive, reader.index), came.memory_for)
             else:
                 del heard[reader.index]
 

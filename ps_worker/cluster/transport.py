@@ -325,11 +325,11 @@ class NetworkTransport:
         def read(fields: bytes, payload: memoryview | None) -> list[PulledBucket]:
             return data.read_pulled(fields, payload, self._weight_bytes, exchange=bool(commit))
 
-        def place(bucket: BucketSpec, pulled: PulledBucket, size: int) -> memoryview | None:
+        def memory_for(bucket: BucketSpec, pulled: PulledBucket, size: int) -> memoryview | None:
             return self._flat.landing_place(bucket, pulled, size)
 
         method = "Exchange" if commit else "Pull"
-        return self._calls.pull(method, PullPlan(request, read, land, place), clock, buckets, self._pullers)
+        return self._calls.pull(method, PullPlan(request, read, land, memory_for), clock, buckets, self._pullers)
 
     def _weight_bytes(self, index: int, wire_format: str) -> int:
         return self._flat.weight_bytes(self._flat.layout.buckets[index], wire_format)
