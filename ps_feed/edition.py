@@ -198,7 +198,7 @@ class EditionArrays:
         return Tensor(whole, dtype, element)
 
     def is_in_pieces(self, name: str) -> bool:
-        """Whether `tensor` has to join a tensor of several pieces. Raises KeyError for a name that it has not."""
+        """Whether `tensor` has to join a tensor of several pieces. Raises KeyError for an unknown name."""
         first, *others = self.contents.tensors[name]
         return bool(others) and self.contents.spec.parameters[first].piece is not None
 
@@ -229,7 +229,7 @@ class Arriving:
     before: an edition of the same run and timeline, whose frozen tensors are taken over, and of which changes may come;
             None: none
     shard_versions: by bucket that no optimizer steps, the version on the shard; `before` may have older values
-    memory: makes a memory file of so many bytes for a space; None: it is to lie in memory of this process alone
+    memory: makes a memory file of so many bytes for a space; None if it is to lie in memory of this process alone
     nbytes: that have come of buckets; whole: of those that came whole; elements: of the buckets that have come, as they
             lie in the edition
     """
@@ -418,7 +418,7 @@ class ReceivingRoom:
     """The memory into which editions are received. This one has no limit; a relay's has one."""
 
     def memory(self, size: int) -> MemoryFile | None:
-        """Returns a memory file for one of an edition's spaces; None: it need not lie in one."""
+        """Returns a memory file for one of an edition's spaces; None if it need not lie in one."""
         return None
 
     def check(self, arriving: Arriving) -> None:

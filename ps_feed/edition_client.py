@@ -86,7 +86,7 @@ class JoinedParts:
         return self._bucket is not None
 
     def add(self, part: EditionMessage) -> EditionBucket | None:
-        """Returns the bucket of which this is the last part; None: there is none. Raises Damaged."""
+        """Returns the bucket of which this is the last part; None if there is none. Raises Damaged."""
         begun = self._bucket
         if part.bucket is None:
             return None if part.more is None else self._add(part.more)

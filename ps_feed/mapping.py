@@ -45,7 +45,7 @@ _BACKLOG = 2 * MOST_FILES
 class Handover:
     """Whether servers may hand over memory to this process. Thread-safe.
 
-    directory: the shared directory; None: they may not
+    directory: the shared directory; None if they may not
     job:       the job that is read, for the log
     """
 

@@ -188,7 +188,7 @@ class Subscription:
 
     @property
     def edition(self) -> EditionArrays | None:
-        """The newest edition; None: there was none yet."""
+        """The newest edition; None if there was none yet."""
         return self._edition
 
     @property
@@ -224,7 +224,7 @@ class Subscription:
 
     @property
     def trouble(self) -> PSError | None:
-        """The error that keeps editions from arriving; None: no error is known."""
+        """The error that keeps editions from arriving; None if no error is known."""
         return self._trouble
 
     @property
@@ -320,7 +320,7 @@ class Subscription:
             self._on_event()
 
     def _follow(self) -> None:
-        """Receives editions until there is a trouble, and records it."""
+        """Receives editions until an error occurs, and records the error."""
         try:
             while not self._closing.is_set():
                 if self._shards is None:
@@ -472,7 +472,7 @@ class Subscription:
         return WeightsAsked(self._job, run, with_spec, self._wire, contents is not None, buckets, self._telling.last)
 
     def _version(self, here: list[WeightsHere], highest: int, own: int | None) -> int | None:
-        """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""
+        """Returns the version to ask for; None if there is nothing newer yet, and shards are to be asked again."""
         contents = self._contents
         if own is not None and contents is not None and not contents.is_trained:
             return None  # what is wanted never changes

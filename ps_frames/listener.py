@@ -42,7 +42,7 @@ log = logging.getLogger("ps_server")
 _BACKLOG = 128
 MOST_STRANGERS = 64
 SILENT_SECONDS = 3.0  # after which a connection that has not shown its ticket is closed; NATS cuts off after 2 to 3
-ACCEPTED_AT_ONCE = 64  # of the connections that wait to be accepted, so that a flood of them keeps no handshake waiting
+ACCEPTED_AT_ONCE = 64  # at most so many connections in a row: a flood of them must not keep handshakes waiting
 _PAUSE_SECONDS = 0.05  # where no connection can be accepted: this process has too many files open
 _OPENING_BYTES = HEADER_BYTES + TICKET_BYTES
 TICKET_SECONDS = 30.0
@@ -273,7 +273,7 @@ class Tickets:
                 if found is not None and not is_of(found):
                     return None
                 if found is not None or given[-1][1] <= now:
-                    del self._good[name]  # one connection is all that a worker needs
+                    del self._good[name]  # a worker needs only one connection, so its tickets are void once one is used
                 if found is not None:
                     return found
         return None
@@ -302,8 +302,8 @@ class Where:
 class _Admitted:
     """A connection with a good ticket.
 
-    caller: the principal; None: the connection has had to make room for another caller's
-    left:   called when it has ended; None: the shard has not been asked yet
+    caller: the principal; None if the connection has had to make room for another caller's
+    left:   called when it has ended; None if the shard has not been asked yet
     """
 
     made: ServerConnection

@@ -37,7 +37,8 @@ STOP_UNREADY_SECONDS = 2.0  # of a cluster that was never ready: it has nothing 
 MOST_DOUBLINGS = 4  # of the time for a start
 SAY_SECONDS = 1.0  # for which a line of the log waits for its reader
 COORDINATOR = 0  # the shard that is the coordinator too
-# How a shard ends that another process ended. Any other end before it was ready for the first time is its own refusal.
+# Exit codes of a shard that another process ended. Any other code, of a shard that was never ready, means that the
+# shard refused to start.
 FROM_OUTSIDE = frozenset({0, -signal.SIGKILL, -signal.SIGTERM})
 NEVER = math.inf
 

@@ -141,7 +141,7 @@ def rank_prefix(rank: int, target: int, member: int | None = None) -> bytes:
     """Returns the text before a worker's lines: in a colour of the worker's own if a terminal shows them.
 
     target: the descriptor that the lines are written to
-    member: the process of a group that writes: [1.0] is the first member of group 1; None: the worker is one process
+    member: the process of a group that writes: [1.0] is the first member of group 1; None if the worker is one process
 
     NO_COLOR (https://no-color.org) and TERM=dumb turn colours off.
     """
@@ -156,9 +156,9 @@ class WorkerOutput:
 
     prefix: is put before each line on the console, but not before log lines in JSON, which have the rank as a field.
             None: the console gets the bytes unchanged
-    log:    the worker's log file; None: there is none
+    log:    the worker's log file; None if there is none
     shown:  the console shows the output; False: only `reveal` shows its last lines
-    read:   is called with each line; None: no function is
+    read:   is called with each line; None if no function is
     """
 
     def __init__(

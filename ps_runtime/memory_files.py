@@ -155,7 +155,7 @@ def check_file(descriptor: int, seals: int, what: str, size: int | None = None) 
         raise NotShared(f"{what} is no memory file (memfd_create)") from None
     names = {fcntl.F_SEAL_SHRINK: "shrinking (F_SEAL_SHRINK)", fcntl.F_SEAL_WRITE: "writing (F_SEAL_WRITE)"}
     for seal, name in names.items():
-        if seals & seal & ~found:  # a file on a tmpfs cannot be sealed, so it ends here, too
+        if seals & seal & ~found:  # a file on a tmpfs is refused here, too: it cannot be sealed
             raise NotShared(f"{what} must be a memory file that is sealed against {name}")
     page = os.fstatvfs(descriptor).f_bsize
     if page != mmap.PAGESIZE:

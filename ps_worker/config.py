@@ -154,7 +154,7 @@ class WorkerConfig(JobOptions):
     log_level:        the lowest level that is logged; None: the script's, or Python's default
     log_format:       text or json: the format of log lines, if the script sets up no logging
     native:           auto or off: whether tables use the library
-    timeline:         the file of a timeline; None: there is none. timeline_first, timeline_steps: its first step, and
+    timeline:         the file of a timeline; None if there is none. timeline_first, timeline_steps: its first step, and
                       their number
     """
 

@@ -165,7 +165,7 @@ class WeightFeed:
 
     @property
     def trouble(self) -> PSError | None:
-        """The error that keeps editions, or rows of loaded tables, from arriving; None: no error is known."""
+        """The error that keeps editions, or rows of loaded tables, from arriving; None if no error is known."""
         trouble = self._subscription.trouble
         if trouble is None and self._tables is not None and not self.ended:
             trouble = self._tables.trouble
@@ -426,7 +426,7 @@ class WeightFeed:
                 loaded.changed.wait(min(left, 0.05) if not loaded.readers else left)
 
     def _made(self, loaded: _Loaded, newest: Edition) -> Made | None:
-        """Returns the edition that a model is to get, with its tensors; None: the model has it.
+        """Returns the edition that a model is to get, with its tensors; None if the model has it.
 
         It is the newest one. Of a copied model it is the last of which the thread has made the tensors. Raises what
         has kept the thread from that.

@@ -129,7 +129,7 @@ class FollowedTables:
 
     @property
     def trouble(self) -> PSError | None:
-        """The error that keeps changes of rows from arriving; None: no error is known."""
+        """The error that keeps changes of rows from arriving; None if no error is known."""
         return next((feed.trouble for feed in self._used() if feed.trouble is not None), None)
 
     def complete(self, slots: Sequence[TableSlot], user: Claim, timeout: float) -> dict[str, SharedRowFeed]:

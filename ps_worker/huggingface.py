@@ -78,7 +78,7 @@ class OnServers:
     def create_optimizer(self, model: Any = None) -> Any:
         """Returns the Trainer's optimizer, prepared once: with it the worker joins the job. Raises PSError."""
         optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate has wrapped it, when the Trainer asks again
+        plain = getattr(optimizer, "optimizer", optimizer)  # on the second call Accelerate has wrapped it
         if not self._on_servers or (self._stepper is not None and plain is self._stepper):
             return optimizer
         _, self._stepper = self.session.prepare(self.model, optimizer, **self._prepare_options)

@@ -309,7 +309,7 @@ class RowFeed:
 
     @property
     def trouble(self) -> PSError | None:
-        """The error that keeps changes from arriving; None: no error is known."""
+        """The error that keeps changes from arriving; None if no error is known."""
         followers = self._coming or self._serving
         return next((each.trouble for each in followers if each.trouble is not None), self._trouble)
 

@@ -33,7 +33,7 @@ class RelayReport(NamedTuple):
 
     name:    the address at which readers reach it, or one with the name of its host
     readers: its own, and those of relays behind it, up to MOST_REPORTED_READERS
-    version: that of its newest edition; None: there is none of the job's present run and timeline
+    version: that of its newest edition; None if there is none of the job's present run and timeline
     """
 
     name: str
@@ -151,7 +151,7 @@ class EditionBucket(NamedTuple):
 
     wire_format: that of the elements; empty: the bucket's own type
     payload:     the elements; if there is a base, the change since it
-    base:        the version of the base; None: the bucket is sent whole
+    base:        the version of the base; None if the bucket is sent whole
     payload_bytes: the bytes of the whole payload, if `payload` is its beginning; None: `payload` is complete
     lies:        the position of the elements in memory that is handed over, without a payload; None: there is a payload
     sparse:      the payload is a sparse change

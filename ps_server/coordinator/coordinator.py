@@ -310,7 +310,7 @@ class Coordinator:
                 spec = with_defaults(spec)  # a server of version 1 stored the registered values without defaults
                 job = self._jobs[name] = resumed(left, spec, self._cluster, self)
             except TryLater:
-                raise  # the store does not answer now: a coordinator without the job would have shards drop it
+                raise  # the store does not answer now. Without the job, this coordinator would make shards drop it
             except PSError as error:
                 log.error("job %s: cannot be resumed: %s", name, error)
             else:
@@ -421,7 +421,7 @@ class Coordinator:
         """Removes a worker that leaves. Returns True if the job has ended: now, because it was the last one, or
         earlier.
 
-        state: the worker's clock and own state; None: it sends none
+        state: the worker's clock and own state; None if it sends none
         done:  the worker's script has run to its end
         of:    the member of the worker's group that leaves
         """

@@ -59,7 +59,7 @@ class RowChecker:
         """Returns the command for one message of a push.
 
         principal: the caller, to whom the bytes are accounted
-        pushed:    the rows, if they came in the worker's segment; None: they are in the message
+        pushed:    the rows, if they came in the worker's segment; None if they are in the message
         """
         pushed = pushed or PushedRows(push.payload)
         table = self.table(push.table)
@@ -176,7 +176,7 @@ class RowChecker:
     def wanted(self, pull: RowsPull, payload: Buffer | None = None) -> Ids:
         """Returns the ids that a pull asks for.
 
-        payload: the ids in the worker's segment; None: the ids are in the message
+        payload: the ids in the worker's segment; None if the ids are in the message
         """
         table, payload = self.table(pull.table), pull.payload if payload is None else payload
         if len(payload) % ID_BYTES:

@@ -82,7 +82,7 @@ class JobPartition:
         waits for them. None: the bytes of this shard's weights, or two buckets for each worker if that is more.
         norm_limit: the L2 norm that the gradient in one push may have.
         principals: the budget of each principal, over all jobs; None: unlimited.
-        share: this shard's number among the shards of the job's tables, and its room for them; None: it is the only
+        share: this shard's number among the shards of the job's tables, and its room for them; None if it is the only
         shard."""
         layout, share = bucket_layout(spec.parameters, spec.bucket_bytes), share or TableShare()
         indices = list(indices)

@@ -87,7 +87,7 @@ class PlacedJob:
     """A job with its buckets placed on shards.
 
     run:       tells this job from earlier ones of its name; later runs sort after earlier ones
-    continues: the run and the checkpoint with which this run began; None: it began anew
+    continues: the run and the checkpoint with which this run began; None if it began anew
     placement: for each bucket, the index of its shard
     nbytes, trained_bytes: bytes of all buckets, and of those that an optimizer steps
     imbalance: most bytes on a shard over the mean of all shards

@@ -154,7 +154,7 @@ class RestoreProgress:
     """The progress of a shard's restore.
 
     done, total: the bytes that were read, and all bytes to read; a total of 0 is not known yet
-    extent:      the versions and clocks of the restored buckets; None: the restore is not complete
+    extent:      the versions and clocks of the restored buckets; None if the restore is not complete
     """
 
     done: int

@@ -244,7 +244,7 @@ def table_size(table: JobTable, share: TableShare) -> TableSize:
 
 
 def beyond_memory(table: JobTable, size: TableSize, share: TableShare) -> Beyond | None:
-    """Returns the file for the rows that do not fit into memory; None: all fit."""
+    """Returns the file for the rows that do not fit into memory; None if all fit."""
     if not size.in_file or share.open_file is None:
         return None
     elements = record_bytes(table.rows, table.optimizer, table.values) // 4

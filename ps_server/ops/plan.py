@@ -49,7 +49,7 @@ class Question:
     transport:    how, as --transport of workers; tls: encrypted
     tables:       tables of rows, as they are when they are full
     lookups:      distinct ids of each table in a worker's step; 0: not known, and not counted
-    step_seconds: the seconds of a worker's forward and backward pass; None: they are not known
+    step_seconds: the seconds of a worker's forward and backward pass; None if they are not known
     straggler:    how many times as long the slowest worker takes
     stalls:       the fraction of steps in which some worker is that slow; None: one worker is, in every step
     group_size:   processes of each worker. They hold one model, each tensor cut along its first dimension, as
@@ -122,7 +122,7 @@ class ShardPlan:
 
     worker_bytes:  bytes that a worker sends in a step; it receives as many. Of a group, the process that sends the most
     shard_bytes:   bytes that the fullest shard receives in a step of every worker; it sends as many
-    link_seconds:  the least time of these bytes on the link, both ways at once; None: no link is given
+    link_seconds:  the least time of these bytes on the link, both ways at once; None if no link is given
     shard_cpu:     seconds of a core that the fullest shard uses for a step of every worker
     worker_cpu:    seconds of a core that this worker or process uses to send and receive
     ddp_seconds:   the same as link_seconds of a ring all-reduce among the workers; of groups, among the processes that
@@ -327,7 +327,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
 
 def table(advice: Advice, width: int | None = None) -> str:
-    """Returns the advice for a person. width: of the window, which it keeps; None: there is no limit"""
+    """Returns the advice for a person. width: of the window, which it keeps; None if there is no limit"""
     has_tables = any(made.memory.tables for made in advice.plans)
     columns = ("SHARDS", "WEIGHTS", "OPTIMIZER", *["TABLES"] * has_tables, "STAGED", "OBJECTS", "UNDER WAY", "TRAINING")
     times = ("WORKER'S LINK", "SHARD'S LINK", "LINK", "SHARD'S CPU", "WORKER'S CPU", "ROUND", "DDP'S")

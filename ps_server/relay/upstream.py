@@ -37,7 +37,7 @@ class Upstream:
 
     @property
     def trouble(self) -> PSError | None:
-        """The error of the last query; None: it succeeded, or there was none."""
+        """The error of the last query; None if it succeeded, or there was none."""
         return self._error
 
     def jobs(self) -> frozenset[str]:

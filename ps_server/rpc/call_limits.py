@@ -114,7 +114,7 @@ def caller_name() -> str:
 def note_event(kind: str, job: str, text: str) -> None:
     """Writes an event of a job to the audit log, with the caller of the method that runs in this thread."""
     call = _CALL.get()
-    if kind == "waits":  # a job that waits for a worker is nobody's action
+    if kind == "waits":  # no caller makes a job wait: it is not an action to audit
         return
     if call is None:
         audit.note(kind, text, job=job)

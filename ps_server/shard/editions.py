@@ -53,7 +53,7 @@ class WantedEdition:
     least:   without `version`, the lowest version that each bucket may have
     typed_buckets:  the buckets, each with the element type in which it is to be sent
     changes: the reader accepts changes since an older version
-    maps:    the memory that readers of this host have mapped, if this reader is one of them; None: it is elsewhere
+    maps:    the memory that readers of this host have mapped, if this reader is one of them; None if it is elsewhere
     """
 
     version: int | None
@@ -411,7 +411,7 @@ class Editions:
             return frozenset(self._typed_buckets) if is_followed else None
 
     def figures(self, readers: int, lowest: int, now: float) -> FeedFigures | None:
-        """Returns how the job is read; None: nobody follows it.
+        """Returns how the job is read; None if nobody follows it.
 
         readers: that have an edition or wait for one
         lowest:  the lowest version of the job's buckets and tables now

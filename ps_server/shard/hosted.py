@@ -173,7 +173,7 @@ class TableBudgets:
 
     index: the index of the shard
     limit: bytes of memory for all tables of a job; None: half of the free memory
-    files: makes files for rows that do not fit into memory; None: there are none
+    files: makes files for rows that do not fit into memory; None if there are none
     """
 
     def __init__(self, index: int, limit: int | None = None, files: RowFiles | None = None) -> None:

@@ -113,7 +113,7 @@ class HostedUnit(Generic[U]):
     """A unit of a job, a bucket or a table, with its lock and its waiting pulls.
 
     tensors:  the lock that guards the unit's weights
-    loans:    loans of the weights to threads that send them; None: there was none yet
+    loans:    loans of the weights to threads that send them; None if there was none yet
     waiters:  the pulls that wait for the unit, by the number of the pull
     busy:     a thread is applying updates of the unit
     grace_of: the version after which an update last had a grace, see `Updates`; -1: none had

@@ -46,8 +46,8 @@ class Pulls:
     def __init__(
         self, metrics: ShardMetrics, clock: Callable[[], float], wake: Callable[[], None], limit: float = math.inf
     ) -> None:
-        """wake: is called when `needs_ticks` has become true; limit: buckets that one principal may have asked for and
-        not got
+        """wake:  called when `needs_ticks` becomes true
+        limit: the most buckets that one principal may wait for
         """
         self._wake = wake
         self._clock, self._began = clock, clock()

@@ -74,7 +74,7 @@ LAST_ROWS_SECONDS = 10.0  # in which a reader takes the last rows of a job that 
 class ShardFeed:
     """One reader's feed of one table.
 
-    since:  the version up to which the reader has all changes; None: it has none, and gets all rows
+    since:  the version up to which the reader has all changes; None if it has none, and gets all rows
     period: the least time from the beginning of a round to that of the next, in seconds
     caller: the principal that reads; empty: unknown
     give_back: called once the feed is over

@@ -85,7 +85,7 @@ class Pull:
     """One pull: the worker and its clock, and where the buckets or rows go.
 
     unsent:       how many of its buckets and tables are still to be sent
-    segment:      where the buckets are written; None: they go over the network
+    segment:      where the buckets are written; None if they go over the network
     notified:     when the worker was last told which workers it waits for
     notify_bytes: see PullCall
     pending:      buckets that are in the segment, and of which the worker was not told yet
@@ -94,9 +94,9 @@ class Pull:
     with_pushes:  the pull came with pushes, and the worker was not told yet that they are staged
     principal:    the caller, to whom the pull counts
     times_wanted, whole, all_staged: see PullCall
-    wanted:       the ids or the table that it asks for; None: it asks for buckets
+    wanted:       the ids or the table that it asks for; None if it asks for buckets
     row_memory:   the worker's segment for rows; None: the call names no place in it
-    rows:         where its rows are written; None: they go over the network
+    rows:         where its rows are written; None if they go over the network
     id_bytes, copy_bytes: bytes of the ids, or of the whole table, that it asks for; they are kept until the pull is
                           sent
     """

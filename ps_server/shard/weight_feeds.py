@@ -93,10 +93,10 @@ class EditionSource(Protocol):
         """Returns an edition for a reader; see Editions.take. Buckets that are at its version are copied now."""
 
     def change(self, typed_bucket: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> BucketDelta | None:
-        """Returns what changed in a bucket since a version; None: it is to be sent whole. sparse: it may be sparse"""
+        """Returns what changed in a bucket since a version; None if it is to be sent whole. sparse: it may be sparse"""
 
     def sent(self, size: int, whole: int) -> None:
-        """Counts bytes that left, and those of the elements that they stand for."""
+        """Counts bytes sent to readers. whole: the bytes of the same elements without changes"""
 
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
         """Removes a reader, and gives its edition back. edition: None: it had none"""
@@ -152,7 +152,7 @@ class JobSource:
         return self.job.editions.change(typed_bucket, base, new, sparse)
 
     def sent(self, size: int, whole: int) -> None:
-        """Counts bytes that left, and those of the elements that they stand for."""
+        """Counts bytes sent to readers. whole: the bytes of the same elements without changes"""
         self.job.editions.tally.sent(size, whole)
 
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
@@ -171,7 +171,7 @@ class EditionSender:
     most:   bytes of a payload in one message; 0: all of it
     sparse: changes may be sparse
     give_back: is called once the stream is over, or is to count no more
-    handed: where the reader waits for memory of the edition, and what readers of the job have mapped; None: it gets
+    handed: where the reader waits for memory of the edition, and what readers of the job have mapped; None if it gets
             payloads
     """
 
@@ -392,7 +392,7 @@ class WeightFeeds:
         outbox.on_close(feed.forget)
 
     def _handed(self, call: EditionCall) -> tuple[MappingOffer, MappedFiles] | None:
-        """Returns what is needed to hand memory over to a reader of this host; None: it is elsewhere."""
+        """Returns the reader's offer and the files to hand over, for a reader on this host; None for one elsewhere."""
         if call.mapping is None:
             return None
         with self._lock:

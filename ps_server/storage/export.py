@@ -83,7 +83,7 @@ def export(
     tables_as: the format of tables/: safetensors, parquet or npy
     on_skipped: called with each checkpoint that was skipped, and the reason
     fallback: False: a damaged checkpoint is an error, and no earlier one is exported instead
-    dcp: the layout of a folder of torch.distributed.checkpoint; None: there is none
+    dcp: the layout of a folder of torch.distributed.checkpoint; None if there is none
 
     Raises InvalidRequest, NoCheckpoints, CheckpointDamaged, CheckpointFailed. InvalidRequest is also for a folder in
     `output` that has the name of an export's, and that no export has made.

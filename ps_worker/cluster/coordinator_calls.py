@@ -102,7 +102,7 @@ class Patience:
 class CoordinatorClient:
     """The calls of a worker to the coordinator. Methods block, retry until `closing` is set, and raise PSError.
 
-    figures: returns the worker's measurements, which heartbeats carry for dashboards; None: they carry none
+    figures: returns the worker's measurements, which heartbeats carry for dashboards; None if they carry none
     """
 
     def __init__(

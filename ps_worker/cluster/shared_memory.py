@@ -374,7 +374,7 @@ FIRST_BYTES = 2**20
 def share_rows(
     spec: JobSpec, calls: Mapping[int, ShardCalls], worker: Identity, transport: str, directory: Path
 ) -> SharedRows | None:
-    """Returns memory for a job's rows that this worker shares with shards; None: no shard has mapped it.
+    """Returns memory for a job's rows that this worker shares with shards; None if no shard has mapped it.
 
     transport: as in share_memory
     """

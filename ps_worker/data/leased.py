@@ -314,7 +314,7 @@ class LeasedLoader:
                             raise InvalidRequest("another iteration over this loader has begun: this one cannot go on")
                     if leases.data.rollbacks != rollbacks:
                         leases.rollback()
-                        break  # loaded batches were leased before
+                        break  # the batches that are loaded were leased before the rollback
         finally:
             if self._iteration == iteration:
                 leases.give_back()

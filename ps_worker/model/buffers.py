@@ -46,7 +46,7 @@ class FlatBuffers:
     trained:        the parameters that an optimizer steps, by index in the job
     device:         the device of the buffers: the one with most bytes of the model
     sharded:        parameters that are DTensors: only their local shards are trained
-    segment:        the segment that is shared with shards on this host; None: there is none
+    segment:        the segment that is shared with shards on this host; None if there is none
     weight_views:   by parameter, its slice of the weights in its shape; empty before the first `lie_in`
     gradient_views: by parameter, its slice of the gradients
     flat_gradients: by space, the gradients

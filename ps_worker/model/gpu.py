@@ -53,7 +53,7 @@ class GpuStaging:
         """Runs `make` on the GPU after an event, copies its result to the host, and returns it. Blocks until it is
         there.
 
-        target: pinned memory on the host for the result; None: it is allocated
+        target: pinned memory on the host for the result; None: the call allocates some
         """
         with self.down():
             self._down.wait_event(after)

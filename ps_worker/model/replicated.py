@@ -263,7 +263,7 @@ class ReplicatedParameters:
 
 
 def held_alike(group: Group | None, spec: JobSpec, tensors: Sequence[torch.Tensor]) -> ReplicatedParameters | None:
-    """Returns the parameters that members of a group hold alike; None: there are none, or there is no group."""
+    """Returns the parameters that members of a group hold alike; None if there are none, or there is no group."""
     found = None if group is None else ReplicatedParameters(group, spec, tensors)
     return found if found is not None and found.are_some else None
 

@@ -174,7 +174,7 @@ def piece_of(key: str, tensor: Any, ranks: Sequence[int]) -> ParameterSpec | Non
     is unknown; InvalidRequest for another mesh.
     """
     mesh = [int(rank) for rank in tensor.device_mesh.mesh.flatten()]
-    # A mesh of some of them: the same parameter is in the meshes of the others, too.
+    # The mesh may have only some of the group's processes: the others then form meshes with the same parameter.
     if not set(mesh) <= set(ranks) or len(ranks) % len(mesh):
         raise InvalidRequest(
             f"{key} is sharded over the processes {mesh}, and the group that prepare got has {list(ranks)}: hand over "

@@ -260,7 +260,7 @@ def free_address() -> str:
 
 
 def _no_room(deployment: Deployment) -> str:
-    """Returns a text: the requested resources, how much of them the cluster has, and what to change."""
+    """Returns the text of an error: which resources are requested, how much the cluster has, and what to change."""
     asked, there, free = deployment.resources, ray.cluster_resources(), ray.available_resources()
 
     def text(kind: str, amount: float) -> str:

@@ -62,7 +62,7 @@ class GivenRows:
     If several calls give the same id, the vector of the last one counts.
 
     dim:     elements of a row
-    without: an id whose vector is left out; None: there is no such id
+    without: an id whose vector is left out; None if there is no such id
     """
 
     def __init__(self, dim: int, without: int | None = None) -> None:
