@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 CALL_SECONDS = 10.0
 REPORT_SECONDS = 2.0  # for a report of a relay, whose answer nobody waits for
-MOST_SHARDS = 1024  # of a cluster that is followed
+MOST_SHARDS = 1024  # the most shards of a cluster that a reader accepts
 _SERVICE = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
 
 
@@ -77,7 +77,7 @@ class JoinedParts:
     def __init__(self, memory_for: Callable[[EditionBucket], memoryview | None]) -> None:
         self._memory_for = memory_for
         self._own = self._memory = memoryview(b"")
-        self._bucket: EditionBucket | None = None  # of which more is to come
+        self._bucket: EditionBucket | None = None  # the bucket whose messages are coming
         self._came = 0
 
     @property

@@ -41,13 +41,13 @@ log = logging.getLogger("ps_server")
 
 _BACKLOG = 128
 MOST_STRANGERS = 64
-SILENT_SECONDS = 3.0  # after which a connection that has not shown its ticket is closed; NATS cuts off after 2 to 3
+SILENT_SECONDS = 3.0  # a connection that shows no ticket for this long is closed; NATS waits 2 to 3 s
 ACCEPTED_AT_ONCE = 64  # at most so many connections in a row: a flood of them must not keep handshakes waiting
 _PAUSE_SECONDS = 0.05  # where no connection can be accepted: this process has too many files open
 _OPENING_BYTES = HEADER_BYTES + TICKET_BYTES
 TICKET_SECONDS = 30.0
 _TICKETS_OF_A_WORKER = 4
-_MOST_TICKETS = 4_096  # as many workers as a job may have; of more, the oldest are good no longer
+_MOST_TICKETS = 4_096  # as many as a job may have workers; beyond it the oldest tickets become invalid
 
 # What serves TLS: returns its present context, which changes when its files do. None: plaintext.
 Context = Callable[[], ssl.SSLContext] | None

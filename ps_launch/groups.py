@@ -40,7 +40,7 @@ class WorkerProcesses:
 
     size: int
     children: Children
-    _left: set[int] = field(default_factory=set)  # that run, or are about to
+    _left: set[int] = field(default_factory=set)  # members that run, or are about to
     _ending: dict[int, _Ending] = field(default_factory=dict)
     _ports: dict[int, int] = field(default_factory=dict)
 

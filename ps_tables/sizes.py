@@ -15,8 +15,8 @@ from ps_protocol.tables import MAX_ROWS, TableSpec
 from ps_tables.index import SLOT_BYTES, most_slots
 from ps_tables.removed import most_kept
 
-COUNT_BYTES = 4  # of an id that waits: how often it has occurred
-_ENTRY_BYTES = 12  # of an id: itself, and the version that used it last
+COUNT_BYTES = 4  # the count of occurrences of an id that waits
+_ENTRY_BYTES = 12  # an id, and the version that used it last
 
 
 def record_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:

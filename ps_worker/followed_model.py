@@ -445,7 +445,7 @@ class WeightFeed:
         problem, ready = loaded.problem, loaded.ready
         if problem is not None and problem[0].arrays is newest.arrays:
             assert self._maker is not None
-            self._maker.wake()  # which tries again, for the next reader
+            self._maker.wake()  # the maker tries again, for the next reader
             raise problem[1].with_traceback(None)
         if ready is None or ready[0] is before:
             return None

@@ -42,8 +42,8 @@ T = TypeVar("T")
 Members = tuple[int, ...]  # some members of a group, in ascending order
 Collectives = Generator[Any, None, T]  # an exchange: yields its collectives, one after the other, as each has begun
 
-NOTICE_SECONDS = 30.0  # after which a member says that it waits for the others
-START_TIMEOUT = 1800.0  # that of the settings
+NOTICE_SECONDS = 30.0  # the time before a member logs that it waits for the others
+START_TIMEOUT = 1800.0  # the default of the setting
 
 # What a member says of its part in something that all do together. The highest counts.
 THROUGH, LOST, FAILED = range(3)
@@ -51,9 +51,9 @@ THROUGH, LOST, FAILED = range(3)
 _agreed: Counter[tuple[int, ...]] = Counter()  # how often this process was to be in as many groups as these ranks
 _formed: Counter[tuple[int, ...]] = Counter()  # how often this process was to be a member of a group of these ranks
 
-_NUMBERS = 4  # that members compare at once, at most
-_NAME_BYTES = 64  # of a call
-_SIZE_BYTES = 8  # of a length
+_NUMBERS = 4  # the most numbers that members compare at once
+_NAME_BYTES = 64  # the space for the name of a call
+_SIZE_BYTES = 8  # the space for a length
 
 # How long a collective waits for the others. The first member may be at the coordinator for long, behind another
 # worker's evaluation. The connection to one that is dead breaks at once, and `Neighbours` notices one that hangs.
@@ -103,7 +103,7 @@ class Group:
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
         self.data = self.member, self.size
         self.pipeline_stages = [0] * self.size
-        self._call, self._met = "", 0  # of the script, and how often the members have met in it
+        self._call, self._met = "", 0  # the call that the script is in, and how often the members have met in it
         self._under_way: tuple[Collectives[Any], Any] | None = None  # an exchange, and its collective that has begun
         self._waits_since: float | None = None
         self._has_said = False
@@ -140,7 +140,7 @@ class Group:
         """Completes an exchange that was interrupted, for which the other members may wait. Discards its result."""
         if self._under_way is not None:
             exchange, begun = self._under_way
-            with suppress(InvalidRequest):  # as they are told that this member was in another call
+            with suppress(InvalidRequest):  # the error tells them that this member was in another call
                 self._await(begun)
                 self._go_on(exchange)
 

@@ -27,7 +27,7 @@ from ps_worker.session import Session
 
 __all__ = ["OnServers", "PsTrainer", "connect"]
 
-RNG_FILE = "rng_state.pth"  # of a Trainer that is alone
+RNG_FILE = "rng_state.pth"  # the file of a Trainer with a single process
 
 
 class OnServers:
@@ -91,7 +91,7 @@ class OnServers:
         if not self._on_servers:
             return loader
         self.create_optimizer()  # the share is known when the worker has joined
-        if isinstance(loader.dataset, IterableDataset):  # which divides itself
+        if isinstance(loader.dataset, IterableDataset):  # such a data set divides its data itself
             return self.session.prepare(rebuilt(loader, batch_size=loader.batch_size, drop_last=loader.drop_last))
         sampler = getattr(loader.batch_sampler, "sampler", None)
         if not isinstance(sampler, RandomSampler | torch.utils.data.SequentialSampler):

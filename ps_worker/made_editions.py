@@ -94,7 +94,7 @@ class TensorMaker:
     def __init__(self) -> None:
         self._copies: dict[torch.device, CudaCopies] = {}
         self._shared: weakref.WeakValueDictionary[tuple[object, ...], torch.Tensor] = weakref.WeakValueDictionary()
-        self._arrays: Callable[[], EditionArrays | None] = lambda: None  # of which `_shared` has copies
+        self._arrays: Callable[[], EditionArrays | None] = lambda: None  # the arrays that `_shared` has copies of
 
     def made(self, slots: Sequence[Slot], edition: Edition) -> list[torch.Tensor]:
         """Returns the tensors of an edition in the types and on the devices of the slots: views of the edition if these

@@ -134,7 +134,7 @@ class LoggedValues:
         text = "The exponential mean of the finite ones of these values."
         self._mean = Gauge("ps_worker_value_mean", text, ("name",), registry=registry)
         self._values: dict[str, LoggedValue] = {}
-        self._counts: dict[str, int] = {}  # of finite values
+        self._counts: dict[str, int] = {}  # by name, the number of finite values
 
     def log(self, given: Mapping[str, Any]) -> tuple[LoggedValue, ...]:
         """Adds values by name; returns all present ones. Raises InvalidRequest, and adds none, if one is invalid."""

@@ -44,9 +44,9 @@ from ps_worker.training_thread import SCRIPT, TrainingThread
 
 log = logging.getLogger("ps_worker")
 
-NOTICE_SECONDS = 30.0  # after which a member says that it waits for others to come
+NOTICE_SECONDS = 30.0  # the time before a member logs that it waits for others to come
 LEAVE_SECONDS = 1.0  # the longest that a member takes to say that it leaves
-SIGNS = 10  # that a member gives within the group timeout
+SIGNS = 10  # the number of signs that a member gives within the group timeout
 _MISSED = 3  # so many signs that have not come tell that a member gives none now
 _COMING_SECONDS = 0.05  # between two looks for those that have not come
 _CONNECT_SECONDS = 0.5  # the longest that a store that has broken off takes to answer a new connection

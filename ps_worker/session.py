@@ -70,7 +70,7 @@ class Session:
         try:
             self._strategy = make(config, self._metrics, self.device, self._timeline)
         except BaseException:
-            self._metrics.close()  # so that another session has the port
+            self._metrics.close()  # frees the port for another session
             raise
         if config.timeline is not None:
             self._record(RecordingRequest(config.timeline, config.timeline_first, config.timeline_steps))
@@ -507,7 +507,7 @@ class Session:
             try:
                 self._strategy.close()
             finally:
-                for take_back in self._take_back:  # so that another session may prepare these models
+                for take_back in self._take_back:  # allows another session to prepare these models
                     take_back()
                 self._timeline.close()
                 self._metrics.close()

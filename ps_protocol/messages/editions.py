@@ -23,8 +23,8 @@ from ps_protocol.handover import MappingOffer
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import feed_pb2
 
-LEAST_PART_BYTES = 2**16  # of a payload in one message: each message costs both ends some time
-MOST_REPORTED_READERS = 1_000_000  # that a relay can say it has
+LEAST_PART_BYTES = 2**16  # the least payload of a message: each message costs both ends some time
+MOST_REPORTED_READERS = 1_000_000  # the highest number of readers that a relay may report
 _RELAY_NAME = re.compile(r"[A-Za-z0-9.:_%\[\]-]{1,128}")
 
 

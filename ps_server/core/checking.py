@@ -288,7 +288,7 @@ class PushChecker:
             if stage.number == 0:
                 if not 0 <= group < len(self._spec.param_groups):
                     raise InvalidRequest(f"expected a group below {len(self._spec.param_groups)}, got {group}")
-            elif group not in stage.groups:  # of another bucket
+            elif group not in stage.groups:  # a group of another bucket
                 continue
             if self._good.has((stage.number, group), values):
                 continue

@@ -29,7 +29,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 
 if TYPE_CHECKING:
-    from ps_tables.cold import ColdFile  # which imports torch: `ps-server plan` places buckets without it
+    from ps_tables.cold import ColdFile  # it imports torch, and `ps-server plan` places buckets without torch
 
 
 import math

@@ -299,7 +299,7 @@ def mode_rates(question: Question, exchange_seconds: float) -> tuple[ModeRate, .
         sync = ssp = workers / slowest
         free = (workers - 1) / fast + 1 / slowest
     else:
-        some = 1 - (1 - question.stalls) ** workers  # that any of the workers stalls in a step
+        some = 1 - (1 - question.stalls) ** workers  # the probability that any worker stalls in a step
         sync = workers / (fast + some * (slowest - fast))
         ssp = free = workers / (fast + question.stalls * (slowest - fast))
     return ModeRate("sync", sync), ModeRate("ssp", ssp), ModeRate("async", free)

@@ -29,7 +29,7 @@ from ps_server.shard.relay_reports import RelayReports
 from ps_server.shard.shared_changes import BucketChanges
 
 MOST = 2
-HELD_SECONDS = 30.0  # for which readers may hold an edition that a newer one waits to replace
+HELD_SECONDS = 30.0  # the longest that readers may hold an edition that a newer one waits to replace
 
 
 class FollowedJob:

@@ -182,7 +182,7 @@ def _milliseconds(seconds: float) -> int:
 
 HEARTBEAT = "/ps_protocol.v1.MembershipService/Heartbeat"
 WATCH = "/ps_protocol.v1.MembershipService/Watch"
-BUSY_SECONDS = 0.5  # after which a call that finds a limit reached is made again
+BUSY_SECONDS = 0.5  # the pause before a call is made again that was refused for a limit
 WAITING_FOR_EACH = 4  # calls that wait, or heartbeats, or watches, for each call of max-calls
 _ACTIVE, _WAITING = "", "waiting"
 

@@ -38,9 +38,9 @@ from ps_server.shard.relay_reports import RelayReports
 from ps_server.shard.shared_changes import BucketChanges
 
 MOST = 2
-KEPT_SECONDS = 10.0  # for which an edition that nobody reads is kept for others
-HELD_SECONDS = 10.0  # for which readers may hold an edition that others wait to replace
-RETRY_SECONDS = 0.05  # after which a reader that finds no room asks again
+KEPT_SECONDS = 10.0  # an edition that nobody reads is kept for this long
+HELD_SECONDS = 10.0  # the longest that readers may hold an edition that others wait to replace
+RETRY_SECONDS = 0.05  # the pause before a reader that found no room asks again
 
 Over = Callable[[PSError | None], None]  # called when all that a reader wants is copied, or with why it never will be
 

@@ -51,7 +51,7 @@ from ps_server.shard.snapshots import Refusal, Refusals, SavedParts, SnapshotTas
 from ps_server.shard.waiting import READER, Pull, PushTimes, Waiter
 from ps_tables.row_sums import copy_numbers
 
-NARROWED_BUCKETS = 4  # that a job keeps
+NARROWED_BUCKETS = 4  # narrowed buckets that a job keeps for reuse
 _HISTORIES = itertools.count(secrets.randbits(62))  # a number that no other table of any process has had
 REFUSED_SECONDS = 0.25  # pause before a refused push is sent again: by then the servers end, or accept pushes again
 

@@ -188,7 +188,7 @@ class SharedBudget(PrincipalBudget):
             super().release(principal, size)
 
 
-WAITING_BYTES = 640  # that a bucket takes while its pull waits (measured)
+WAITING_BYTES = 640  # memory that a bucket takes while its pull waits (measured)
 
 
 class PulledBuckets:

@@ -47,7 +47,7 @@ from ps_tables.saved import saved_rows
 
 log = logging.getLogger("ps_server")
 
-FOLDERS = "tables", "dcp"  # of an export
+FOLDERS = "tables", "dcp"  # the folders of an export
 NEW = "new"  # the file that names the parts of an export that replaces an earlier one
 PARTS = *FOLDERS, "model.safetensors", "optimizer.safetensors", "optimizer.json"
 # A file in each of the folders, by which a later export knows that it may replace the folder.

@@ -73,7 +73,7 @@ class RosterWatch:
                 asked = (response.script_rank, response.script_request) if response.script_request else None
                 yield Roster(tuple(response.ranks), response.world_size, response.started, asked)
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.CANCELLED:  # as by `stop`
+            if error.code() is not grpc.StatusCode.CANCELLED:  # `stop` cancels the call
                 self.error = str(error.details())
 
     def stop(self) -> None:

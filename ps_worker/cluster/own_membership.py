@@ -107,7 +107,7 @@ class OwnMembership:
         self._roster_of: JoinResult | None = None  # the place with which the roster was requested
         self.lost: JoinResult | None = None
         self.error: PSError | None = None
-        self._watch_error = ""  # with which the last watch of the roster ended; empty: none
+        self._watch_error = ""  # the error that ended the last watch of the roster; empty: none
         self._joining = False
         self._is_unknown = False  # the last heartbeat showed no token or certificate that the coordinator knows
         self._watching: RosterWatch | None = None

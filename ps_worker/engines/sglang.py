@@ -28,7 +28,7 @@ from ps_worker.followed_model import WeightFeed, subscribe
 
 log = logging.getLogger("ps_worker")
 
-LOAD_SECONDS = 1800.0  # for which SGLang may load
+LOAD_SECONDS = 1800.0  # the longest that SGLang may load
 
 
 class DiskFollower:

@@ -37,7 +37,7 @@ from ps_worker.model.tracked import (
     watched_gradient,
 )
 
-_VERSION = attrgetter("_version")  # of a tensor: torch counts writes in place there
+_VERSION = attrgetter("_version")  # reads the counter in which torch counts in-place writes to a tensor
 
 
 class FlatBuffers:
@@ -231,7 +231,7 @@ class Weights:
         # Marks do not show their changes: torch does not count writes to a local shard.
         self._sharded = buffers.sharded
         self._touches = Touches()
-        self._marks: list[tuple[int, int]] = []  # of each parameter, since weights last landed
+        self._marks: list[tuple[int, int]] = []  # by parameter, its mark at the moment when weights last landed
 
     def watch(self) -> None:
         """Watches the parameters for changes through `.data` from now on."""

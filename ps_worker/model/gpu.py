@@ -79,7 +79,7 @@ class GpuStaging:
         if not pinned:
             staged, landed = self._landing.get(bucket, (None, None))
             if landed is not None:
-                landed.synchronize()  # of an earlier step: long over
+                landed.synchronize()  # a copy of an earlier step, which is over long ago
             if staged is None or staged.dtype != values.dtype:
                 staged = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             values = staged.copy_(values)

@@ -405,7 +405,7 @@ class WorkerCheckpoint:
         feeding = now if counts or self._step.fed_by is None else self._step.fed_by
         # Those in whose loops the script is: a script may take batches of several in step.
         present = frozenset(self._taken) & self._feeders or self._step.loaders
-        if feeding in present:  # of several the one that is asked first
+        if feeding in present:  # if there are several, the one that is asked first
             feeding = next(loader for loader in self._yielded if loader in present)
         loaders, last = [_before_pass(state) for state in script.loaders], next(iter(self._yielded[-1:]), None)
         for index in {*present, *(() if feeding is None else (feeding,))}:

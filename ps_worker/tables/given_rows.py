@@ -17,7 +17,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.row_ids import Ids
 from ps_tables.contributions import RowValues
 
-PIECE_BYTES = 4 * 2**20  # of vectors that are read at a time
+PIECE_BYTES = 4 * 2**20  # vectors are read in pieces of this size
 
 _BUFFER = 2**20
 _ID_TYPES = (np.dtype(np.int64), np.dtype(np.int32))
