@@ -71,7 +71,7 @@ class Children:
         self._guard = _die_with_parent()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._streams: dict[int, list[Stream]] = {}
-        self._pids: dict[int, int] = {}  # by child, the pid of its last process
+        self._pids: dict[int, int] = {}  # of each, of its last process
         self._begun: dict[int, float] = {}  # when each was started last
         self._due: dict[int, float] = {}  # by number, when a child that ended is started again
         self._selector = stack.enter_context(selectors.DefaultSelector())

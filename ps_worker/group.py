@@ -51,8 +51,8 @@ THROUGH, LOST, FAILED = range(3)
 _agreed: Counter[tuple[int, ...]] = Counter()  # how often this process was to be in as many groups as these ranks
 _formed: Counter[tuple[int, ...]] = Counter()  # how often this process was to be a member of a group of these ranks
 
-_NUMBERS = 4  # the most numbers that members compare at once
-_NAME_BYTES = 64  # the space for the name of a call
+_NUMBERS = 4  # that members compare at once, at most
+_NAME_BYTES = 64  # of a call
 _SIZE_BYTES = 8  # the space for a length
 
 # How long a collective waits for the others. The first member may be at the coordinator for long, behind another
