@@ -28,7 +28,7 @@ from ps_worker.made_editions import EditionMaker, TensorMaker, is_copied
 from ps_worker.reading_blocks import enter_all, leave_all
 
 M = TypeVar("M", bound=nn.Module)
-LOOK_SECONDS = 0.01  # between two looks for a newer edition in `async for`
+LOOK_SECONDS = 0.01  # the pause between two looks for a newer edition in `async for`
 ROW_PERIOD, SHORTEST_ROW_PERIOD = 1.0, 0.1  # seconds between two looks for changes of rows
 
 
@@ -321,7 +321,7 @@ class WeightFeed:
                     edition = await asyncio.shield(entering)
                     break
                 except asyncio.CancelledError:
-                    # The thread continues, and its reader would be counted for ever.
+                    # The thread goes on and enters the block. Without this, nobody would leave it.
                     entering.add_done_callback(lambda done: _leave(loaded, done))
                     raise
                 except Unreachable:  # another has entered first

@@ -48,8 +48,8 @@ START_TIMEOUT = 1800.0  # the default of the setting
 # What a member says of its part in something that all do together. The highest counts.
 THROUGH, LOST, FAILED = range(3)
 
-_agreed: Counter[tuple[int, ...]] = Counter()  # how often this process was to be in as many groups as these ranks
-_formed: Counter[tuple[int, ...]] = Counter()  # how often this process was to be a member of a group of these ranks
+_agreed: Counter[tuple[int, ...]] = Counter()  # how often these ranks have agreed on their number of groups
+_formed: Counter[tuple[int, ...]] = Counter()  # how often this process has formed a group of these ranks
 
 _NUMBERS = 4  # that members compare at once, at most
 _NAME_BYTES = 64  # of a call
@@ -159,7 +159,7 @@ class Group:
         """Waits for a collective. Raises its error. Signals are handled meanwhile: in torch's wait none is."""
         try:
             while not work.is_completed():
-                with suppress(RuntimeError):  # the time is over, or it has failed: then the last line says how
+                with suppress(RuntimeError):  # a timeout, or an error, which the last line of this method raises
                     work.wait(timedelta(seconds=HEARD_SECONDS))
                 # `check` takes a lock, and a signal's handler must not end it in between, with the lock held.
                 with undisturbed():
@@ -426,10 +426,10 @@ def _connected(ranks: Sequence[int], start_timeout: timedelta) -> Any:
 
 
 def _be_in_as_many(ranks: tuple[int, ...]) -> None:
-    """Makes this process a member of as many process groups as the others of these ranks. All of them call it.
+    """Makes this process a member of as many process groups as the other processes of these ranks. All of them call it.
 
-    torch makes the name of a group that not all processes have out of the number that its process is in. Of those in
-    unlike many, as a stage with a tied embedding is in one more, each would wait for a group of another name.
+    torch names a group of some of the processes by the number of groups that the process is in. These numbers may
+    differ: a stage with a tied embedding is in one group more. The processes would then wait for different names.
     """
     store = dist.distributed_c10d._get_default_store()
     own = len(dist.distributed_c10d._world.pg_names)

@@ -65,7 +65,8 @@ class _EarlyLoaders:
     """
 
     def __init__(self) -> None:
-        self._undivided: dict[int, tuple[Any, DataLoader[Any]]] = {}  # by id of what took the place of a loader
+        # By id of a divided loader: that loader, and the original one
+        self._undivided: dict[int, tuple[Any, DataLoader[Any]]] = {}
 
     def divided(self, loader: Any, rank: int, count: int) -> Any:
         """Returns a loader with part `rank` of `count` of the data. Raises Unsupported, InvalidRequest."""
@@ -248,7 +249,7 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Makes the module's optimizers and schedulers, and joins the job with them. Raises PSError."""
-        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True): `prepare` says where that cannot be
+        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True); `prepare` refuses it where it is impossible
             self._layer_sync.apply(self.lightning_module)
         super().setup_optimizers(trainer)
         self._early.forget(trainer)

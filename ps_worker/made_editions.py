@@ -22,7 +22,7 @@ from ps_worker.fitted_model import Slot
 
 log = logging.getLogger("ps_worker")
 
-EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter exits
+EXIT_SECONDS = 2.0  # the time for an open maker's thread to end when the interpreter exits
 _open: weakref.WeakSet[EditionMaker] = weakref.WeakSet()
 
 

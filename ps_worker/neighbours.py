@@ -48,9 +48,9 @@ NOTICE_SECONDS = 30.0  # the time before a member logs that it waits for others 
 LEAVE_SECONDS = 1.0  # the longest that a member takes to say that it leaves
 SIGNS = 10  # the number of signs that a member gives within the group timeout
 _MISSED = 3  # so many signs that have not come tell that a member gives none now
-_COMING_SECONDS = 0.05  # between two looks for those that have not come
+_COMING_SECONDS = 0.05  # the pause between two looks for members that have not come
 _CONNECT_SECONDS = 0.5  # the longest that a store that has broken off takes to answer a new connection
-_ANSWER = timedelta(days=1)  # likewise, to answer a call: a stopped one is to be noticed by `check`, not by an error
+_ANSWER = timedelta(days=1)  # the longest wait for the store's answer: `check` notices a stopped store, not an error
 _LEFT = "left"  # the last sign of a member, in place of a number
 _TAB = "\t"  # between a sign and what it tells of the training thread
 
@@ -92,7 +92,7 @@ class Neighbours:
         self._signs: dict[int, str] = {}  # by member, its last sign
         self._heard: set[int] = set()  # whose sign is new since the last `check`
         self._silent = dict.fromkeys(self._others, 0.0)  # for how long, while this process ran
-        self._unheard = dict.fromkeys(self._others, 0.0)  # the same, where heartbeats count for nothing
+        self._unheard = dict.fromkeys(self._others, 0.0)  # the same time, if heartbeats do not count as signs
         self._stands: dict[int, tuple[list[str], float]] = {}  # by member, what it has told, and for how long the same
         self._checked = time.monotonic()
         self._connection: Any = None  # to the store; None: there is none yet, or it has broken off

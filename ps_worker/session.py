@@ -245,7 +245,7 @@ class Session:
                 "to begin anew (a notebook's cell run again), call connect again"
             )
         for model in models:
-            # More devices: the script has placed it. FSDP keeps one that it has offloaded on CPUs.
+            # A model on several devices was placed by the script. FSDP keeps an offloaded model on CPUs.
             if len({tensor.device for tensor in model.parameters()}) <= 1 and not is_offloaded([model]):
                 model.to(self.device)
         loops = loops_for(models, self._config.native)

@@ -121,8 +121,8 @@ def place_job(spec: JobSpec, shard_count: int, run: str) -> PlacedJob:
     return PlacedJob(spec, run, tuple(placement), layout.nbytes, imbalance(sizes, placement, shard_count), trained)
 
 
-LEAST_BYTES = 256 * 2**10  # between hosts; smaller ones cost more than they let overlap
-BUCKETS = 128  # aimed at for trained parameters, between hosts
+LEAST_BYTES = 256 * 2**10  # the least bucket between hosts: smaller ones cost more than their overlap gains
+BUCKETS = 128  # between hosts, trained parameters are cut into about so many
 # The least number on one machine, because the way back of the last bucket overlaps nothing. There are fewer if so many
 # would be smaller than DEFAULT_BUCKET_BYTES.
 BUCKETS_OF_ONE_MACHINE = 8

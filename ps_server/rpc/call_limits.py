@@ -32,7 +32,7 @@ from ps_server.rpc.permissions import ALL_PERMISSIONS, EVERYONE, METHODS, Princi
 from ps_server.rpc.receiving import Receiving, Refused, kind_of
 
 _LOOK_SECONDS = 0.05
-_IDLE_SECONDS = 1.0  # between two looks while nothing is watched
+_IDLE_SECONDS = 1.0  # the pause between two looks while nothing is watched
 _RELEASE_SECONDS = 5.0  # after a request was broken off, until its memory goes back to the system
 
 # Of HTTP/2, for clients' messages: with gRPC's default of 16 KiB a round of 256 MiB takes a tenth longer
@@ -363,7 +363,7 @@ class CallLimits:
         try:
             return self._authenticator.identify(call)
         except Unauthenticated as error:
-            # Without the method: an unknown caller could invent many
+            # The entry does not name the method: an unknown caller could invent many
             audit.note(audit.REFUSED, str(error), UNKNOWN, host)
             raise
 

@@ -206,7 +206,7 @@ class TakenEdition:
             if left:
                 self._missing[index] = left
             calls = [over for keys, over in self._readers.values() if copied.keys() & keys and self.has(keys)]
-            if calls and (self.completed is None or self.completed[0] is None):  # the first may want frozen ones alone
+            if calls and (self.completed is None or self.completed[0] is None):  # None: only frozen ones were wanted
                 trained = [each.version for each in self._copied.values() if each.is_trained]
                 self.completed = min(trained, default=None), now
         for over in calls:

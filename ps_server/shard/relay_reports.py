@@ -15,7 +15,7 @@ from ps_server.core.feed_figures import AllRelays, RelayFigures
 from ps_server.core.limits import share
 
 MOST_RELAYS = 256  # the most relays of one job; one principal may have half of them
-MOST_SHOWN = 32  # the same
+MOST_SHOWN = 32  # the most relays of one job that are shown
 KEPT_SECONDS = 20.0  # after the last report. A relay sends one every 7.5 s, and one or two may be lost
 
 

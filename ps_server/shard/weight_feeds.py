@@ -40,7 +40,7 @@ from ps_server.shard.hosted_job import Feed, HostedJob
 from ps_server.shard.mapped import MappedFiles
 from ps_server.shard.outbox import Lent, Outbox
 
-SIGN_SECONDS = 0.25  # between two signs of life while an edition is not complete
+SIGN_SECONDS = 0.25  # the pause between two signs of life while an edition is not complete
 
 
 class EditionSource(Protocol):

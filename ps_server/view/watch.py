@@ -29,7 +29,7 @@ from ps_server.view.view import View
 LOOK_SECONDS = 1.0
 # A shard is queried again after so many times the time that its last answer took: watching costs it a twentieth.
 PAUSES_PER_ANSWER = 20
-REST_SECONDS = 5.0  # between two queries of a shard whose jobs do not change, while no viewer asks for the view
+REST_SECONDS = 5.0  # the pause between queries of a shard with unchanged jobs, while nobody asks for the view
 READ_SECONDS = 30.0  # a view that was read may be read again for this long
 MOST_PAUSE_SECONDS = 10.0  # the longest such pause: an answer that took long has mostly waited for other work
 

@@ -136,7 +136,7 @@ class OwnMembership:
                 start(thread)
                 self._threads.append(thread)
         except TryLater:  # without the threads nothing would keep the place
-            if not self._threads:  # otherwise the heartbeat's thread ends the process
+            if not self._threads:  # if the heartbeat's thread runs, that one ends the process
                 process.close()
             self.close()
             raise

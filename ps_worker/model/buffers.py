@@ -331,7 +331,7 @@ class Weights:
         tensor, view = local(self._buffers.trained[index]), self._buffers.weight_views[index]
         before = self._touches.before.get(index)
         if before is None and (index in self._apart or tensor.data_ptr() != view.data_ptr()):
-            before = view  # only landing weights write the buffer: it has what the script could change since
+            before = view  # only landing weights write the buffer, so it has the values from before the script's change
         if before is None:
             return bool(tensor._version != version)
         return not torch.equal(values(tensor).to(before.device), before)

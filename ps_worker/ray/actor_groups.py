@@ -29,10 +29,10 @@ from ps_worker.ray.server_actors import ParameterServer, asked_status, error_tex
 
 log = logging.getLogger("ps_worker")
 
-NOTICE_SECONDS = 60.0  # between two lines of the log about a group that waits for room
+NOTICE_SECONDS = 60.0  # the pause between two log lines about a group that waits for room
 # For which the end of an actor is awaited after an error of a neighbour: Ray tells of it when its node says so.
 CAUSE_SECONDS = 1.0
-LOOK_SECONDS = 5.0  # between two looks at the job, while a group may wait for one that has ended
+LOOK_SECONDS = 5.0  # the pause between two looks at the job while a group may wait for an ended one
 
 
 @dataclass(frozen=True)

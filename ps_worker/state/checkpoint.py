@@ -542,7 +542,7 @@ class WorkerCheckpoint:
         # A state from before a group was added is restored all the same: the group keeps its settings.
         here = min(len(self._groups()), len(settings.groups)), len(self._stateful), len(self.loaders)
         saved = len(settings.groups), len(settings.stateful), len(loaders)
-        # So is one from an earlier stage, in which less was prepared.
+        # A state from an earlier stage, in which the script had prepared less, is restored, too.
         if settings.stage < self.stage and saved[1] <= here[1] and saved[2] <= here[2]:
             here = saved
         if here != saved or not self._model.takes(state.own):

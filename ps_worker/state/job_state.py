@@ -188,7 +188,7 @@ def has_schedule(thing: Any) -> bool:
     held = [each for value in getattr(thing, "__dict__", {}).values() for each in _each(value)]
     if any(isinstance(each, kinds) for each in (thing, *held)):
         return True
-    with suppress(Exception):  # an object of the script's own, whose error is told where its state is saved
+    with suppress(Exception):  # `state_dict` of the script's own object: its error is raised when its state is saved
         return _has_state_of_schedule(thing.state_dict())
     return False
 
