@@ -175,7 +175,7 @@ class EditionArrays:
         return self.spaces[bucket.space][bucket.start * itemsize : (bucket.start + bucket.numel) * itemsize]
 
     def bases(self, buckets: Collection[int], timeline: int) -> dict[int, int]:
-        """Returns the versions of those buckets that are of a timeline: changes since may be asked for."""
+        """Returns the versions of the buckets that are of this timeline. The changes since then may be requested."""
         return {index: self.versions[index] for index in buckets if self.timelines.get(index) == timeline}
 
     def names(self) -> Sequence[str]:

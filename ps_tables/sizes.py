@@ -1,8 +1,8 @@
 """The memory that a number of rows takes, and the number of rows that fit into memory.
 
 All of a table counts: its rows with their optimizer's state, the index, the ids that wait for admission, which may be
-as many as the rows, and the ids that were removed lately. The numbers are those of a full table, but for some KiB of
-the smallest one. While an index is rebuilt, its old slots take memory, too: at most as much again as its slots.
+as many as the rows, and the ids that were removed lately. The numbers are those of a full table, except for some
+KiB of the smallest one. While an index is rebuilt, its old slots take memory, too: at most as much again as its slots.
 """
 
 from __future__ import annotations

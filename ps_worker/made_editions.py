@@ -86,7 +86,7 @@ class EditionMaker:
 
 
 class TensorMaker:
-    """Makes the tensors of a feed's models. Used by one thread at a time, but for `used`.
+    """Makes the tensors of a feed's models. Except for `used`, methods are called by one thread at a time.
 
     Models whose tensors have the same types and devices share one copy of each edition.
     """

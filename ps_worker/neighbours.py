@@ -205,7 +205,7 @@ class Neighbours:
 
     @property
     def _have_come(self) -> bool:
-        """Whether all members have."""
+        """Whether all members have come."""
         return len(self._signs) == len(self._others)
 
     def _has_left(self, other: int) -> bool:

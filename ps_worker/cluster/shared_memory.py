@@ -130,7 +130,7 @@ def _over_the_network(transport: str, reason: NotShared) -> tuple[None, set[int]
 class _Written:
     """An exchange that was written.
 
-    content: but for its clock and its hyper-parameters
+    content: all of it except its clock and its hyper-parameters
     groups:  the hyper-parameters of each of its pushes
     request: its message
     """

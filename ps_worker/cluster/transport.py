@@ -219,10 +219,11 @@ class NetworkTransport:
     def _push(
         self, message: Callable[[], tuple[Parts, int]], wire: str, leaving: Callable[[], None] | None = None
     ) -> Future[PushResult]:
-        """Sends the message that `message` makes; it also returns the size of the payload.
+        """Sends the message that `message` makes.
 
+        message: returns the message, and the size of its payload
         wire:    the payload's wire format
-        leaving: is called when they leave
+        leaving: called just before the message is sent
         """
 
         def send() -> PushResult:

@@ -139,7 +139,7 @@ class ReplicatedParameters:
     def _packed(
         self, shared: Sequence[int], bases: Mapping[int, torch.Tensor], is_base: bool = False
     ) -> Iterator[_Package]:
-        """Yields memory for those of the parameters that this member holds; on their owner it has the weights."""
+        """Yields memory for the parameters that this member holds. On the owner of these it contains the weights."""
         packages: dict[tuple[Members, torch.dtype], list[int]] = {}
         for index in shared:
             members, dtype = self._holders[index], TORCH_DTYPES[self._spec.parameters[index].dtype]

@@ -56,8 +56,9 @@ def is_cut_alike(tensor: Any, other: Any) -> bool:
 
 
 def cuts_of(tensor: Any, mesh: Any) -> list[int | None]:
-    """Returns for each dimension of a mesh the dimension of a DTensor that is cut over it; None: none is. Raises
-    Unsupported for a DTensor of another mesh, for partial sums and for strided shards.
+    """Returns, for each dimension of a mesh, the dimension of a DTensor that is cut over it, or None.
+
+    Raises Unsupported for a DTensor of another mesh, for partial sums and for strided shards.
     """
     kinds = {type(each).__name__ for each in tensor.placements}
     if tensor.device_mesh != mesh or not kinds <= {"Shard", "Replicate"}:

@@ -138,7 +138,7 @@ class LateScript:
         return False
 
     def _begins_anew_for_now(self) -> bool:
-        """Begins anew, as the others have nothing to tell. Returns whether to ask them again."""
+        """Begins anew, because the other workers have no state to send. Returns whether to ask them again."""
         if not self._nobody_knew:
             self._take(None)
         self._nobody_knew += 1
