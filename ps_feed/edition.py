@@ -422,7 +422,7 @@ class ReceivingRoom:
         return None
 
     def check(self, arriving: Arriving) -> None:
-        """Raises LimitExceeded where there is none for an edition: it is not even asked for."""
+        """Raises LimitExceeded if there is none for an edition: it is not even asked for."""
 
     def begin(self, arriving: Arriving) -> None:
         """Promises an edition memory for its missing buckets, before its first bucket is added; may be called again.

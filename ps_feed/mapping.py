@@ -86,7 +86,7 @@ class HandedOver:
     worked:    is called at the end where a file was taken over
     reader:    see MappingOffer
 
-    Raises NotShared where no socket can be made there.
+    Raises NotShared if no socket can be made there.
     """
 
     def __init__(self, directory: Path, worked: Callable[[], None] = lambda: None, reader: int = 0) -> None:

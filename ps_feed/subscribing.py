@@ -80,7 +80,7 @@ def reading_from(
 
     relays: several addresses may be given, with commas between them
 
-    Raises InvalidRequest where there is no address, or where settings contradict each other.
+    Raises InvalidRequest if there is no address, or if settings contradict each other.
     """
     given = (tls_cert, tls_key, tls_ca, token_file, insecure)  # in the order of these settings
     shown = access(*(setting.find(value) for setting, value in zip(access_settings(), given, strict=True)))

@@ -316,7 +316,7 @@ class DataListener:
     """Takes connections until it is stopped.
 
     admit: is called with the opener of a connection and what ends it; returns what is to be called when it has ended.
-           Raises PSError where the worker's place is lost
+           Raises PSError if the worker's place is lost
     most:  connections at a time. Each may need a thread: while its request arrives slowly. Past that the caller with
            the most of them loses one to a caller that would still have fewer with it; another caller's connection is
            refused

@@ -156,7 +156,7 @@ def validate(spec: JobSpec) -> None:
 
 
 def _unique_names(spec: JobSpec) -> set[str]:
-    """Returns the names of the parameters. Raises InvalidRequest where one comes twice, unless these are its pieces."""
+    """Returns the names of the parameters. Raises InvalidRequest if one comes twice, unless these are its pieces."""
     by_key: dict[tuple[str, tuple[int, ...]], int] = {}
     for parameter in spec.parameters:
         if parameter.key not in by_key:

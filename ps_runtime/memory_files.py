@@ -32,7 +32,7 @@ class SharedFile:
 
     number: counts the memory files of this process; descriptors are reused, this number is not
 
-    Raises NotShared where there are no memory files.
+    Raises NotShared if there are no memory files.
     """
 
     def __init__(self, size: int) -> None:
@@ -102,7 +102,7 @@ class WrittenFile(SharedFile):
         self._is_sealed, self._sealing = False, threading.Lock()
 
     def write(self, offset: int, content: memoryview) -> None:
-        """Fills a part of it. Raises NotShared where there is no memory for that."""
+        """Fills a part of it. Raises NotShared if there is no memory for that."""
         try:
             while content:
                 written = os.pwrite(self.descriptor, content, offset)

@@ -43,7 +43,7 @@ NAME = "ps"
 
 
 def _refuse_group(instead: str) -> None:
-    """Raises Unsupported where a launcher has started this process as one of several that are a worker."""
+    """Raises Unsupported if a launcher has started this process as one of several that are a worker."""
     if launched_group_size() > 1:
         raise Unsupported(
             f"the launcher has started {launched_group_size()} processes as this worker, and this strategy trains one "
@@ -386,7 +386,7 @@ class ParameterServerGroupStrategy(ModelParallelStrategy):
         _say_steps(self.session, self.lightning_module.trainer)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns a loader of batches on the session's device; the loader itself where nothing is trained."""
+        """Returns a loader of batches on the session's device; the loader itself if nothing is trained."""
         self._join()
         if not self._everyone._joined and _is_fitting(self.lightning_module):
             share = self.distributed_sampler_kwargs

@@ -159,7 +159,7 @@ class Advice:
     """The answer of `ps-server plan`.
 
     plans: the one that is recommended first, then others to compare it with, by number of shards
-    rates: empty where the time of a step is not known
+    rates: empty if the time of a step is not known
     mode:  the mode that pays; why: the reason, as text
     way:   how buckets travel
     coordinator_cpu: the part of a core that it uses while the job trains
@@ -290,7 +290,7 @@ def plan(question: Question, spec: JobSpec, shards: int) -> ShardPlan:
 
 
 def mode_rates(question: Question, exchange_seconds: float) -> tuple[ModeRate, ...]:
-    """Returns how many steps all workers make a second, by mode; nothing where the time of a step is not known."""
+    """Returns how many steps all workers make a second, by mode; nothing if the time of a step is not known."""
     step, workers, slow = question.step_seconds, question.workers, question.straggler
     if step is None:
         return ()

@@ -404,7 +404,7 @@ class CallLimits:
         receive: Callable[[contextlib.AbstractContextManager[None]], None],
         refuse: Callable[[Refused], None],
     ) -> None:
-        """As `receiving`, but no thread waits for the place: see Receiving.later."""
+        """Does the same as `receiving`, but no thread waits for the place: see Receiving.later."""
         peer = call.peer()
         self._receiving.later(kind_of(method), (caller.name, host_of(peer), peer), call, submit, receive, refuse)
 

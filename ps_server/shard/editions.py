@@ -465,7 +465,7 @@ class Editions:
     def _make_room(self, edition: TakenEdition, now: float) -> None:
         """Makes room for what readers want of an edition, the first time before any of it is copied.
 
-        Raises TryLater where too many editions are read, LimitExceeded where memory has no room. A reader that comes to
+        Raises TryLater if too many editions are read, LimitExceeded if memory has no room. A reader that comes to
         an edition later, and wants typed buckets for which there is no room, is refused by itself.
         """
         if not edition.unchecked:
@@ -495,7 +495,7 @@ class Editions:
 
     def _give_up(self, now: float) -> list[TakenEdition]:
         """Takes out the editions that go for a new one: first the oldest that nobody reads, then the oldest that is
-        read too slowly. The caller holds the lock. Raises TryLater where there are none."""
+        read too slowly. The caller holds the lock. Raises TryLater if there are none."""
         begun = sorted((each for each in self._kept if each.began is not None), key=lambda each: each.began or 0.0)
         surplus = max(0, len(begun) - MOST + 1)
         slow = [each for each in begun if each.is_read and now - (each.began or 0.0) > HELD_SECONDS]
@@ -517,7 +517,7 @@ class Editions:
             self._check_room(added, 0)
 
     def _check_room(self, typed_buckets: Set[TypedBucket], begun: int) -> None:
-        """Raises LimitExceeded where memory has no room for copies.
+        """Raises LimitExceeded if memory has no room for copies.
 
         begun: bytes that other editions are still to take
         """

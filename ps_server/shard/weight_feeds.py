@@ -87,7 +87,7 @@ class EditionSource(Protocol):
         """Notes that a reader follows the job, and wants these buckets."""
 
     def add(self, feed: Feed, limit: float) -> None:
-        """Adds a reader. Raises LimitExceeded where there are too many."""
+        """Adds a reader. Raises LimitExceeded if there are too many."""
 
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
         """Returns an edition for a reader; see Editions.take. Buckets that are at its version are copied now."""
@@ -133,7 +133,7 @@ class JobSource:
         self.job.editions.heard_of_reader(now, typed_buckets)
 
     def add(self, feed: Feed, limit: float) -> None:
-        """Adds a reader. Raises LimitExceeded where there are too many."""
+        """Adds a reader. Raises LimitExceeded if there are too many."""
         self.job.add_feed(self.job.readers, feed, limit)
 
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
@@ -477,5 +477,5 @@ def _message_bytes(wanted: WantedEdition, source: EditionSource, most: int) -> i
 
 
 def lowest(source: EditionSource) -> int:
-    """Returns the lowest version of the buckets that an optimizer steps; 0 where there are none."""
+    """Returns the lowest version of the buckets that an optimizer steps; 0 if there are none."""
     return min(source.versions, default=0)
