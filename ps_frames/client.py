@@ -242,7 +242,7 @@ class ClientConnection:
     @property
     def is_taken(self) -> bool:
         """Whether this thread has taken it over."""
-        return self._watched.thread == threading.get_ident()
+        return self._watched.reader == threading.get_ident()
 
     def take_over(self) -> bool:
         """Makes this thread receive, with `read`, until `give_back`. Returns False if a thread receives now, or if the

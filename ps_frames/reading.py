@@ -38,7 +38,7 @@ class Watched:
     """A connection whose bytes are waited for.
 
     events: the events for which a thread is woken; 0: none, because one was woken, and has not armed it again
-    thread: the identifier of the thread that reads, one of the shared threads or one that has taken the reading over;
+    reader: the identifier of the thread that reads, one of the shared threads or one that has taken the reading over;
             0: none does
     """
 
@@ -47,7 +47,7 @@ class Watched:
     ended: Callable[[], None]
     look: Callable[[], None]
     events: int = _FIRST
-    thread: int = 0
+    reader: int = 0
 
 
 class ReadingThreads:
@@ -127,9 +127,9 @@ class ReadingThreads:
         """
         me = threading.get_ident()
         with self._lock:
-            if watched.thread not in (0, me) or not self._has(watched):
+            if watched.reader not in (0, me) or not self._has(watched):
                 return False
-            watched.thread = me
+            watched.reader = me
             self._watch(watched, _END)  # or a thread would be woken, only to find this one here
             return True
 
@@ -141,7 +141,7 @@ class ReadingThreads:
         """
         if not goes_on:
             with self._lock:
-                if watched.thread != threading.get_ident() or not self._has(watched):
+                if watched.reader != threading.get_ident() or not self._has(watched):
                     return
                 self._remove(watched)
             guarded(self._name, watched.ended)
@@ -149,22 +149,22 @@ class ReadingThreads:
                 self._end_threads()
             return
         with self._lock:
-            if watched.thread != threading.get_ident() or not self._has(watched):
+            if watched.reader != threading.get_ident() or not self._has(watched):
                 return
             # A `want` that came while this thread was reading did nothing: its call is in `expected`.
-            watched.thread = 0
+            watched.reader = 0
             self._watch(watched, _ONCE if expected else _END)
 
     def want(self, watched: Watched) -> None:
         """Makes a thread read the bytes that come on a connection, if none does. This is the state after `add`."""
         with self._lock:
-            if not watched.thread and self._has(watched):
+            if not watched.reader and self._has(watched):
                 self._watch(watched, _ONCE)
 
     def rest(self, watched: Watched) -> None:
         """Wakes a thread only for the end of a connection, and not for bytes, until `want` or `give_back`."""
         with self._lock:
-            if not watched.thread and self._has(watched):
+            if not watched.reader and self._has(watched):
                 self._watch(watched, _END)
 
     def _has(self, watched: Watched) -> bool:
@@ -253,9 +253,9 @@ class ReadingThreads:
             if watched is None:  # nothing has come, or the connection has ended meanwhile
                 return True
             watched.events = 0
-            if watched.thread:  # the thread that has taken it over sees the bytes itself
+            if watched.reader:  # the thread that has taken it over sees the bytes itself
                 return True
-            watched.thread = threading.get_ident()
+            watched.reader = threading.get_ident()
             self._waiting -= 1
             lacks_thread = self._lacks_thread()
         if lacks_thread:
@@ -263,7 +263,7 @@ class ReadingThreads:
         if self._goes_on(watched):
             with self._lock:
                 self._waiting += 1
-                watched.thread = 0
+                watched.reader = 0
                 self._watch(watched, _ONCE)
         else:
             self._end(watched)

@@ -181,11 +181,9 @@ class WorkerCheckpoint:
             self._capture_first(clock)
 
     def skip(self) -> None:
-        """Leaves out a step, because its batch will be yielded again.
-
-        After two steps in a row without a loader's batch, the script is behind its last loop. A state that was captured
-        there is restored at once. Raises Unsupported if the state was captured in a loop, unless the script has gone
-        from such steps to a loop before.
+        """Leaves out a step, because its batch will be yielded again. After two steps in a row without a loader's batch
+        the script is behind its last loop. A state that was captured there is restored at once. Raises Unsupported if
+        the state was captured in a loop, unless the script has gone from such steps to a loop before.
         """
         self._count_unfed()
         target = self._target

@@ -102,7 +102,7 @@ class JobTraining:
         self._restore_count = participation.connection.place.restore_count  # the rollbacks that this worker has made
         self.rolled_back: int | None = None
         self._closing = False
-        self._at_loss: tuple[int, SetByScript, int] | None = None  # while between two places: see `_take_place`
+        self._left: tuple[int, SetByScript, int] | None = None  # while between two places: see `_take_place`
         self._beside = beside
         self.kind = kind(self)
         self.checkpoint = self.kind.make_checkpoint(device, self._sender.send)
@@ -252,7 +252,7 @@ class JobTraining:
     def _in_this_place(self, exchange: Callable[[], None], end: Callable[[], object] | None) -> bool | None:
         self.participation.membership.raise_lost()
         is_local = self.model.spec.local is not None
-        is_behind = self._at_loss is not None  # an interrupt came on the way to the place: it has not arrived there yet
+        is_behind = self._left is not None  # an interrupt came on the way to the place: it has not arrived there yet
         try:
             if not is_behind and self.participation.has_place:
                 try:
@@ -278,7 +278,7 @@ class JobTraining:
         """Ends an exchange after an error other than the loss of the place."""
         self.participation.connection.drop_drafts()
         self._steps.tables.give_back()
-        is_moving, is_sent = self._at_loss is not None, self.sent is not None
+        is_moving, is_sent = self._left is not None, self.sent is not None
         if isinstance(error, Exception) and not is_moving:  # a signal leaves what is sent under way, and so does a move
             if is_sent:
                 self.participation.connection.fail()
@@ -419,7 +419,7 @@ class JobTraining:
 
     def _come_back(self) -> bool:
         try:
-            if self._at_loss is None:
+            if self._left is None:
                 self.kind.losing()
             counts = self._take_place()
             while self.unfinished is not None:
@@ -441,11 +441,11 @@ class JobTraining:
         self._steps.place_lost()
         gradients = self.model.held_gradients()
         is_sent = unfinished is not None or self.sent is not None
-        if self._at_loss is None:
-            self._at_loss = self.clock, self.assignments.at_hand(is_sent, since=unfinished is None), self.kind.counted
+        if self._left is None:
+            self._left = self.clock, self.assignments.at_hand(is_sent, since=unfinished is None), self.kind.counted
         elif unfinished is None:  # an interrupt came on the way: the script may have set more
-            self._at_loss = self._at_loss[0], self.assignments.with_later(self._at_loss[1]), self._at_loss[2]
-        (done, set_by_script, counted), rule = self._at_loss, self.model.spec.consistency
+            self._left = self._left[0], self.assignments.with_later(self._left[1]), self._left[2]
+        (done, set_by_script, counted), rule = self._left, self.model.spec.consistency
         checkpoint_wanted = self.participation.rejoin(self.model)
         place = self.participation.connection.place
         self._allow_drafts()
@@ -470,7 +470,7 @@ class JobTraining:
                 self._counted = unfinished.begun
             if not rolled_back:
                 self._checkpoint_in_place(checkpoint_wanted, fate)
-            self._restore_count, self._at_loss = place.restore_count, None
+            self._restore_count, self._left = place.restore_count, None
             again = rolled_back and (self.checkpoint.waits_for_loader or bool(self.data.accounts))
             self.kind.moved(self.unfinished is not None, again and (unfinished is not None or not is_sent), unfinished)
             arrive(self.participation)

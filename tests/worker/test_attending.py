@@ -83,7 +83,7 @@ class Shard:
 
     def is_read(self) -> bool:
         """Whether a thread receives, or has taken that over."""
-        return self.connection._watched.thread != 0
+        return self.connection._watched.reader != 0
 
     def is_looked_at(self) -> bool:
         """Whether a shared thread has been here, as it is once at the beginning, and waits for bytes."""
