@@ -415,7 +415,7 @@ class CoordinatedJob:
     # -- while they train --------------------------------------------------------------------------------------------
 
     def look_at_rounds(self) -> None:
-        """Sends workers in an open round the ranks that they wait for, and whether one of these waits for their step."""
+        """Sends workers in an open round the ranks that they wait for, and whether one of these waits for a step."""
         if self.rounds.waiting():
             self.rounds.look(self._waits(), self.spec.consistency.mixes_clocks)
 
