@@ -26,7 +26,7 @@ log = logging.getLogger("ps_worker")
 
 # The longest wait for an answer where all workers are at one clock. There a step waits for the others in any case.
 QUESTION_SECONDS = 60.0
-MOST_QUESTIONS = 4  # how often a new process asks the others before it begins without an answer
+MOST_QUESTIONS = 4  # how often a new process asks others that have nothing to tell
 MOST_LEFT_OUT = 15  # the most steps without a question, after questions that nobody could answer
 
 
