@@ -1,4 +1,4 @@
-"""Workers that are groups of processes, beside torch's own HSDP: two groups of two that `fully_shard` cuts a GPT over.
+"""Groups of processes as workers, compared with torch's own HSDP: two groups of two that `fully_shard` cuts a GPT over.
 
 HSDP has the same four processes: a mesh of 2 x 2, with collectives over gloo at both levels. Both train the same model
 with the same batches. --parts takes some of four parts:

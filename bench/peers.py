@@ -4,7 +4,7 @@ In a round each worker has a gradient of so many bytes, and all get weights that
 a step each worker reads a batch, makes its gradients, and AdamW trains with their mean. The peers are gloo (all-reduce
 in buckets in a round, DDP in a step), Horovod over gloo, torch's RPC and Ray's actors, each as a parameter server with
 as many servers as ours, and nn.DataParallel, which needs GPUs. All send float32. Before anything is timed, the weights
-of each system are compared with what must come of the same work: in a round to the bit, in a step, but for rounding,
+of each system are compared with what must come of the same work: in a round to the bit, in a step, except for rounding,
 with one process that has the batches of all workers. All processes run from the beginning, and the systems take turns.
 
 A peer that is not measured is a line that says why. `pip install --group peers` brings Ray; gloo and RPC are torch's.

@@ -175,7 +175,7 @@ class EditionArrays:
         return self.spaces[bucket.space][bucket.start * itemsize : (bucket.start + bucket.numel) * itemsize]
 
     def bases(self, buckets: Collection[int], timeline: int) -> dict[int, int]:
-        """Returns the versions of those buckets that are of a timeline: changes since may be asked for."""
+        """Returns the versions of the buckets that are of this timeline. The changes since then may be requested."""
         return {index: self.versions[index] for index in buckets if self.timelines.get(index) == timeline}
 
     def names(self) -> Sequence[str]:
@@ -198,7 +198,7 @@ class EditionArrays:
         return Tensor(whole, dtype, element)
 
     def is_in_pieces(self, name: str) -> bool:
-        """Whether `tensor` has to join a tensor of several pieces. Raises KeyError for a name that it has not."""
+        """Whether `tensor` has to join a tensor of several pieces. Raises KeyError for an unknown name."""
         first, *others = self.contents.tensors[name]
         return bool(others) and self.contents.spec.parameters[first].piece is not None
 
@@ -229,7 +229,7 @@ class Arriving:
     before: an edition of the same run and timeline, whose frozen tensors are taken over, and of which changes may come;
             None: none
     shard_versions: by bucket that no optimizer steps, the version on the shard; `before` may have older values
-    memory: makes a memory file of so many bytes for a space; None: it is to lie in memory of this process alone
+    memory: makes a memory file of so many bytes for a space; None if it is to lie in memory of this process alone
     nbytes: that have come of buckets; whole: of those that came whole; elements: of the buckets that have come, as they
             lie in the edition
     """
@@ -298,9 +298,9 @@ class Arriving:
         elements = self._elements(bucket, sent, what)
         if zlib.crc32(elements.data) != sent.checksum:
             raise Damaged(f"{what}: bucket {sent.bucket} was damaged on the way: its checksum is another one")
-        place = self._place(bucket)
-        if place.ctypes.data != elements.ctypes.data:  # otherwise it came there
-            place[:] = elements
+        memory = self._memory_of(bucket)
+        if memory.ctypes.data != elements.ctypes.data:  # otherwise it came there
+            memory[:] = elements
         self._took(sent, timeline, len(elements))
 
     def map(self, sent: EditionBucket, timeline: int, memory: npt.NDArray[np.uint8], what: str) -> None:
@@ -327,7 +327,7 @@ class Arriving:
                 self._mapped.add(bucket.space)
             self._empty.discard(bucket.space)
         if bucket.space not in self._mapped:
-            self._place(bucket)[:] = memory[lies.offset : lies.offset + size]
+            self._memory_of(bucket)[:] = memory[lies.offset : lies.offset + size]
         elif self._spaces[bucket.space] is not memory or not is_whole:
             raise Damaged(f"{what}: bucket {sent.bucket} lies in another file than others of its space, or elsewhere")
         self._took(sent, timeline, size)
@@ -355,17 +355,17 @@ class Arriving:
             self.elements += size
             self.whole += 0 if sent.base is not None else len(sent.payload)
 
-    def place(self, sent: EditionBucket) -> memoryview | None:
+    def memory_for(self, sent: EditionBucket) -> memoryview | None:
         """Returns a bucket's memory in the edition, for one that comes in several messages: it may be put together
         there before `take`. None: it is a change, or nothing that `take` would accept.
         """
         bucket = self._contents.buckets.get(sent.bucket)
         if bucket is None or sent.base is not None or sent.bucket in self._versions or bucket.space in self._mapped:
             return None
-        place = self._place(bucket)
-        return place.data if place.nbytes == sent.payload_bytes else None
+        memory = self._memory_of(bucket)
+        return memory.data if memory.nbytes == sent.payload_bytes else None
 
-    def _place(self, bucket: BucketSpec) -> npt.NDArray[np.uint8]:
+    def _memory_of(self, bucket: BucketSpec) -> npt.NDArray[np.uint8]:
         itemsize = self._contents.size(bucket) // bucket.numel
         return self._spaces[bucket.space][bucket.start * itemsize : (bucket.start + bucket.numel) * itemsize]
 
@@ -380,7 +380,7 @@ class Arriving:
             raise Damaged(f"{what}: bucket {sent.bucket} came as a change of version {sent.base}, which is not here")
         try:
             base = before.elements(bucket.index).data
-            return apply_change(sent.payload, base, size // bucket.numel, self._place(bucket), sent.sparse)
+            return apply_change(sent.payload, base, size // bucket.numel, self._memory_of(bucket), sent.sparse)
         except InvalidRequest as error:
             raise Damaged(f"{what}: bucket {sent.bucket}: {error}") from None
 
@@ -418,11 +418,11 @@ class ReceivingRoom:
     """The memory into which editions are received. This one has no limit; a relay's has one."""
 
     def memory(self, size: int) -> MemoryFile | None:
-        """Returns a memory file for one of an edition's spaces; None: it need not lie in one."""
+        """Returns a memory file for one of an edition's spaces; None if it need not lie in one."""
         return None
 
     def check(self, arriving: Arriving) -> None:
-        """Raises LimitExceeded where there is none for an edition: it is not even asked for."""
+        """Raises LimitExceeded if there is none for an edition: it is not even asked for."""
 
     def begin(self, arriving: Arriving) -> None:
         """Promises an edition memory for its missing buckets, before its first bucket is added; may be called again.
@@ -441,10 +441,10 @@ class Incoming:
         self._arriving, self._room, self._what = arriving, room, what
         self.parts: list[tuple[float, int]] = []
 
-    def place(self, bucket: EditionBucket) -> memoryview | None:
+    def memory_for(self, bucket: EditionBucket) -> memoryview | None:
         """See ShardReader.pull."""
         self._room.begin(self._arriving)
-        return self._arriving.place(bucket)
+        return self._arriving.memory_for(bucket)
 
     def take(self, files: HandedOver | None, bucket: EditionBucket, timeline: int) -> None:
         """Takes a bucket, which may lie in memory that a server has handed over."""

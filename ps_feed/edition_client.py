@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 CALL_SECONDS = 10.0
 REPORT_SECONDS = 2.0  # for a report of a relay, whose answer nobody waits for
-MOST_SHARDS = 1024  # of a cluster that is followed
+MOST_SHARDS = 1024  # the most shards of a cluster that a reader accepts
 _SERVICE = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
 
 
@@ -45,13 +45,13 @@ def receive(
     parts: Iterable[EditionMessage],
     take: Callable[[EditionBucket, int], None],
     alive: Callable[[int, float | None], None],
-    place: Callable[[EditionBucket], memoryview | None],
+    memory_for: Callable[[EditionBucket], memoryview | None],
 ) -> bool:
     """Hands out the parts of an edition as they come. Returns whether all buckets came that its begin has announced.
 
-    take, alive, place: see ShardReader.pull
+    take, alive, memory_for: see ShardReader.pull
     """
-    left, timeline, joined = None, 0, JoinedParts(place)
+    left, timeline, joined = None, 0, JoinedParts(memory_for)
     for part in parts:
         alive(part.now, part.age)
         if part.begin is not None:
@@ -70,14 +70,14 @@ class Unreadable(Damaged):
 class JoinedParts:
     """Joins the messages of one stream into buckets.
 
-    place: returns memory for a payload that comes in several messages; None: use memory that the next such payload
+    memory_for: returns memory for a payload that comes in several messages; None: use memory that the next such payload
            reuses
     """
 
-    def __init__(self, place: Callable[[EditionBucket], memoryview | None]) -> None:
-        self._place = place
+    def __init__(self, memory_for: Callable[[EditionBucket], memoryview | None]) -> None:
+        self._memory_for = memory_for
         self._own = self._memory = memoryview(b"")
-        self._bucket: EditionBucket | None = None  # of which more is to come
+        self._bucket: EditionBucket | None = None  # the bucket whose messages are coming
         self._came = 0
 
     @property
@@ -86,7 +86,7 @@ class JoinedParts:
         return self._bucket is not None
 
     def add(self, part: EditionMessage) -> EditionBucket | None:
-        """Returns the bucket of which this is the last part; None: there is none. Raises Damaged."""
+        """Returns the bucket of which this is the last part; None if there is none. Raises Damaged."""
         begun = self._bucket
         if part.bucket is None:
             return None if part.more is None else self._add(part.more)
@@ -97,10 +97,10 @@ class JoinedParts:
             return part.bucket
         if size > MAX_MESSAGE_BYTES:
             raise Damaged(f"bucket {part.bucket.bucket} was announced with {size} bytes, more than any has")
-        place = self._place(part.bucket)
-        if place is None and size > len(self._own):
+        memory = self._memory_for(part.bucket)
+        if memory is None and size > len(self._own):
             self._own = memoryview(bytearray(size))
-        self._memory = self._own if place is None else place
+        self._memory = self._own if memory is None else memory
         self._bucket, self._came = part.bucket, 0
         return self._add(part.bucket.payload)
 
@@ -185,15 +185,15 @@ class ShardReader:
         call: EditionCall,
         take: Callable[[EditionBucket, int], None],
         alive: Callable[[int, float | None], None],
-        place: Callable[[EditionBucket], memoryview | None],
+        memory_for: Callable[[EditionBucket], memoryview | None],
     ) -> None:
         """Receives buckets of an edition. Raises PSError, also when it is cancelled.
 
         take:  is handed each bucket, and the timeline of its version
         alive: is told the lowest version of the shard's buckets whenever a message comes, and the age of a relay's
                edition
-        place: returns the memory for the payload of a bucket that comes in several messages; None: any, until the next
-               bucket comes
+        memory_for: returns the memory for the payload of a bucket that comes in several messages; None: any, until the
+                    next bucket comes
         """
         with self._lock:
             if self._is_cancelled:
@@ -201,7 +201,7 @@ class ShardReader:
             self._call = self._pull(write_edition_call(call))
         try:
             parts = map(_part, self._call)
-            is_whole = receive(parts, take, alive, place)
+            is_whole = receive(parts, take, alive, memory_for)
         except grpc.RpcError as error:
             # The error is the call itself, to which its own traceback refers, and that to what has come.
             raise self.peer.error(error.with_traceback(None)) from None

@@ -45,7 +45,7 @@ _BACKLOG = 2 * MOST_FILES
 class Handover:
     """Whether servers may hand over memory to this process. Thread-safe.
 
-    directory: the shared directory; None: they may not
+    directory: the shared directory; None if they may not
     job:       the job that is read, for the log
     """
 
@@ -86,7 +86,7 @@ class HandedOver:
     worked:    is called at the end where a file was taken over
     reader:    see MappingOffer
 
-    Raises NotShared where no socket can be made there.
+    Raises NotShared if no socket can be made there.
     """
 
     def __init__(self, directory: Path, worked: Callable[[], None] = lambda: None, reader: int = 0) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 MOST_AHEAD = 4096  # updates ahead of the job that are asked for
 KEEP_AHEAD = 16  # editions after which a smaller distance is tried
 CHANGES_BELOW = 2e8  # bytes a second of whole editions, below which changes are asked for
-MEASURED_SECONDS = 60.0  # after which a network that was slow is measured again, by an edition that is asked for whole
+MEASURED_SECONDS = 60.0  # a slow network is measured again after this time, with a whole edition
 MEASURED_SHARE = 50  # times what such an edition took, if that is longer: so measuring takes 2 % of the time at most
 
 
@@ -40,7 +40,7 @@ class NetworkSpeed:
     """Whether the network is so slow that changes arrive sooner than whole editions."""
 
     def __init__(self) -> None:
-        self._is_slow, self.measured_until = False, 0.0  # as a whole edition has shown; it holds so long
+        self._is_slow, self.measured_until = False, 0.0  # measured with a whole edition; valid until then
 
     def is_slow(self) -> bool:
         """Whether the last measurement found a slow network, and is still valid."""

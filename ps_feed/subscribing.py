@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import Access, access
 from ps_runtime.settings import JOB_NAME, JOB_SERVER, SHARED_DIRECTORY, access_settings
-
-# What a process that follows a job may be told by arguments and PS_* variables, by name.
-SETTINGS = {setting.name: setting for setting in (JOB_SERVER, JOB_NAME, SHARED_DIRECTORY, *access_settings())}
 
 
 def subscribe(
@@ -60,14 +56,14 @@ def subscribe(
     address, shown = reading_from(server, tls_cert, tls_key, tls_ca, token_file, insecure, relays=True)
     return Subscription(
         address,
-        _found("job", job),
+        JOB_NAME.find(job),
         every=every,
         wire=wire,
         parameters=None if parameters is None else tuple(parameters),
         period=period,
         access=shown,
         changes=changes,
-        shared_directory=_found("shared_directory", None),
+        shared_directory=SHARED_DIRECTORY.find(),
     )
 
 
@@ -84,20 +80,14 @@ def reading_from(
 
     relays: several addresses may be given, with commas between them
 
-    Raises InvalidRequest where there is no address, or where settings contradict each other.
+    Raises InvalidRequest if there is no address, or if settings contradict each other.
     """
-    names = ("tls_cert", "tls_key", "tls_ca", "token_file", "insecure")
-    given = (tls_cert, tls_key, tls_ca, token_file, insecure)
-    shown = access(*(_found(name, value) for name, value in zip(names, given, strict=True)))
+    given = (tls_cert, tls_key, tls_ca, token_file, insecure)  # in the order of these settings
+    shown = access(*(setting.find(value) for setting, value in zip(access_settings(), given, strict=True)))
     if relays and server is not None and "," in server:
-        address = ",".join(_found("server", each) for each in server.split(","))
+        address = ",".join(JOB_SERVER.find(each) for each in server.split(","))
     else:
-        address = _found("server", server)
+        address = JOB_SERVER.find(server)
     if address is None:
         raise InvalidRequest("a feed needs a server: the argument server='HOST:PORT', or PS_SERVER")
     return address, shown
-
-
-def _found(name: str, value: object) -> Any:
-    """Returns the value of a setting: an argument, or else its variable. Raises InvalidRequest for an invalid one."""
-    return SETTINGS[name].find(value)

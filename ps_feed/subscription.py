@@ -62,11 +62,11 @@ log = logging.getLogger("ps_feed")
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 IDLE_SECONDS = 1.0  # without an update, after which a job is asked for what it has
 PASSED_SECONDS = 0.005  # after which a version further ahead is asked for
-POLL_SECONDS = 0.05  # between two looks at how far a job is, in modes in which shards copy their weights as they are
-LOOK_SECONDS = 1.0  # between two looks where no edition is due yet: so shards know that somebody follows the job
-TELL_SECONDS = 5.0  # between two reports of a relay that waits for an edition, and up to half as much more
+POLL_SECONDS = 0.05  # the pause between two looks at a job's version, in modes in which shards copy weights as they are
+LOOK_SECONDS = 1.0  # the pause between two looks while no edition is due: they show shards that somebody follows
+TELL_SECONDS = 5.0  # the least pause between two reports of a waiting relay; it is up to half as long again
 MOST_UNREADABLE = 3  # editions in a row of which a message cannot be read: another one would not be read either
-EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter exits
+EXIT_SECONDS = 2.0  # the time for an open feed's thread to end when the interpreter exits
 # Of a payload in one message. With messages of 2 MiB a reader of 100 MB took 150 MB beside its two editions, with these
 # 30 (measured): gRPC has a message three times while it hands it over, and malloc keeps what large ones leave.
 PART_BYTES = 2**19
@@ -160,7 +160,7 @@ class Subscription:
         self._trouble: PSError | None = None
         self._series = "", -1  # the run and the timeline that shards were on last
         self._changes, self._handover = changes, Handover(shared_directory, job)
-        self._network, self._is_damaged = NetworkSpeed(), False  # the last edition was: all is asked for whole
+        self._network, self._is_damaged = NetworkSpeed(), False  # after a damaged edition, all is requested whole
         self.received = Received()
         self._due = 0.0  # when the next edition may come, if a period is set
         self._lag: float | None = None  # seconds since a relay knew last that its edition is the newest; None: no relay
@@ -188,7 +188,7 @@ class Subscription:
 
     @property
     def edition(self) -> EditionArrays | None:
-        """The newest edition; None: there was none yet."""
+        """The newest edition; None if there was none yet."""
         return self._edition
 
     @property
@@ -224,7 +224,7 @@ class Subscription:
 
     @property
     def trouble(self) -> PSError | None:
-        """The error that keeps editions from arriving; None: no error is known."""
+        """The error that keeps editions from arriving; None if no error is known."""
         return self._trouble
 
     @property
@@ -320,7 +320,7 @@ class Subscription:
             self._on_event()
 
     def _follow(self) -> None:
-        """Receives editions until there is a trouble, and records it."""
+        """Receives editions until an error occurs, and records the error."""
         try:
             while not self._closing.is_set():
                 if self._shards is None:
@@ -404,9 +404,9 @@ class Subscription:
         try:
             received = self._receive(shards, here, version, edition if is_same else None, self._least(own))
         except NotFound:
-            if all(ended):  # what is left of the job lacks what this reader wants
+            if all(ended):  # the last weights of the job lack what this reader wants
                 raise
-            self._closing.wait(POLL_SECONDS)  # it has ended meanwhile: shards that keep its last weights say so next
+            self._closing.wait(POLL_SECONDS)  # it has ended: the next answer says whether last weights are kept
             return
         self._due = began + self._period
         self._publish(received, all(ended))
@@ -472,7 +472,7 @@ class Subscription:
         return WeightsAsked(self._job, run, with_spec, self._wire, contents is not None, buckets, self._telling.last)
 
     def _version(self, here: list[WeightsHere], highest: int, own: int | None) -> int | None:
-        """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""
+        """Returns the version to ask for; None if there is nothing newer yet, and shards are to be asked again."""
         contents = self._contents
         if own is not None and contents is not None and not contents.is_trained:
             return None  # what is wanted never changes
@@ -527,7 +527,7 @@ class Subscription:
                 what = self._job, shard.run, shard.timeline, least, self._wire, wanted, bases, PART_BYTES
                 with self._handover.offered(not self._is_damaged) as files:
                     call = EditionCall(*what, None if files is None else files.offer, sparse=True)
-                    reader.pull(call, partial(came.take, files), partial(alive, reader.index), came.place)
+                    reader.pull(call, partial(came.take, files), partial(alive, reader.index), came.memory_for)
             else:
                 del heard[reader.index]
 

@@ -41,13 +41,13 @@ log = logging.getLogger("ps_server")
 
 _BACKLOG = 128
 MOST_STRANGERS = 64
-SILENT_SECONDS = 3.0  # after which a connection that has not shown its ticket is closed; NATS cuts off after 2 to 3
-ACCEPTED_AT_ONCE = 64  # of the connections that wait to be accepted, so that a flood of them keeps no handshake waiting
+SILENT_SECONDS = 3.0  # a connection that shows no ticket for this long is closed; NATS waits 2 to 3 s
+ACCEPTED_AT_ONCE = 64  # at most so many connections in a row: a flood of them must not keep handshakes waiting
 _PAUSE_SECONDS = 0.05  # where no connection can be accepted: this process has too many files open
 _OPENING_BYTES = HEADER_BYTES + TICKET_BYTES
 TICKET_SECONDS = 30.0
 _TICKETS_OF_A_WORKER = 4
-_MOST_TICKETS = 4_096  # as many workers as a job may have; of more, the oldest are good no longer
+_MOST_TICKETS = 4_096  # as many as a job may have workers; beyond it the oldest tickets become invalid
 
 # What serves TLS: returns its present context, which changes when its files do. None: plaintext.
 Context = Callable[[], ssl.SSLContext] | None
@@ -273,7 +273,7 @@ class Tickets:
                 if found is not None and not is_of(found):
                     return None
                 if found is not None or given[-1][1] <= now:
-                    del self._good[name]  # one connection is all that a worker needs
+                    del self._good[name]  # a worker needs only one connection, so its tickets are void once one is used
                 if found is not None:
                     return found
         return None
@@ -302,8 +302,8 @@ class Where:
 class _Admitted:
     """A connection with a good ticket.
 
-    caller: the principal; None: the connection has had to make room for another caller's
-    left:   called when it has ended; None: the shard has not been asked yet
+    caller: the principal; None if the connection has had to make room for another caller's
+    left:   called when it has ended; None if the shard has not been asked yet
     """
 
     made: ServerConnection
@@ -316,7 +316,7 @@ class DataListener:
     """Takes connections until it is stopped.
 
     admit: is called with the opener of a connection and what ends it; returns what is to be called when it has ended.
-           Raises PSError where the worker's place is lost
+           Raises PSError if the worker's place is lost
     most:  connections at a time. Each may need a thread: while its request arrives slowly. Past that the caller with
            the most of them loses one to a caller that would still have fewer with it; another caller's connection is
            refused

@@ -61,7 +61,7 @@ class Failure:
 
     code:   the exit code of its process; negative: the signal that ended it
     cause:  the last error that it wrote; empty: unknown
-    member: the number of the failed process in its group; None: the worker is one process
+    member: the number of the failed process in its group; None if the worker is one process
     """
 
     rank: int

@@ -22,8 +22,8 @@ GROUP_STOP_SECONDS = 5.0
 class _Ending:
     """The end of a group of which a member has failed.
 
-    kill_at: when members that still run are killed; None: they have been killed
-    again:   the pause before the group is started again; None: it is not
+    kill_at: when members that still run are killed; None if they have been killed
+    again:   the pause before the group is started again; None if it is not
     """
 
     kill_at: float | None
@@ -40,7 +40,7 @@ class WorkerProcesses:
 
     size: int
     children: Children
-    _left: set[int] = field(default_factory=set)  # that run, or are about to
+    _left: set[int] = field(default_factory=set)  # members that run, or are about to
     _ending: dict[int, _Ending] = field(default_factory=dict)
     _ports: dict[int, int] = field(default_factory=dict)
 

@@ -33,11 +33,12 @@ from ps_runtime.signals import exit_at_once, on_further_signals
 
 # The time limit for the shards to end. They also have what the coordinator leaves of its own time.
 SHARDS_STOP_SECONDS = 8.0
-STOP_UNREADY_SECONDS = 2.0  # of a cluster that was never ready: it has nothing to finish
-MOST_DOUBLINGS = 4  # of the time for a start
-SAY_SECONDS = 1.0  # for which a line of the log waits for its reader
+STOP_UNREADY_SECONDS = 2.0  # the time to stop a cluster that was never ready: it has nothing to finish
+MOST_DOUBLINGS = 4  # how often the time limit of a start is doubled
+SAY_SECONDS = 1.0  # the longest that a line of the log waits to be read
 COORDINATOR = 0  # the shard that is the coordinator too
-# How a shard ends that another process ended. Any other end before it was ready for the first time is its own refusal.
+# Exit codes of a shard that another process ended. Any other code, of a shard that was never ready, means that the
+# shard refused to start.
 FROM_OUTSIDE = frozenset({0, -signal.SIGKILL, -signal.SIGTERM})
 NEVER = math.inf
 

@@ -24,8 +24,8 @@ from ps_protocol.errors import TryLater
 from ps_runtime.background import start
 from ps_runtime.own_program import own_program
 
-KILL_SECONDS = 5.0  # for which a killed server is waited for
-LAST_LINES = 20  # of the server's log, for the error if it cannot start
+KILL_SECONDS = 5.0  # the longest wait for a killed server to end
+LAST_LINES = 20  # lines of the server's log that the error quotes if it cannot start
 
 
 class OneServer:

@@ -18,9 +18,9 @@ from typing import IO, BinaryIO, Protocol
 from ps_runtime.logs import JSON_LINE, TEXT, Speaker, line_of
 
 READ_BYTES = 65_536
-LONGEST_LINE_BYTES = 65_536  # of a line that does not end: it is written in parts
+LONGEST_LINE_BYTES = 65_536  # a longer line is written in parts
 PROGRESS_SECONDS = 1.0
-LINES_OF_AN_ERROR = 50  # of a worker that is not shown, and fails
+LINES_OF_AN_ERROR = 50  # last lines that are shown of a failed worker whose output was hidden
 MOST_READS_AT_END = 64  # more than a pipe holds: a process that the worker left behind may write on without end
 # A pipe that is ready accepts this many bytes without blocking
 _WRITE_BYTES = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512
@@ -41,7 +41,7 @@ class OutputLines:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._rest = b""
-        self._state = b""  # of a progress bar, not passed on yet
+        self._state = b""  # the latest state of a progress bar, not passed on yet
         self._passed_on = float("-inf")
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -141,7 +141,7 @@ def rank_prefix(rank: int, target: int, member: int | None = None) -> bytes:
     """Returns the text before a worker's lines: in a colour of the worker's own if a terminal shows them.
 
     target: the descriptor that the lines are written to
-    member: the process of a group that writes: [1.0] is the first member of group 1; None: the worker is one process
+    member: the process of a group that writes: [1.0] is the first member of group 1; None if the worker is one process
 
     NO_COLOR (https://no-color.org) and TERM=dumb turn colours off.
     """
@@ -156,9 +156,9 @@ class WorkerOutput:
 
     prefix: is put before each line on the console, but not before log lines in JSON, which have the rank as a field.
             None: the console gets the bytes unchanged
-    log:    the worker's log file; None: there is none
+    log:    the worker's log file; None if there is none
     shown:  the console shows the output; False: only `reveal` shows its last lines
-    read:   is called with each line; None: no function is
+    read:   is called with each line; None if no function is
     """
 
     def __init__(

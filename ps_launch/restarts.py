@@ -7,7 +7,8 @@ from dataclasses import dataclass
 FIRST_SECONDS, LONGEST_SECONDS = 0.5, 30.0
 # A child that ran for longer than any pause was well: its next failure is another one.
 WELL_SECONDS = 2 * LONGEST_SECONDS
-# The same of shards: workers wait for one, so it comes back at once, and later sooner than a worker.
+# For shards. All workers wait for a lost shard, so its first restart has no pause, and later ones have shorter pauses
+# than a worker's.
 SHARD_LONGEST_SECONDS = 10.0
 SHARD_WELL_SECONDS = 3 * SHARD_LONGEST_SECONDS
 

@@ -417,7 +417,11 @@ class _Workers:
         return bool(ending)
 
     def _say_earlier_failure(self, number: int) -> None:
-        """Reports the last failure of a worker that ends well now: it may find its job finished, and train nothing."""
+        """Repeats the last failure of a worker that now ends with code 0.
+
+        A worker that is started again may find its job finished. It then ends well without training, which hides the
+        failure.
+        """
         local, member = divmod(number, self._plan.size)
         if local in self._survived and not member:
             rank, _ = self._plan.place(number)

@@ -34,7 +34,7 @@ _LEVEL, _WINDOW_BITS, _MEMORY_LEVEL = 1, 15, 9
 _SPARSE_PART = 4  # a sparse change has at most one in this many elements
 _LARGE_GAP = 255  # and larger ones: they have a list of their own
 _ELEMENTS = 2**18  # the elements that are processed at a time where this needs extra memory
-_PACKED_BYTES, _UNPACKED_BYTES = 2**16, 2**18  # that are unpacked at a time: a reader has no room for whole buckets
+_PACKED_BYTES, _UNPACKED_BYTES = 2**16, 2**18  # unpacked in pieces of this size: a reader has no room for whole buckets
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -396,7 +396,7 @@ Request = bytes | Parts  # as gRPC brings it, and as a data connection does
 
 
 def read(kind: type[M], data: Request) -> tuple[M, Buffer | None]:
-    """Returns a message without its payload, and the payload; None: it has no payload."""
+    """Returns a message without its payload, and the payload; None if it has no payload."""
     if not isinstance(data, Parts):
         fields, payload = split_message(data)
         return parse(kind, fields), payload

@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 NONCE_BYTES = 32
-SOCKET_PREFIX = "ps-torch-"  # of a socket's name, before 32 hexadecimal digits
+SOCKET_PREFIX = "ps-torch-"  # a socket's name is this and 32 hexadecimal digits
 HANDED_OVER = b"\0"  # the data byte that carries the descriptor: SCM_RIGHTS needs at least one
-MOST_FILES = 64  # of an edition that a shard or a relay hands over
+MOST_FILES = 64  # the most files of one edition that a shard or relay hands over
 HANDOVER_SECONDS = 10.0  # how long the two ends wait for each other at the socket
-RETRY_SECONDS = 60.0  # after which memory is handed over again where that has failed
+RETRY_SECONDS = 60.0  # the pause before memory is handed over again, after a failure
 
 
 @dataclass(frozen=True)

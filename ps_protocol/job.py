@@ -19,10 +19,10 @@ from ps_protocol.wire_formats import BLOCK_FORMATS, FORMATS
 MAX_BUCKET_BYTES = 16 * 2**20
 # A message is a bucket with its header, or a control message. The largest of these is a job of MAX_PARAMETERS.
 MAX_MESSAGE_BYTES = MAX_BUCKET_BYTES + 2**20
-MAX_SCRIPT_BYTES = 2**16  # of values that a script has set, which travel with heartbeats
+MAX_SCRIPT_BYTES = 2**16  # the limit for values that a script sets: they travel with heartbeats
 MAX_NAME_LENGTH = 512
 MAX_PARAMETERS = 100_000
-MAX_ELEMENTS = 2**50  # so that no product of sizes overflows 64 bits
+MAX_ELEMENTS = 2**50  # keeps each product of sizes below 64 bits
 MAX_WORLD_SIZE = 65_536
 MAX_OPTIMIZERS = 64
 MAX_DIMENSIONS = 64
@@ -156,7 +156,7 @@ def validate(spec: JobSpec) -> None:
 
 
 def _unique_names(spec: JobSpec) -> set[str]:
-    """Returns the names of the parameters. Raises InvalidRequest where one comes twice, unless these are its pieces."""
+    """Returns the names of the parameters. Raises InvalidRequest if one comes twice, unless these are its pieces."""
     by_key: dict[tuple[str, tuple[int, ...]], int] = {}
     for parameter in spec.parameters:
         if parameter.key not in by_key:

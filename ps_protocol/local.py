@@ -40,7 +40,7 @@ class Local:
     warm_up: the number of rounds of one step that the job begins with
     lr, momentum, nesterov: of the outer optimizer after the warm-up; in the warm-up it has lr 1 and no momentum
     seconds: T, the duration of a round after the warm-up in `local:Ts`; None: a round has H steps
-    fragments: of the model in `local:H/F`; None: the whole model is pushed, and pulled before the next round
+    fragments: of the model in `local:H/F`; None if the whole model is pushed, and pulled before the next round
     """
 
     steps: int

@@ -22,7 +22,7 @@ from ps_protocol.local import Local
 
 # A larger bound is a typing error: no job can use it, and the wire's uint32 cannot carry it.
 MAX_STALENESS = 1_000_000
-# As many workers as no job has; and a longer grace than any job can use.
+# No job has so many workers, and none can use so long a grace.
 MAX_QUORUM = 1_000_000
 MAX_GRACE = 3600.0
 

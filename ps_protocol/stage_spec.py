@@ -14,7 +14,7 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 
-MAX_STAGES = 256  # of one job: each bucket keeps the specification of every stage
+MAX_STAGES = 256  # the most stages of a job: each bucket keeps the specification of every stage
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from ps_protocol.hyper_parameters import HyperParameters
 
 MAX_DIM = 4096
 MAX_UPDATES = 2**62  # the highest version that a table may begin with
-MAX_PUSHED_BYTES = 2**30  # of gradients or assigned rows of one table, in one step of one worker, to one shard
-MAX_ROWS = 2**31 - 1  # of one table on one shard: their indices are int32
+MAX_PUSHED_BYTES = 2**30  # the limit for one table in one step of one worker to one shard: gradients or assigned rows
+MAX_ROWS = 2**31 - 1  # the most rows of a table on one shard: their indices are int32
 INITIAL_KINDS = ("constant", "uniform", "normal")
 
 

@@ -139,7 +139,7 @@ class Cast(CastFormat):
         return TORCH_DTYPES[self.dtype]
 
     @property
-    def copies(self) -> bool:
+    def decode_copies(self) -> bool:
         """Whether `decode` returns a copy, and no view of the payload."""
         return False
 
@@ -178,7 +178,7 @@ class Blocks(BlockFormat):
         return GREATEST_BFLOAT16 / (1 << self.bits - 1)  # its product with any code is finite
 
     @property
-    def copies(self) -> bool:
+    def decode_copies(self) -> bool:
         """Whether `decode` returns a copy, and no view of the payload."""
         return True
 

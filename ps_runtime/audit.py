@@ -38,9 +38,9 @@ audit_log = logging.getLogger("ps_server.audit")
 
 REFUSED = "refused"
 SERVERS = "the servers"
-FIRST_SECONDS, LONGEST_SECONDS = 1.0, 60.0  # for which equal lines are counted
+FIRST_SECONDS, LONGEST_SECONDS = 1.0, 60.0  # equal lines are counted for this long, and written once
 MOST_KINDS = 500  # the most different lines before they are written; further ones are counted in one line
-MOST_CHARACTERS = 500  # of a detail
+MOST_CHARACTERS = 500  # longer details are cut off
 
 
 class AuditEntry(NamedTuple):

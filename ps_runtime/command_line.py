@@ -59,7 +59,7 @@ class CommandLine(argparse.ArgumentParser):
         self._needs_all = True  # settings that are required, and the words that are no flags
         self._commands: argparse._SubParsersAction[CommandLine] | None = None
         self._program: CommandLine = self
-        self._words: list[str] = []  # that are being parsed
+        self._words: list[str] = []  # the words that are being parsed
 
     def add_command(self, name: str, text: str, usage: str, *settings: Setting) -> CommandLine:
         """Returns the parser of a command of this program."""
@@ -84,7 +84,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def add_hidden_group(self, title: str, flag: str) -> argparse._ArgumentGroup:
         """Returns a group of flags that --help leaves out. Adds `flag`, which prints the help of this group."""
-        group = argparse._ArgumentGroup(self, title)  # which argparse's own help does not go through
+        group = argparse._ArgumentGroup(self, title)  # argparse's own help does not list it
         self.add_argument(flag, action=_HelpOn, group=group, help=f"explain the {title}, and exit")
         return group
 

@@ -117,9 +117,9 @@ class Access:
     """The credentials with which a process calls servers.
 
     tls:        None: plaintext
-    token:      returns the current bearer token; None: no token is sent
+    token:      returns the current bearer token; None if no token is sent
     insecure:   allow a token to be sent in plaintext to another machine
-    token_file: the file of the token; None: the token is not in a file
+    token_file: the file of the token; None if the token is not in a file
     """
 
     tls: Tls | None = None

@@ -93,7 +93,7 @@ def launched_member() -> int | None:
 
 
 def launched_group_size() -> int:
-    """Returns how many processes a launcher has started as this worker; 1 where it does not say."""
+    """Returns how many processes a launcher has started as this worker; 1 if it does not say."""
     size = os.environ.get(GROUP_SIZE, "")
     return int(size) if size.isdigit() else 1
 

@@ -41,7 +41,7 @@ class Speaker:
     role: coordinator, shard, worker, or the command that started these
     index: the number of a shard
     job, rank: of a worker; None before they are known
-    member: the number of the process in its worker's group; None: the worker is one process
+    member: the number of the process in its worker's group; None if the worker is one process
     """
 
     role: str

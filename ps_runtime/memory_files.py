@@ -32,7 +32,7 @@ class SharedFile:
 
     number: counts the memory files of this process; descriptors are reused, this number is not
 
-    Raises NotShared where there are no memory files.
+    Raises NotShared if there are no memory files.
     """
 
     def __init__(self, size: int) -> None:
@@ -102,7 +102,7 @@ class WrittenFile(SharedFile):
         self._is_sealed, self._sealing = False, threading.Lock()
 
     def write(self, offset: int, content: memoryview) -> None:
-        """Fills a part of it. Raises NotShared where there is no memory for that."""
+        """Fills a part of it. Raises NotShared if there is no memory for that."""
         try:
             while content:
                 written = os.pwrite(self.descriptor, content, offset)
@@ -155,7 +155,7 @@ def check_file(descriptor: int, seals: int, what: str, size: int | None = None) 
         raise NotShared(f"{what} is no memory file (memfd_create)") from None
     names = {fcntl.F_SEAL_SHRINK: "shrinking (F_SEAL_SHRINK)", fcntl.F_SEAL_WRITE: "writing (F_SEAL_WRITE)"}
     for seal, name in names.items():
-        if seals & seal & ~found:  # a file on a tmpfs cannot be sealed, so it ends here, too
+        if seals & seal & ~found:  # a file on a tmpfs is refused here, too: it cannot be sealed
             raise NotShared(f"{what} must be a memory file that is sealed against {name}")
     page = os.fstatvfs(descriptor).f_bsize
     if page != mmap.PAGESIZE:

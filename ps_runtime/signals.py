@@ -118,7 +118,7 @@ class Ending:
         self._acted_at = -math.inf  # when it has acted last
         self._held = False
         self._holder = 0  # the identifier of the thread that has begun the last `hold`
-        self._interrupt: tuple[int, FrameType | None] | None = None  # that came while `_held`
+        self._interrupt: tuple[int, FrameType | None] | None = None  # a signal that came while `_held`
         # The handler of SIGINT, which `_note` replaces while `_held`.
         self._handler: Callable[[int, FrameType | None], object] | None = None
 

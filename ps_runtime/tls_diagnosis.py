@@ -39,7 +39,7 @@ def _without_tls(plain: socket.socket) -> str | None:
     context.set_alpn_protocols(["h2"])
     try:
         _Connection(plain, context, None)
-    except OSError:  # of TLS, or of a connection that broke
+    except OSError:  # an error of TLS, or a connection that broke
         return None
     return "the server wants TLS: give --tls-ca, and --tls-cert and --tls-key if it asks for a certificate"
 

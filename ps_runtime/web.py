@@ -24,14 +24,14 @@ from ps_runtime.reloading import ReloadingFiles
 from ps_runtime.tls_contexts import server_context, tls_socket
 
 _HANG_UP_SECONDS = 1.0
-_LATE_SECONDS = 0.05  # by which a connection may be cut off late: several at once, and never in a busy loop
+_LATE_SECONDS = 0.05  # connections may be cut off this late: several at once, without a busy loop
 # A scrape is one short request. A client that takes longer for its request, the handshake or reading is disconnected.
 CONNECTION_SECONDS = 10.0
 SILENT_SECONDS = 3.0  # the longest silence of a client
 MAX_CONNECTIONS = 64
-MOST_OF_A_HOST = 16  # so that no single host keeps the scraper out
+MOST_OF_A_HOST = 16  # the most connections of one host: no single host keeps the scraper out
 
-_LONGEST_LINE = 65_536  # of a request's first line, as in the standard library
+_LONGEST_LINE = 65_536  # the longest first line of a request, as in the standard library
 
 # A page is generated again after this many times the time that generating it took: so scrapers in a loop use a tenth of
 # a core.

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 # Needed by servers and exports, and not by commands that query a cluster
 OF_SERVERS = ("torch", "numpy", "safetensors")
 SWITCH_SECONDS = 0.0005
-LOOK_SECONDS = 1.0  # between two checks whether this process serves; a signal ends the pause
+LOOK_SECONDS = 1.0  # the pause between two checks whether this process serves; a signal ends it
 _PROCESS = whole_number(1, 2**63 - 1)
 
 SERVER = Setting("server", "the coordinator", host_port, f"127.0.0.1:{DEFAULT_PORT}", "HOST:PORT")

@@ -47,8 +47,8 @@ class ServerConfig:
     """The settings of one server process.
 
     shard_count: the number of shards of the cluster; set if this process is the coordinator, otherwise None
-    index:       this process's shard; None: it is the coordinator alone
-    coordinator: HOST:PORT of the coordinator; None: this process is the coordinator
+    index:       this process's shard; None if it is the coordinator alone
+    coordinator: HOST:PORT of the coordinator; None if this process is the coordinator
     host, port:  where to listen; port 0 lets the system choose
     data_port:   where workers open data connections, at `host`; 0 lets the system choose
     no_data_port: no data connections over TCP
@@ -59,14 +59,14 @@ class ServerConfig:
     absence_seconds: how long a job waits at its end for a worker that was removed as silent
     apply_threads: threads that apply updates
     shared_directory: where workers on this host hand over the memory that they share
-    cold_rows_dir: directory for rows of tables that do not fit into a shard's memory; None: there is none
+    cold_rows_dir: directory for rows of tables that do not fit into a shard's memory; None if there is none
     native:      auto or off: whether a shard uses the library for tables
     tls:         certificates to serve with, and to call the other servers with; None: plaintext, on loopback
     tokens:      file that says which caller may do what; None: every caller may do everything
     insecure:    plaintext may be served beyond this machine; metrics_insecure: plaintext metrics may
     limits:      the limits for callers
     checkpoint_dir: where checkpoints are, the same place for all shards and the coordinator, unless shards have an
-                 own_disk; None: there are none
+                 own_disk; None if there are none
     own_disk:    a shard keeps its files of checkpoints below checkpoint_dir on a disk of its own
     checkpoint_every: `100steps` or `60s`; None: only when asked to, at a job's end, and when the server stops
     full_checkpoint_every: one of so many checkpoints has all rows of tables

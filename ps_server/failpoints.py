@@ -58,7 +58,7 @@ class Entry:
 
     shard: None for every process
     times: at which passage the process kills itself
-    delay: seconds that each passage waits instead; None: it kills
+    delay: seconds that each passage waits instead; None if it kills
     """
 
     name: str
@@ -95,7 +95,7 @@ def check() -> None:
 
 
 def arm(shard: int | None) -> None:
-    """Arms the failpoints in PS_FAILPOINTS. shard: this process's shard; None: it is no shard"""
+    """Arms the failpoints in PS_FAILPOINTS. shard: this process's shard; None if it is no shard"""
     for entry in parse(os.environ.get(VARIABLE, "")):
         if entry.shard not in (None, shard):
             continue

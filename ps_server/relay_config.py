@@ -31,7 +31,7 @@ class RelayConfig:
                 is one
     jobs:     jobs that it always follows, each in a wire format; it follows others while they have readers
     every, period: the least number of updates, and of seconds, between two editions
-    http_host, http_port: the address of downloads; None: there are none
+    http_host, http_port: the address of downloads; None if there are none
     """
 
     server: ServerConfig

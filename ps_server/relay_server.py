@@ -1,7 +1,7 @@
 """One relay process: a gRPC port, a metrics port, downloads over HTTP, and behind them the jobs that it follows.
 
-Making a `RelayServer` starts it; `stop` ends every thread. Its edge is that of every server process: callers are
-known by tokens or certificates, have roles and limits, and are counted.
+Making a `RelayServer` starts it; `stop` ends every thread. It treats callers like every server process:
+they are known by tokens or certificates, have roles and limits, and are counted.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ log = logging.getLogger("ps_server")
 
 OTHERS_LOOK_SECONDS = 0.2
 _LEAST_STATE_BYTES = 64 * 2**20  # where next to nothing is free, or nothing is known
-# For readers of this host, while they read one job: two editions, whose files are open twice each, as they are mapped.
+# Open files for readers on this host that read one job: two editions, with two descriptors for each mapped file.
 _SHARED_FILES = MOST_READERS + 2 * 2 * MOST_FILES
 _LEAST_FEED_BYTES = 256 * 2**20  # 64 readers of rows
 

@@ -104,7 +104,7 @@ class EntriesCopy:
 class TableCopy:
     """A copy of a table at one version: of all its rows, or of those that changed after an earlier version.
 
-    since:   the earlier version; None: the copy has all rows
+    since:   the earlier version; None if the copy has all rows
     changed: the number of rows in the copy
     """
 

@@ -43,7 +43,7 @@ def distinct(ids: Ids, salt: int = 0, shards: int = 1) -> Distinct:
     while len(waiting):
         at = slots[waiting]
         free = owner.take(at) < 0
-        owner[at[free][::-1]] = waiting[free][::-1]  # of several ids at a slot the first one gets it: it comes last
+        owner[at[free][::-1]] = waiting[free][::-1]  # the first of several ids at a slot gets it: written last
         owners = owner.take(at)
         same = ids.take(owners) == ids.take(waiting)
         first[waiting[same]] = owners[same]

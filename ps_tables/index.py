@@ -88,7 +88,7 @@ class _Slots:
         slots, values = self._begin_with(ids, rows)
         while len(values):
             before = self._probe(slots, np.broadcast_to(_EMPTY, len(slots)), _ROW)
-            self.values[slots] = values  # of several ids, the last one gets the slot
+            self.values[slots] = values  # if several ids want a slot, the last one gets it
             has_won = self.values.take(slots) == values
             self.used += int(np.count_nonzero(has_won & (before == _EMPTY)))
             slots, values = slots[~has_won], values[~has_won]

@@ -1,8 +1,8 @@
 """The memory that a number of rows takes, and the number of rows that fit into memory.
 
 All of a table counts: its rows with their optimizer's state, the index, the ids that wait for admission, which may be
-as many as the rows, and the ids that were removed lately. The numbers are those of a full table, but for some KiB of
-the smallest one. While an index is rebuilt, its old slots take memory, too: at most as much again as its slots.
+as many as the rows, and the ids that were removed lately. The numbers are those of a full table, except for some
+KiB of the smallest one. While an index is rebuilt, its old slots take memory, too: at most as much again as its slots.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ps_protocol.tables import MAX_ROWS, TableSpec
 from ps_tables.index import SLOT_BYTES, most_slots
 from ps_tables.removed import most_kept
 
-COUNT_BYTES = 4  # of an id that waits: how often it has occurred
-_ENTRY_BYTES = 12  # of an id: itself, and the version that used it last
+COUNT_BYTES = 4  # the count of occurrences of an id that waits
+_ENTRY_BYTES = 12  # an id, and the version that used it last
 
 
 def record_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:

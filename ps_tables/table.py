@@ -87,7 +87,7 @@ class Table:
     values:    its hyper-parameters
     capacity:  the most rows here; beyond it, those trained longest ago are removed
     salt:      see Index
-    beyond:    where rows lie that do not fit into memory; None: all fit
+    beyond:    where rows lie that do not fit into memory; None if all fit
     """
 
     def __init__(

@@ -72,6 +72,9 @@ MODES = (
     "fragments); sync where there is a server"
 )
 
+TIMELINE = Setting("timeline", "record when buckets travel, as a Chrome trace in this file", new_file, metavar="FILE")
+TIMELINE_STEPS = Setting("timeline_steps", "how many steps to record", count, 50, "N")
+
 # Every setting of a worker: a flag of `ps-worker run`, which hands it to its workers as a variable, and a keyword of
 # `resolve`. One that is a keyword of `connect` too needs to stand in its signature. For log lines a script has Python's
 # logging, so `connect` takes neither log_level nor log_format. The wire is a matter of `prepare`, the library for
@@ -127,9 +130,9 @@ SETTINGS = (
     *access_settings(),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
     Setting("take_over", "replace the live workers of another launch that train this job", bool),
-    Setting("timeline", "record when buckets travel, as a Chrome trace in this file", new_file, metavar="FILE"),
+    TIMELINE,
     Setting("timeline_first", "the first step to record, of those that a worker makes", count, 1, "N"),
-    Setting("timeline_steps", "how many steps to record", count, 50, "N"),
+    TIMELINE_STEPS,
     *log_settings(None),
 )
 # Settings that differ from worker to worker, and therefore have no flags.
@@ -151,7 +154,7 @@ class WorkerConfig(JobOptions):
     log_level:        the lowest level that is logged; None: the script's, or Python's default
     log_format:       text or json: the format of log lines, if the script sets up no logging
     native:           auto or off: whether tables use the library
-    timeline:         the file of a timeline; None: there is none. timeline_first, timeline_steps: its first step, and
+    timeline:         the file of a timeline; None if there is none. timeline_first, timeline_steps: its first step, and
                       their number
     """
 
@@ -221,11 +224,6 @@ def wires(text: str) -> tuple[str, str]:
     """Returns the wire formats of gradients and of weights that a value of the setting stands for."""
     gradients, _, weights = text.partition(",")
     return gradients, weights or gradients
-
-
-def check(name: str, value: object) -> Any:
-    """Parses a value of a setting. Raises InvalidRequest for an invalid one."""
-    return next(setting for setting in SETTINGS if setting.name == name).find(value)
 
 
 def rule_of(mode: str, quorum: str | None, grace: float | None) -> Consistency | None:

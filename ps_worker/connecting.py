@@ -142,8 +142,8 @@ class _Opened:
         return own == other and self.pid == os.getpid()
 
     def end(self) -> None:
-        """Closes the session as its process ends. Nobody would see an error that is raised here but in the exit code,
-        so an error ends the process at once.
+        """Closes the session when its process ends. Python would ignore an error here when it sets the exit code. So an
+        error is logged, and ends the process at once.
         """
         try:
             self.session.close()

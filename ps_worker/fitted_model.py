@@ -43,7 +43,7 @@ class Fit(NamedTuple):
 def fit(model: nn.Module, edition: Edition, job: str, names: Names | None) -> Fit:
     """Returns what a model takes from a job. Raises InvalidRequest if the two do not fit.
 
-    names: the job's names by the model's; None: they are the same
+    names: the job's names by the model's; None if they are the same
     """
     contents = edition.arrays.contents
     known = set(edition.names())

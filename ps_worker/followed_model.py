@@ -19,8 +19,8 @@ from torch import nn
 from ps_feed.subscribing import reading_from
 from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, Unreachable
+from ps_runtime.settings import JOB_NAME, SHARED_DIRECTORY
 from ps_worker import reading_blocks
-from ps_worker.config import check
 from ps_worker.edition_tensors import Edition, MadeOf
 from ps_worker.fitted_model import Fit, Names, Slot, fit
 from ps_worker.followed_tables import Claim, FollowedTables, SharedRowFeed, bind
@@ -28,7 +28,7 @@ from ps_worker.made_editions import EditionMaker, TensorMaker, is_copied
 from ps_worker.reading_blocks import enter_all, leave_all
 
 M = TypeVar("M", bound=nn.Module)
-LOOK_SECONDS = 0.01  # between two looks for a newer edition in `async for`
+LOOK_SECONDS = 0.01  # the pause between two looks for a newer edition in `async for`
 ROW_PERIOD, SHORTEST_ROW_PERIOD = 1.0, 0.1  # seconds between two looks for changes of rows
 
 
@@ -165,7 +165,7 @@ class WeightFeed:
 
     @property
     def trouble(self) -> PSError | None:
-        """The error that keeps editions, or rows of loaded tables, from arriving; None: no error is known."""
+        """The error that keeps editions, or rows of loaded tables, from arriving; None if no error is known."""
         trouble = self._subscription.trouble
         if trouble is None and self._tables is not None and not self.ended:
             trouble = self._tables.trouble
@@ -321,7 +321,7 @@ class WeightFeed:
                     edition = await asyncio.shield(entering)
                     break
                 except asyncio.CancelledError:
-                    # The thread continues, and its reader would be counted for ever.
+                    # The thread goes on and enters the block. Without this, nobody would leave it.
                     entering.add_done_callback(lambda done: _leave(loaded, done))
                     raise
                 except Unreachable:  # another has entered first
@@ -426,7 +426,7 @@ class WeightFeed:
                 loaded.changed.wait(min(left, 0.05) if not loaded.readers else left)
 
     def _made(self, loaded: _Loaded, newest: Edition) -> Made | None:
-        """Returns the edition that a model is to get, with its tensors; None: the model has it.
+        """Returns the edition that a model is to get, with its tensors; None if the model has it.
 
         It is the newest one. Of a copied model it is the last of which the thread has made the tensors. Raises what
         has kept the thread from that.
@@ -445,7 +445,7 @@ class WeightFeed:
         problem, ready = loaded.problem, loaded.ready
         if problem is not None and problem[0].arrays is newest.arrays:
             assert self._maker is not None
-            self._maker.wake()  # which tries again, for the next reader
+            self._maker.wake()  # the maker tries again, for the next reader
             raise problem[1].with_traceback(None)
         if ready is None or ready[0] is before:
             return None
@@ -559,9 +559,9 @@ def subscribe(
             answer = model(question)
     """
     address, access = reading_from(server, tls_cert, tls_key, tls_ca, token_file, insecure, relays=True)
-    name = check("job", job)
+    name = JOB_NAME.find(job)
     wanted = None if parameters is None else tuple(parameters)
-    shared_directory = check("shared_directory", None)
+    shared_directory = SHARED_DIRECTORY.find()
     maker = EditionMaker()
     subscription = Subscription(
         address,

@@ -25,7 +25,7 @@ class Claim:
     """What keeps a feed going while its first rows come, until modules read it."""
 
 
-LAST_ROWS_SECONDS = 15.0  # for which the last rows of an ended job are waited for; a shard offers them for ten
+LAST_ROWS_SECONDS = 15.0  # the wait for the last rows of an ended job; a shard offers them for 10 s
 
 
 class SharedRowFeed(RowFeed):
@@ -129,7 +129,7 @@ class FollowedTables:
 
     @property
     def trouble(self) -> PSError | None:
-        """The error that keeps changes of rows from arriving; None: no error is known."""
+        """The error that keeps changes of rows from arriving; None if no error is known."""
         return next((feed.trouble for feed in self._used() if feed.trouble is not None), None)
 
     def complete(self, slots: Sequence[TableSlot], user: Claim, timeout: float) -> dict[str, SharedRowFeed]:

@@ -42,18 +42,18 @@ T = TypeVar("T")
 Members = tuple[int, ...]  # some members of a group, in ascending order
 Collectives = Generator[Any, None, T]  # an exchange: yields its collectives, one after the other, as each has begun
 
-NOTICE_SECONDS = 30.0  # after which a member says that it waits for the others
-START_TIMEOUT = 1800.0  # that of the settings
+NOTICE_SECONDS = 30.0  # the time before a member logs that it waits for the others
+START_TIMEOUT = 1800.0  # the default of the setting
 
 # What a member says of its part in something that all do together. The highest counts.
 THROUGH, LOST, FAILED = range(3)
 
-_agreed: Counter[tuple[int, ...]] = Counter()  # how often this process was to be in as many groups as these ranks
-_formed: Counter[tuple[int, ...]] = Counter()  # how often this process was to be a member of a group of these ranks
+_agreed: Counter[tuple[int, ...]] = Counter()  # how often these ranks have agreed on their number of groups
+_formed: Counter[tuple[int, ...]] = Counter()  # how often this process has formed a group of these ranks
 
 _NUMBERS = 4  # that members compare at once, at most
 _NAME_BYTES = 64  # of a call
-_SIZE_BYTES = 8  # of a length
+_SIZE_BYTES = 8  # the space for a length
 
 # How long a collective waits for the others. The first member may be at the coordinator for long, behind another
 # worker's evaluation. The connection to one that is dead breaks at once, and `Neighbours` notices one that hangs.
@@ -103,7 +103,7 @@ class Group:
         self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
         self.data = self.member, self.size
         self.pipeline_stages = [0] * self.size
-        self._call, self._met = "", 0  # of the script, and how often the members have met in it
+        self._call, self._met = "", 0  # the call that the script is in, and how often the members have met in it
         self._under_way: tuple[Collectives[Any], Any] | None = None  # an exchange, and its collective that has begun
         self._waits_since: float | None = None
         self._has_said = False
@@ -140,7 +140,7 @@ class Group:
         """Completes an exchange that was interrupted, for which the other members may wait. Discards its result."""
         if self._under_way is not None:
             exchange, begun = self._under_way
-            with suppress(InvalidRequest):  # as they are told that this member was in another call
+            with suppress(InvalidRequest):  # the error tells them that this member was in another call
                 self._await(begun)
                 self._go_on(exchange)
 
@@ -159,7 +159,7 @@ class Group:
         """Waits for a collective. Raises its error. Signals are handled meanwhile: in torch's wait none is."""
         try:
             while not work.is_completed():
-                with suppress(RuntimeError):  # the time is over, or it has failed: then the last line says how
+                with suppress(RuntimeError):  # a timeout, or an error, which the last line of this method raises
                     work.wait(timedelta(seconds=HEARD_SECONDS))
                 # `check` takes a lock, and a signal's handler must not end it in between, with the lock held.
                 with undisturbed():
@@ -396,12 +396,12 @@ def group_of(
 
 def _come(ranks: tuple[int, ...], start_timeout: float, timeouts: tuple[float, float]) -> Neighbours:
     """Waits until all members have come, and returns them. Raises LimitExceeded."""
-    place = f"ps_torch/group/{'-'.join(map(str, ranks))}/{_formed[ranks]}"
+    key_prefix = f"ps_torch/group/{'-'.join(map(str, ranks))}/{_formed[ranks]}"
     _formed[ranks] += 1
     member = sorted(ranks).index(dist.get_rank())
     store = dist.distributed_c10d._get_default_store()
     seconds, step_seconds = timeouts
-    neighbours = Neighbours(store, place, member, len(ranks), seconds, step_seconds=step_seconds)
+    neighbours = Neighbours(store, key_prefix, member, len(ranks), seconds, step_seconds=step_seconds)
     neighbours.begin()
     try:
         neighbours.await_all(start_timeout)
@@ -426,10 +426,10 @@ def _connected(ranks: Sequence[int], start_timeout: timedelta) -> Any:
 
 
 def _be_in_as_many(ranks: tuple[int, ...]) -> None:
-    """Makes this process a member of as many process groups as the others of these ranks. All of them call it.
+    """Makes this process a member of as many process groups as the other processes of these ranks. All of them call it.
 
-    torch makes the name of a group that not all processes have out of the number that its process is in. Of those in
-    unlike many, as a stage with a tied embedding is in one more, each would wait for a group of another name.
+    torch names a group of some of the processes by the number of groups that the process is in. These numbers may
+    differ: a stage with a tied embedding is in one group more. The processes would then wait for different names.
     """
     store = dist.distributed_c10d._get_default_store()
     own = len(dist.distributed_c10d._world.pg_names)

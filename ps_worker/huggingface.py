@@ -27,7 +27,7 @@ from ps_worker.session import Session
 
 __all__ = ["OnServers", "PsTrainer", "connect"]
 
-RNG_FILE = "rng_state.pth"  # of a Trainer that is alone
+RNG_FILE = "rng_state.pth"  # the file of a Trainer with a single process
 
 
 class OnServers:
@@ -78,7 +78,7 @@ class OnServers:
     def create_optimizer(self, model: Any = None) -> Any:
         """Returns the Trainer's optimizer, prepared once: with it the worker joins the job. Raises PSError."""
         optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate has wrapped it, when the Trainer asks again
+        plain = getattr(optimizer, "optimizer", optimizer)  # on the second call Accelerate has wrapped it
         if not self._on_servers or (self._stepper is not None and plain is self._stepper):
             return optimizer
         _, self._stepper = self.session.prepare(self.model, optimizer, **self._prepare_options)
@@ -91,7 +91,7 @@ class OnServers:
         if not self._on_servers:
             return loader
         self.create_optimizer()  # the share is known when the worker has joined
-        if isinstance(loader.dataset, IterableDataset):  # which divides itself
+        if isinstance(loader.dataset, IterableDataset):  # such a data set divides its data itself
             return self.session.prepare(rebuilt(loader, batch_size=loader.batch_size, drop_last=loader.drop_last))
         sampler = getattr(loader.batch_sampler, "sampler", None)
         if not isinstance(sampler, RandomSampler | torch.utils.data.SequentialSampler):

@@ -47,7 +47,7 @@ class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
     def emit(self, record: logging.LogRecord) -> None:
         """Writes one record."""
         if not _is_heard(record.name):
-            self.stream = sys.stderr  # of now: a notebook changes it
+            self.stream = sys.stderr  # read each time: a notebook replaces it
             super().emit(record)
 
 

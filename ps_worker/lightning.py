@@ -43,7 +43,7 @@ NAME = "ps"
 
 
 def _refuse_group(instead: str) -> None:
-    """Raises Unsupported where a launcher has started this process as one of several that are a worker."""
+    """Raises Unsupported if a launcher has started this process as one of several that are a worker."""
     if launched_group_size() > 1:
         raise Unsupported(
             f"the launcher has started {launched_group_size()} processes as this worker, and this strategy trains one "
@@ -65,7 +65,8 @@ class _EarlyLoaders:
     """
 
     def __init__(self) -> None:
-        self._undivided: dict[int, tuple[Any, DataLoader[Any]]] = {}  # by id of what took the place of a loader
+        # By id of a divided loader: that loader, and the original one
+        self._undivided: dict[int, tuple[Any, DataLoader[Any]]] = {}
 
     def divided(self, loader: Any, rank: int, count: int) -> Any:
         """Returns a loader with part `rank` of `count` of the data. Raises Unsupported, InvalidRequest."""
@@ -248,7 +249,7 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Makes the module's optimizers and schedulers, and joins the job with them. Raises PSError."""
-        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True): `prepare` says where that cannot be
+        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True); `prepare` refuses it where it is impossible
             self._layer_sync.apply(self.lightning_module)
         super().setup_optimizers(trainer)
         self._early.forget(trainer)
@@ -385,7 +386,7 @@ class ParameterServerGroupStrategy(ModelParallelStrategy):
         _say_steps(self.session, self.lightning_module.trainer)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns a loader of batches on the session's device; the loader itself where nothing is trained."""
+        """Returns a loader of batches on the session's device; the loader itself if nothing is trained."""
         self._join()
         if not self._everyone._joined and _is_fitting(self.lightning_module):
             share = self.distributed_sampler_kwargs

@@ -22,7 +22,7 @@ from ps_worker.fitted_model import Slot
 
 log = logging.getLogger("ps_worker")
 
-EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter exits
+EXIT_SECONDS = 2.0  # the time for an open maker's thread to end when the interpreter exits
 _open: weakref.WeakSet[EditionMaker] = weakref.WeakSet()
 
 
@@ -86,7 +86,7 @@ class EditionMaker:
 
 
 class TensorMaker:
-    """Makes the tensors of a feed's models. Used by one thread at a time, but for `used`.
+    """Makes the tensors of a feed's models. Except for `used`, methods are called by one thread at a time.
 
     Models whose tensors have the same types and devices share one copy of each edition.
     """
@@ -94,7 +94,7 @@ class TensorMaker:
     def __init__(self) -> None:
         self._copies: dict[torch.device, CudaCopies] = {}
         self._shared: weakref.WeakValueDictionary[tuple[object, ...], torch.Tensor] = weakref.WeakValueDictionary()
-        self._arrays: Callable[[], EditionArrays | None] = lambda: None  # of which `_shared` has copies
+        self._arrays: Callable[[], EditionArrays | None] = lambda: None  # the arrays that `_shared` has copies of
 
     def made(self, slots: Sequence[Slot], edition: Edition) -> list[torch.Tensor]:
         """Returns the tensors of an edition in the types and on the devices of the slots: views of the edition if these

@@ -69,7 +69,7 @@ class StepTimer:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.phase = "forward"
         self._mark = self.began = time.perf_counter()
-        self._asking = False  # a loader makes the step, while it has no data
+        self._asking = False  # a loader made the step while the script waited for its data
         self._trained = False  # a gradient was made since the last step
 
     def switch(self, phase: str) -> None:
@@ -134,7 +134,7 @@ class LoggedValues:
         text = "The exponential mean of the finite ones of these values."
         self._mean = Gauge("ps_worker_value_mean", text, ("name",), registry=registry)
         self._values: dict[str, LoggedValue] = {}
-        self._counts: dict[str, int] = {}  # of finite values
+        self._counts: dict[str, int] = {}  # by name, the number of finite values
 
     def log(self, given: Mapping[str, Any]) -> tuple[LoggedValue, ...]:
         """Adds values by name; returns all present ones. Raises InvalidRequest, and adds none, if one is invalid."""
@@ -147,7 +147,7 @@ class LoggedValues:
             mean = before.mean if before is not None else math.nan
             if math.isfinite(value):
                 count = self._counts[name] = self._counts.get(name, 0) + 1
-                weight = max(MEAN_WEIGHT, 1 / count)  # the plain mean of the first ones
+                weight = max(MEAN_WEIGHT, 1 / count)  # at first the plain mean of all values, then an exponential one
                 mean = value if count == 1 else (1 - weight) * mean + weight * value
             self._values[name] = LoggedValue(name, value, mean)
             self._last.labels(name).set(value)

@@ -44,13 +44,13 @@ from ps_worker.training_thread import SCRIPT, TrainingThread
 
 log = logging.getLogger("ps_worker")
 
-NOTICE_SECONDS = 30.0  # after which a member says that it waits for others to come
+NOTICE_SECONDS = 30.0  # the time before a member logs that it waits for others to come
 LEAVE_SECONDS = 1.0  # the longest that a member takes to say that it leaves
-SIGNS = 10  # that a member gives within the group timeout
+SIGNS = 10  # the number of signs that a member gives within the group timeout
 _MISSED = 3  # so many signs that have not come tell that a member gives none now
-_COMING_SECONDS = 0.05  # between two looks for those that have not come
+_COMING_SECONDS = 0.05  # the pause between two looks for members that have not come
 _CONNECT_SECONDS = 0.5  # the longest that a store that has broken off takes to answer a new connection
-_ANSWER = timedelta(days=1)  # likewise, to answer a call: a stopped one is to be noticed by `check`, not by an error
+_ANSWER = timedelta(days=1)  # the longest wait for the store's answer: `check` notices a stopped store, not an error
 _LEFT = "left"  # the last sign of a member, in place of a number
 _TAB = "\t"  # between a sign and what it tells of the training thread
 
@@ -63,7 +63,7 @@ class Neighbours:
     """The other members of a group. Does nothing in a group of one.
 
     store:   a torch.distributed.Store of all members
-    place:   begins the names of the keys that belong to this group; the same on all members
+    key_prefix: begins the names of the keys that belong to this group; the same on all members
     member:  which of `size` members this one is
     seconds: the group timeout; 0: there is none
     end:     ends this process, with a text
@@ -76,14 +76,14 @@ class Neighbours:
     def __init__(
         self,
         store: Any,
-        place: str,
+        key_prefix: str,
         member: int,
         size: int,
         seconds: float,
         end: Callable[[str], object] = _end,
         step_seconds: float = 0.0,
     ) -> None:
-        self._store, self._place, self._member, self._end = store, place, member, end
+        self._store, self._key_prefix, self._member, self._end = store, key_prefix, member, end
         self._seconds, self._step_seconds = seconds, step_seconds
         self.pause = min((each for each in (seconds, step_seconds) if each), default=0.0) / SIGNS
         self.thread = TrainingThread()
@@ -92,7 +92,7 @@ class Neighbours:
         self._signs: dict[int, str] = {}  # by member, its last sign
         self._heard: set[int] = set()  # whose sign is new since the last `check`
         self._silent = dict.fromkeys(self._others, 0.0)  # for how long, while this process ran
-        self._unheard = dict.fromkeys(self._others, 0.0)  # the same, where heartbeats count for nothing
+        self._unheard = dict.fromkeys(self._others, 0.0)  # the same time, if heartbeats do not count as signs
         self._stands: dict[int, tuple[list[str], float]] = {}  # by member, what it has told, and for how long the same
         self._checked = time.monotonic()
         self._connection: Any = None  # to the store; None: there is none yet, or it has broken off
@@ -205,7 +205,7 @@ class Neighbours:
 
     @property
     def _have_come(self) -> bool:
-        """Whether all members have."""
+        """Whether all members have come."""
         return len(self._signs) == len(self._others)
 
     def _has_left(self, other: int) -> bool:
@@ -296,7 +296,7 @@ class Neighbours:
             )
 
     def _key(self, member: int) -> str:
-        return f"{self._place}/{member}"
+        return f"{self._key_prefix}/{member}"
 
 
 def _check_there(store: Any) -> None:

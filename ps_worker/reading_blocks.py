@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-GIVE_WAY_SECONDS = 1.0  # for which a reader lets changes in first
+GIVE_WAY_SECONDS = 1.0  # the longest that a reader lets changes go first
 
 
 class ReadingBlocks:

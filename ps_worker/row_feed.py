@@ -33,9 +33,9 @@ from ps_protocol.row_ids import shards_of
 from ps_runtime.background import guarded, join_within, start
 from ps_runtime.credentials import Access
 from ps_runtime.memory import free_bytes
+from ps_runtime.settings import JOB_NAME
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.feeds import RowWatch, shard_addresses
-from ps_worker.config import check
 from ps_worker.reading_blocks import ReadingBlocks
 from ps_worker.tables.ahead import flat_ids
 from ps_worker.tables.row_copy import ReadRowsMessage, RowCopy, saved_copy
@@ -259,7 +259,7 @@ class RowFeed:
         if not 0.1 <= period <= 3600:
             raise InvalidRequest(f"period must be 0.1 to 3600 seconds, got {period}")
         where = Path(directory) if directory is not None else None
-        self._source = _Source(address, shown, check("job", job), table, period, where, save_every)
+        self._source = _Source(address, shown, JOB_NAME.find(job), table, period, where, save_every)
         self._condition = threading.Condition()
         self._closing = threading.Event()
         self._blocks = ReadingBlocks()
@@ -309,7 +309,7 @@ class RowFeed:
 
     @property
     def trouble(self) -> PSError | None:
-        """The error that keeps changes from arriving; None: no error is known."""
+        """The error that keeps changes from arriving; None if no error is known."""
         followers = self._coming or self._serving
         return next((each.trouble for each in followers if each.trouble is not None), self._trouble)
 

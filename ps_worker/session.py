@@ -26,7 +26,7 @@ from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.own_address import own_address
 from ps_runtime.signals import is_cut_short, undisturbed
 from ps_worker.by_mode import STRATEGIES
-from ps_worker.config import WorkerConfig, check
+from ps_worker.config import TIMELINE, TIMELINE_STEPS, WorkerConfig
 from ps_worker.given import check_own, check_pairs, non_finite_named, sort_given, wire_named
 from ps_worker.launched import speak_as
 from ps_worker.metrics import WorkerMetrics
@@ -70,7 +70,7 @@ class Session:
         try:
             self._strategy = make(config, self._metrics, self.device, self._timeline)
         except BaseException:
-            self._metrics.close()  # so that another session has the port
+            self._metrics.close()  # frees the port for another session
             raise
         if config.timeline is not None:
             self._record(RecordingRequest(config.timeline, config.timeline_first, config.timeline_steps))
@@ -245,7 +245,7 @@ class Session:
                 "to begin anew (a notebook's cell run again), call connect again"
             )
         for model in models:
-            # More devices: the script has placed it. FSDP keeps one that it has offloaded on CPUs.
+            # A model on several devices was placed by the script. FSDP keeps an offloaded model on CPUs.
             if len({tensor.device for tensor in model.parameters()}) <= 1 and not is_offloaded([model]):
                 model.to(self.device)
         loops = loops_for(models, self._config.native)
@@ -417,7 +417,7 @@ class Session:
             InvalidRequest: The directory of `path` does not exist, or `steps` is below 1.
         """
         _check_process(self._pid)
-        self._record(RecordingRequest(check("timeline", path), 1, check("timeline_steps", steps)))
+        self._record(RecordingRequest(TIMELINE.find(path), 1, TIMELINE_STEPS.find(steps)))
 
     def _record(self, wanted: RecordingRequest) -> None:
         if self._config.consistency is None:
@@ -507,7 +507,7 @@ class Session:
             try:
                 self._strategy.close()
             finally:
-                for take_back in self._take_back:  # so that another session may prepare these models
+                for take_back in self._take_back:  # allows another session to prepare these models
                     take_back()
                 self._timeline.close()
                 self._metrics.close()

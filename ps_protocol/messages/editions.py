@@ -23,8 +23,8 @@ from ps_protocol.handover import MappingOffer
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import feed_pb2
 
-LEAST_PART_BYTES = 2**16  # of a payload in one message: each message costs both ends some time
-MOST_REPORTED_READERS = 1_000_000  # that a relay can say it has
+LEAST_PART_BYTES = 2**16  # the least payload of a message: each message costs both ends some time
+MOST_REPORTED_READERS = 1_000_000  # the highest number of readers that a relay may report
 _RELAY_NAME = re.compile(r"[A-Za-z0-9.:_%\[\]-]{1,128}")
 
 
@@ -33,7 +33,7 @@ class RelayReport(NamedTuple):
 
     name:    the address at which readers reach it, or one with the name of its host
     readers: its own, and those of relays behind it, up to MOST_REPORTED_READERS
-    version: that of its newest edition; None: there is none of the job's present run and timeline
+    version: that of its newest edition; None if there is none of the job's present run and timeline
     """
 
     name: str
@@ -151,7 +151,7 @@ class EditionBucket(NamedTuple):
 
     wire_format: that of the elements; empty: the bucket's own type
     payload:     the elements; if there is a base, the change since it
-    base:        the version of the base; None: the bucket is sent whole
+    base:        the version of the base; None if the bucket is sent whole
     payload_bytes: the bytes of the whole payload, if `payload` is its beginning; None: `payload` is complete
     lies:        the position of the elements in memory that is handed over, without a payload; None: there is a payload
     sparse:      the payload is a sparse change

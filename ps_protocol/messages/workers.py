@@ -219,13 +219,13 @@ class JoinResult:
     on_shards: Mapping[int, ShardPushed] = field(default_factory=dict)
     continued: Continued | None = None
 
-    def has_had(self, shard: int, part: int, clock: int) -> bool:
+    def has_had(self, shard: int, unit: int, clock: int) -> bool:
         """Whether a bucket or table of a shard already had this rank's push of `clock` when the worker joined.
 
-        part: the index of the bucket, or of the table: tables follow the buckets
+        unit: the index of the bucket or table; tables follow the buckets
         """
         pushed = self.on_shards.get(shard)
-        return pushed is not None and max(pushed.clock, pushed.further.get(part, 0)) >= clock
+        return pushed is not None and max(pushed.clock, pushed.further.get(unit, 0)) >= clock
 
     def has_some(self, clock: int) -> bool:
         """Whether any bucket or table already had this rank's push of `clock` when the worker joined."""

@@ -19,6 +19,7 @@ recovery.py     Rolls a job back to its last checkpoint, after a shard lost its 
 shared_room.py  A memory budget that all jobs share: no principal gets more than half
 shards.py       The registered shards: the interface of one, and which process serves which
 held_jobs.py    Finds jobs that only the shards or only the coordinator has, and ends them
+expiry.py       Ends leases that have run out, and jobs that have had no worker for too long
 refusals.py     The errors for a process that cannot join now, such as because another launch trains the job
 cluster.py      Shared by all jobs of a coordinator: the shards, the limits, the checkpoints, and the clock
 charge.py       Whether a coordinator is still in charge: another one may have taken its lock lease over

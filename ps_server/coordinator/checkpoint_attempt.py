@@ -97,7 +97,7 @@ class Requests:
         return self.asked
 
     def answer(self, number: int, error: PSError | None) -> None:
-        """Marks all requests up to `number` as answered. error: why they failed; None: the checkpoint is complete"""
+        """Marks all requests up to `number` as answered. error: why they failed; None if the checkpoint is complete"""
         self.answered, self.error = max(self.answered, number), error
 
     def pause(self, now: Callable[[], float], seconds: float) -> Steps[None]:
@@ -112,7 +112,7 @@ class CheckpointProgress:
 
     last:       the manifest of the last complete checkpoint; None if there is none
     at:         when that one was complete, on the coordinator's clock
-    base:       the checkpoint on which the parts of the one under way may build; None: they have all rows
+    base:       the checkpoint on which the parts of the one under way may build; None if they have all rows
     whole:      the name of the last checkpoint that has the states of all workers
     of_earlier_run: the name of an earlier run's last checkpoint, from which this run has not continued. It is kept
     reached:    the highest known version (in sync) or clock (otherwise) of the job

@@ -68,7 +68,7 @@ class Cluster:
 def new_membership(spec: JobSpec, cluster: Cluster, last_incarnation: int = 0) -> Membership:
     """Returns the membership of a job without workers.
 
-    last_incarnation: the highest that a worker of the job has had
+    last_incarnation: the highest incarnation of any worker that the job has had
     """
     return Membership(
         spec.world_size,

@@ -261,7 +261,7 @@ class CoordinatedJob:
     ) -> bool:
         """Removes a worker that leaves. Returns True if it was the last one and the job has ended.
 
-        state: the worker's clock and own state, which the next checkpoints keep; None: it sends none
+        state: the worker's clock and own state, which the next checkpoints keep; None if it sends none
         done:  the worker's script has ended
         of:    the member of the worker's group that leaves. The group stays until each member has left with `done`, or
                one leaves without
@@ -415,7 +415,7 @@ class CoordinatedJob:
     # -- while they train --------------------------------------------------------------------------------------------
 
     def look_at_rounds(self) -> None:
-        """Tells each worker that waits in a round which ranks it waits for, and if one of these waits for its step."""
+        """Sends workers in an open round the ranks that they wait for, and whether one of these waits for a step."""
         if self.rounds.waiting():
             self.rounds.look(self._waits(), self.spec.consistency.mixes_clocks)
 

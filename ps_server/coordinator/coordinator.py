@@ -36,7 +36,8 @@ from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.drain import Drain
 from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob, has_finished
 from ps_server.coordinator.events import EventLog
-from ps_server.coordinator.held_jobs import Expiry, HeldJobs, Run
+from ps_server.coordinator.expiry import Expiry
+from ps_server.coordinator.held_jobs import HeldJobs, Run
 from ps_server.coordinator.new_jobs import NewJobs
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.refusals import try_soon
@@ -309,7 +310,7 @@ class Coordinator:
                 spec = with_defaults(spec)  # a server of version 1 stored the registered values without defaults
                 job = self._jobs[name] = resumed(left, spec, self._cluster, self)
             except TryLater:
-                raise  # the store does not answer now: a coordinator without the job would have shards drop it
+                raise  # the store does not answer now. Without the job, this coordinator would make shards drop it
             except PSError as error:
                 log.error("job %s: cannot be resumed: %s", name, error)
             else:
@@ -420,7 +421,7 @@ class Coordinator:
         """Removes a worker that leaves. Returns True if the job has ended: now, because it was the last one, or
         earlier.
 
-        state: the worker's clock and own state; None: it sends none
+        state: the worker's clock and own state; None if it sends none
         done:  the worker's script has run to its end
         of:    the member of the worker's group that leaves
         """

@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from ps_protocol.errors import FinishedWithout, JobFinished, NotFound
 from ps_protocol.job import is_added_to
 
-JOBS_KEPT = 64  # of each kind; the first to end are forgotten
+JOBS_KEPT = 64  # jobs of each kind that are kept; those that ended first are forgotten
 
 
 @dataclass(frozen=True)

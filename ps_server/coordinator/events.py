@@ -10,7 +10,7 @@ from threading import Lock
 from ps_server.coordinator.timing import Clock
 
 EVENTS_KEPT = 200
-MOST_CHARACTERS = 500  # of an event's text
+MOST_CHARACTERS = 500  # the longest text of an event
 
 
 @dataclass(frozen=True)

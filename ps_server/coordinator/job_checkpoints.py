@@ -190,7 +190,7 @@ class JobCheckpoints:
         """Keeps the state that a member of a group leaves behind. Returns the group's state once each member has left
         one.
 
-        state: the member's clock and state; None: it sends none. Returns None, too, if there is no room for it
+        state: the member's clock and state; None if it sends none. Returns None, too, if there is no room for it
         """
         try:
             return self._states.member_left(rank, of, state)

@@ -69,7 +69,7 @@ class JobScript:
         """Keeps a live worker's report of its script's settings. Raises InvalidRequest if it has over MAX_SCRIPT_BYTES.
 
         request: the number of the request that it answers
-        report:  the worker's clock and its settings; None: the worker has nothing to report
+        report:  the worker's clock and its settings; None if the worker has nothing to report
         """
         if report is not None and len(report[1]) > MAX_SCRIPT_BYTES:
             raise InvalidRequest(f"what a script has set may have {MAX_SCRIPT_BYTES} bytes, got {len(report[1])}")

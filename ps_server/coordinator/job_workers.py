@@ -57,7 +57,7 @@ class _OnDisk:
 
 @dataclass(frozen=True)
 class Joined:
-    """The result of counting a worker on all shards. clock: from which they count it; others: see LiveWorker"""
+    """The result of counting a worker on all shards. clock: shards count it from this clock; others: see LiveWorker"""
 
     clock: int
     pushed: int | None

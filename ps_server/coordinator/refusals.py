@@ -14,7 +14,7 @@ PIDS_NAMED = 4
 ASK_AGAIN_PER_LEASE = 16  # four times as often as a heartbeat comes
 LONGEST_ASK_AGAIN_SECONDS = 1.0
 HANGS_SECONDS = 30.0  # a join that takes longer waits for a disk or for a shard, and not for a crowd before it
-SOON_SECONDS = 0.05  # after which the caller tries again, if the cause passes within a moment
+SOON_SECONDS = 0.05  # the pause before the caller tries again, if the cause passes quickly
 
 
 def try_soon(text: str) -> TryLater:

@@ -198,7 +198,7 @@ class SavedJob:
     away:              the workers that had these ranks
     pending_removals:  (shard, rank, incarnation) of workers that shards may still count; also of workers that are
                        joining
-    continues:         the run and the checkpoint with which this run began; None: it began anew
+    continues:         the run and the checkpoint with which this run began; None if it began anew
     launches:          the launches that have taken part
     absent:            the silent workers that the job waits for before it ends, because all others have left
     left:              how the last worker left, and when: `is_done` and `left_at` of Attendance

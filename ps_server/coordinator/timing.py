@@ -83,6 +83,6 @@ class Timing:
 
 
 DEFAULT_TIMING = Timing()
-DEFAULT_LEASE_SECONDS = 10.0  # for which a worker counts as live without a heartbeat
-DEFAULT_DRAIN_SECONDS = 15.0  # that workers have to come to the last checkpoint before the servers end
-DEFAULT_SERVER_CALL_SECONDS = 10.0  # for which a call between servers waits for its answer
+DEFAULT_LEASE_SECONDS = 10.0  # a worker counts as live for this long without a heartbeat
+DEFAULT_DRAIN_SECONDS = 15.0  # the time for workers to reach the last checkpoint before the servers end
+DEFAULT_SERVER_CALL_SECONDS = 10.0  # the longest wait for the answer to a call between servers

@@ -109,7 +109,7 @@ class WorkerStates:
         """Keeps the state that a member of a group leaves behind. Returns the group's state once each member has left
         one, all of one clock; otherwise None.
 
-        state: the member's clock and state; None: it leaves none
+        state: the member's clock and state; None if it leaves none
 
         Raises LimitExceeded if there is no room or the state is too large: then the group leaves no state.
         """

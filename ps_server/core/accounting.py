@@ -93,7 +93,7 @@ class StepAccounting:
 
         reached: the versions and clocks of each shard that was rolled back
         heard:   by rank, the last known clock of a worker that was live
-        gone:    by rank of a worker that was not live, its clock on the shards that were not rolled back; None: there
+        gone:    by rank of a worker that was not live, its clock on the shards that were not rolled back; None if there
                  are none
         """
         for rank in heard:

@@ -235,7 +235,7 @@ class PushChecker:
         borrowed = call.payload is None
         is_checked = borrowed and pushed.finite  # a worker's own check counts only for values in its segment
         codec, _ = self._encoding(bucket, pushed.kind, pushed.state, "", borrowed)
-        own = codec.copies or not (borrowed or memoryview(payload).readonly)
+        own = codec.decode_copies or not (borrowed or memoryview(payload).readonly)
         if self._gradients.has_norm_limit and borrowed:
             # Copied before the check: afterwards the worker could write another gradient into its segment.
             values, borrowed, own = values.clone(), False, True
@@ -288,7 +288,7 @@ class PushChecker:
             if stage.number == 0:
                 if not 0 <= group < len(self._spec.param_groups):
                     raise InvalidRequest(f"expected a group below {len(self._spec.param_groups)}, got {group}")
-            elif group not in stage.groups:  # of another bucket
+            elif group not in stage.groups:  # a group of another bucket
                 continue
             if self._good.has((stage.number, group), values):
                 continue

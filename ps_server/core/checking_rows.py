@@ -44,13 +44,13 @@ class PushedRows(NamedTuple):
 class RowChecker:
     """Checks pushes and pulls of one job's rows. Raises InvalidRequest with what was expected and what came.
 
-    place:      this shard's number among the shards that share the tables, and their count
+    share:      this shard's number among the shards that share the tables, and their count
     first:      the index of the job's first table, which follows its buckets
     norm_limit: the largest L2 norm of the gradient in one push
     """
 
-    def __init__(self, spec: JobSpec, place: TableShare, first: int, norm_limit: float = math.inf) -> None:
-        self.place, self.first = place, first
+    def __init__(self, spec: JobSpec, share: TableShare, first: int, norm_limit: float = math.inf) -> None:
+        self.share, self.first = share, first
         self._spec, self._gradients = spec, GradientChecks(spec, norm_limit)
         self._codec = row_codec(spec.gradient_wire)
         self._good = GoodValues()  # by table
@@ -59,7 +59,7 @@ class RowChecker:
         """Returns the command for one message of a push.
 
         principal: the caller, to whom the bytes are accounted
-        pushed:    the rows, if they came in the worker's segment; None: they are in the message
+        pushed:    the rows, if they came in the worker's segment; None if they are in the message
         """
         pushed = pushed or PushedRows(push.payload)
         table = self.table(push.table)
@@ -114,7 +114,7 @@ class RowChecker:
             )
         ids = np.frombuffer(push.payload, "<i8", push.count)
         values = _elements(PLAIN["float32"], push.payload, ID_BYTES * push.count, push.count * dim)
-        self._check_place(table, ids)
+        self._check_shard(table, ids)
         self._check_distinct(table, ids)
         if not are_finite(values):
             raise InvalidRequest(f"table {name!r}: rows of worker {push.worker.rank} that are assigned are not finite")
@@ -159,7 +159,7 @@ class RowChecker:
         part |= decoded(push.payload, push.rows + push.waiting, {} if push.waiting else columns)
         prefix = "waiting." if push.waiting else ""
         ids, last = part[f"{prefix}ids"].numpy(), part[f"{prefix}last"].numpy()
-        self._check_place(table, ids)
+        self._check_shard(table, ids)
         self._check_distinct(table, ids)
         if len(last) and not 1 <= last.min() <= last.max() <= version:
             raise InvalidRequest(
@@ -176,13 +176,13 @@ class RowChecker:
     def wanted(self, pull: RowsPull, payload: Buffer | None = None) -> Ids:
         """Returns the ids that a pull asks for.
 
-        payload: the ids in the worker's segment; None: the ids are in the message
+        payload: the ids in the worker's segment; None if the ids are in the message
         """
         table, payload = self.table(pull.table), pull.payload if payload is None else payload
         if len(payload) % ID_BYTES:
             raise InvalidRequest(f"expected ids of {ID_BYTES} bytes each, got {len(payload)} bytes")
         ids = np.frombuffer(payload, "<i8")
-        self._check_place(table, ids)
+        self._check_shard(table, ids)
         return ids
 
     def table(self, number: int) -> JobTable:
@@ -212,24 +212,24 @@ class RowChecker:
         ids = np.frombuffer(payload, "<i8", push.count)
         counts = np.frombuffer(payload, "<u4", push.count, ID_BYTES * push.count).astype(np.int64)
         gradients = _elements(codec, payload, (ID_BYTES + COUNT_BYTES) * push.count, push.count * dim)
-        self._check_place(table, ids)
+        self._check_shard(table, ids)
         self._check_distinct(table, ids)
         if not counts.all():
             raise InvalidRequest(f"table {name!r}: expected that each id has occurred, got a count of 0")
         return RowGradients(ids, counts, gradients.view(push.count, dim))
 
-    def _check_place(self, table: JobTable, ids: Ids) -> None:
-        place = self.place
-        if not are_of_shard(ids, place.shards, place.shard):
-            of = shards_of(ids, place.shards)
-            other = int(np.argmax(of != place.shard))
+    def _check_shard(self, table: JobTable, ids: Ids) -> None:
+        share = self.share
+        if not are_of_shard(ids, share.shards, share.shard):
+            of = shards_of(ids, share.shards)
+            other = int(np.argmax(of != share.shard))
             raise InvalidRequest(
-                f"table {table.rows.name!r}: id {ids[other]} is on shard {of[other]}, and came to shard {place.shard} "
-                f"of {place.shards}"
+                f"table {table.rows.name!r}: id {ids[other]} is on shard {of[other]}, and came to shard {share.shard} "
+                f"of {share.shards}"
             )
 
     def _check_distinct(self, table: JobTable, ids: Ids) -> None:
-        if not are_distinct(ids, self.place.salt):
+        if not are_distinct(ids, self.share.salt):
             ordered = np.sort(ids)
             twice = ordered[1:][ordered[1:] == ordered[:-1]]
             raise InvalidRequest(f"table {table.rows.name!r}: expected each id once, got {twice[0]} twice")

@@ -477,7 +477,7 @@ class QuorumRule(UpdateRule[T]):
         return False
 
     def grace(self) -> float | None:
-        """Returns for how many seconds the open update, which has its quorum, waits for the others; None: it does not
+        """Returns for how many seconds the open update, which has its quorum, waits for the others; None if it does not
         wait.
         """
         waits = self.initialised and self.next() is None and bool(self.added) and self._has_quorum()

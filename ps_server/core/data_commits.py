@@ -164,7 +164,7 @@ class DataCommits:
                 if len(latest.whole) + len(latest.parts) >= MAX_FRAGMENTS and used.span not in latest.parts:
                     raise LimitExceeded(f"loader {used.loader}: what is committed lies in {MAX_FRAGMENTS} pieces")
             elif latest is not None and used.pass_number < latest.number:
-                had += used.stop - used.start  # that pass is over
+                had += used.stop - used.start  # the pass of that range is over
         for used in ranges:
             self._take(bucket, used)
         return Use(True, sum(used.stop - used.start for used in ranges) - had) if had else UNUSED

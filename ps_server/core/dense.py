@@ -363,7 +363,7 @@ class DenseBucket:
         optimizer.state.pop(tensor, None)
         if state:
             optimizer.state[tensor] = dict(state)
-        elif self._name == "Adagrad":  # which makes its state in its constructor, and cannot step without that state
+        elif self._name == "Adagrad":  # it makes its state in its constructor, and cannot step without it
             [group] = [group for group in optimizer.param_groups if any(member is tensor for member in group["params"])]
             [fresh] = ELEMENTWISE[self._name]([tensor], **hyper_parameters(self._name, group)).state.values()  # type: ignore[arg-type]
             optimizer.state[tensor] = fresh

@@ -11,7 +11,7 @@ class RelayFigures:
     """What a relay has reported about itself: RelayStatus in shard.proto.
 
     readers: the number of its readers, with those of the relays that follow it
-    version: the version of its newest edition; None: it has none yet
+    version: the version of its newest edition; None if it has none yet
     behind:  updates that this edition lacks
     """
 
@@ -40,7 +40,7 @@ class FeedFigures:
     """The readers of a job's weights, and the editions that they get: FeedStatus in shard.proto.
 
     readers:  how many readers have an edition or wait for one
-    version:  the newest edition's version; None: there is no edition
+    version:  the newest edition's version; None if there is no edition
     age:      the age of the newest edition in seconds: see FeedStatus.age_duration
     behind:   updates that the newest edition lacks
     nbytes:   bytes of the editions in memory

@@ -110,7 +110,7 @@ class Limits:
         512, "calls in flight of one caller (a token or certificate) from one host; and four times as many that wait"
     )
     all_calls: int = _limit(
-        16_384, "calls in flight of all callers together, but for health checks; of one caller half as many"
+        16_384, "calls in flight of all callers together, without health checks; one caller may have half as many"
     )
     message_bytes: int = _limit(MAX_MESSAGE_BYTES, "bytes of one message, either way")
     metadata_bytes: int = _limit(16 * 2**10, "bytes of a call's metadata")

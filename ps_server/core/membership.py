@@ -417,7 +417,7 @@ class Membership:
 
         of: the member of the worker's group that sends it. A group's lease is that of the member that was silent
             longest
-        process: its host and process id; None: it does not tell them
+        process: its host and process id; None if it does not tell them
         """
         worker = self.check(rank, incarnation, key)
         sign: float | None = now

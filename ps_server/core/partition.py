@@ -76,15 +76,15 @@ class JobPartition:
         staged_limit: int | None = None,
         norm_limit: float = math.inf,
         principals: PrincipalBudget | None = None,
-        place: TableShare | None = None,
+        share: TableShare | None = None,
     ) -> None:
         """staged_limit: bytes that may be staged on this shard. Past it, pushes raise Backlogged, unless an update
         waits for them. None: the bytes of this shard's weights, or two buckets for each worker if that is more.
         norm_limit: the L2 norm that the gradient in one push may have.
         principals: the budget of each principal, over all jobs; None: unlimited.
-        place: this shard's number among the shards of the job's tables, and its room for them; None: it is the only
+        share: this shard's number among the shards of the job's tables, and its room for them; None if it is the only
         shard."""
-        layout, place = bucket_layout(spec.parameters, spec.bucket_bytes), place or TableShare()
+        layout, share = bucket_layout(spec.parameters, spec.bucket_bytes), share or TableShare()
         indices = list(indices)
         check_buckets(layout, indices)
         self.spec, self.layout = spec, layout
@@ -97,7 +97,7 @@ class JobPartition:
         self._staged_limit = staged_limit
         self._room = StagingRoom(principals or PrincipalBudget(), lambda: self.staged_limit, self._assigned_limit)
         self.checker = PushChecker(spec, here, norm_limit)
-        self.row_checker = RowChecker(spec, place, len(layout.buckets), norm_limit)
+        self.row_checker = RowChecker(spec, share, len(layout.buckets), norm_limit)
         tables = dict(enumerate(spec.tables, self.row_checker.first))
         self.data = DataCommits([*(index for index, bucket in here.items() if not bucket.frozen), *tables])
         scratch, shared = Scratch(), (self._room, self.data)
@@ -107,7 +107,7 @@ class JobPartition:
             weights = DenseBucket(spec, bucket, scratch, rule.mixes_clocks)
             self.buckets[index] = Bucket(bucket, rule, weights, *shared, self.checker)
         self.tables: dict[int, ShardTable] = {
-            index: ShardTable(index, table, update_rule(spec.consistency, self.roster), place, *shared)
+            index: ShardTable(index, table, update_rule(spec.consistency, self.roster), share, *shared)
             for index, table in tables.items()
         }
         self.units: dict[int, Unit[Any, Any, Any]] = {**self.buckets, **self.tables}

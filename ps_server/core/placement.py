@@ -29,7 +29,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 
 if TYPE_CHECKING:
-    from ps_tables.cold import ColdFile  # which imports torch: `ps-server plan` places buckets without it
+    from ps_tables.cold import ColdFile  # it imports torch, and `ps-server plan` places buckets without torch
 
 
 import math
@@ -87,7 +87,7 @@ class PlacedJob:
     """A job with its buckets placed on shards.
 
     run:       tells this job from earlier ones of its name; later runs sort after earlier ones
-    continues: the run and the checkpoint with which this run began; None: it began anew
+    continues: the run and the checkpoint with which this run began; None if it began anew
     placement: for each bucket, the index of its shard
     nbytes, trained_bytes: bytes of all buckets, and of those that an optimizer steps
     imbalance: most bytes on a shard over the mean of all shards
@@ -121,8 +121,8 @@ def place_job(spec: JobSpec, shard_count: int, run: str) -> PlacedJob:
     return PlacedJob(spec, run, tuple(placement), layout.nbytes, imbalance(sizes, placement, shard_count), trained)
 
 
-LEAST_BYTES = 256 * 2**10  # between hosts; smaller ones cost more than they let overlap
-BUCKETS = 128  # aimed at for trained parameters, between hosts
+LEAST_BYTES = 256 * 2**10  # the least bucket between hosts: smaller ones cost more than their overlap gains
+BUCKETS = 128  # between hosts, trained parameters are cut into about so many
 # The least number on one machine, because the way back of the last bucket overlaps nothing. There are fewer if so many
 # would be smaller than DEFAULT_BUCKET_BYTES.
 BUCKETS_OF_ONE_MACHINE = 8

@@ -140,12 +140,12 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
         index: int,
         spec: JobTable,
         rule: UpdateRule[RowsContribution],
-        place: TableShare,
+        share: TableShare,
         room: StagingRoom,
         data: DataCommits,
     ) -> None:
-        size = table_size(spec, place)
-        weights = TableRows(spec, size.rows, place.salt, beyond_memory(spec, size, place))
+        size = table_size(spec, share)
+        weights = TableRows(spec, size.rows, share.salt, beyond_memory(spec, size, share))
         super().__init__(index, rule, weights, room, data)
         self.spec, self.coming = spec, ComingRows()
         self.most_bytes = size.nbytes if spec.rows.max_rows else 0

@@ -154,7 +154,7 @@ class RestoreProgress:
     """The progress of a shard's restore.
 
     done, total: the bytes that were read, and all bytes to read; a total of 0 is not known yet
-    extent:      the versions and clocks of the restored buckets; None: the restore is not complete
+    extent:      the versions and clocks of the restored buckets; None if the restore is not complete
     """
 
     done: int
@@ -184,7 +184,7 @@ def chained(parts: list[TableSnapshot]) -> TableSnapshot:
     return replace(last, tensors=merged(chain))
 
 
-def joined(parts: Sequence[TableSnapshot], place: TableShare) -> TableSnapshot:
+def joined(parts: Sequence[TableSnapshot], share: TableShare) -> TableSnapshot:
     """Returns the rows that belong to this shard, from the snapshots of all former shards. Their number may differ.
 
     If the parts are of different versions (ssp, async), each row keeps the time since it was last trained. Leased data
@@ -197,7 +197,7 @@ def joined(parts: Sequence[TableSnapshot], place: TableShare) -> TableSnapshot:
         age = newest - int(part.tensors["version"])
         for prefix in ("", "waiting."):
             ids = part.tensors.get(f"{prefix}ids")
-            here = None if ids is None else torch.from_numpy(shards_of(ids.numpy(), place.shards) == place.shard)
+            here = None if ids is None else torch.from_numpy(shards_of(ids.numpy(), share.shards) == share.shard)
             for name, tensor in part.tensors.items():
                 if here is not None and name != "version" and name.startswith("waiting.") == bool(prefix):
                     rows = tensor if bool(here.all()) else tensor[here]

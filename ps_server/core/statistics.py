@@ -48,7 +48,7 @@ class ShardJobStatistics:
     sharing, connected: ranks of workers that share memory with this shard, or have a data connection to it
     tables:  the job's tables of rows
     agreement: how alike workers have moved in the last rounds of local:H; None: not known
-    feed:    the readers of its weights; None: there are none
+    feed:    the readers of its weights; None if there are none
     """
 
     bucket_count: int

@@ -52,8 +52,8 @@ class Scratch:
 class Sum:
     """A sum of tensors [numel], in the order in which they are added. Not thread-safe.
 
-    total: the sum, in float32 if its terms are narrower; None: it has no term
-    last:  the last term, which is not added to `total` yet; None: there is none
+    total: the sum, in float32 if its terms are narrower; None if it has no term
+    last:  the last term, which is not added to `total` yet; None if there is none
     """
 
     def __init__(self, scratch: Scratch) -> None:
@@ -184,7 +184,7 @@ class StretchStep:
         self._group_of = {ids[id(tensor)]: number for number, group in groups for tensor in group["params"]}
 
     def has_state(self) -> bool:
-        """Whether the optimizer has made all its state, which the first step of all slices does."""
+        """Whether the optimizer has all its state. A slice gets its state in its first step."""
         return all(
             not self._optimizer.param_groups[number]["momentum"]
             or self._optimizer.state.get(self._slices[position], {}).get("momentum_buffer") is not None

@@ -222,30 +222,30 @@ class TableSize:
     in_file: int = 0
 
 
-def table_size(table: JobTable, place: TableShare) -> TableSize:
+def table_size(table: JobTable, share: TableShare) -> TableSize:
     """Returns how large a table may become: its share of max_rows, as far as memory and a file can hold it.
 
     If ids wait for admission, memory must hold as many of these as rows.
     """
     record = record_bytes(table.rows, table.optimizer, table.values)
-    waits, memory = table.rows.admit_after > 1, place.table_bytes
-    share = min(MAX_ROWS, -(-table.rows.max_rows // place.shards) if table.rows.max_rows else MAX_ROWS)
-    fit = max(1, min(share, rows_within(memory, record, waits)))
+    waits, memory = table.rows.admit_after > 1, share.table_bytes
+    most = min(MAX_ROWS, -(-table.rows.max_rows // share.shards) if table.rows.max_rows else MAX_ROWS)
+    fit = max(1, min(most, rows_within(memory, record, waits)))
     in_memory = TableSize(fit, fit, fit * record + index_bytes(fit, waits))
-    if fit == share or not place.file_bytes:
+    if fit == most or not share.file_bytes:
         return in_memory
     # For each row, in memory or in the file, memory has an entry of the index: these take three quarters at most.
-    known, both = rows_within(3 * memory // 4, POSITION_BYTES, waits), memory + place.file_bytes
-    rows = min(share, known, rows_within(both, record + POSITION_BYTES, waits))
+    known, both = rows_within(3 * memory // 4, POSITION_BYTES, waits), memory + share.file_bytes
+    rows = min(most, known, rows_within(both, record + POSITION_BYTES, waits))
     if rows <= fit:
         return in_memory
     left = memory - rows * POSITION_BYTES - index_bytes(rows, waits)
-    return TableSize(rows, left // record, memory, min(rows, place.file_bytes // record))
+    return TableSize(rows, left // record, memory, min(rows, share.file_bytes // record))
 
 
-def beyond_memory(table: JobTable, size: TableSize, place: TableShare) -> Beyond | None:
-    """Returns the file for the rows that do not fit into memory; None: all fit."""
-    if not size.in_file or place.open_file is None:
+def beyond_memory(table: JobTable, size: TableSize, share: TableShare) -> Beyond | None:
+    """Returns the file for the rows that do not fit into memory; None if all fit."""
+    if not size.in_file or share.open_file is None:
         return None
     elements = record_bytes(table.rows, table.optimizer, table.values) // 4
-    return Beyond(place.open_file(elements, size.in_file), size.in_memory)
+    return Beyond(share.open_file(elements, size.in_file), size.in_memory)

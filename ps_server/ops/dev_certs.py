@@ -32,7 +32,7 @@ LIFE = datetime.timedelta(days=365)
 CA_LIVES = 10
 _BACKDATED = datetime.timedelta(minutes=5)  # clocks of two machines are never quite the same
 _LOCAL = ("localhost", "127.0.0.1", "::1")
-_LONGEST_NAME = 64  # of a common name, in X.509
+_LONGEST_NAME = 64  # the longest common name in X.509
 _PRIVATE = 0o600
 
 

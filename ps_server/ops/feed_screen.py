@@ -12,7 +12,7 @@ from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.quantities import counted, size_text
 from ps_server.ops.columns import printable
 
-LOOK_SECONDS = 1.0  # after which it prints the state, even without a new edition
+LOOK_SECONDS = 1.0  # the state is printed this often, even without a new edition
 
 
 def follow(

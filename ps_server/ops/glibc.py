@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ps_runtime.settings import environment
 
-_M_ARENA_MAX = -8  # of mallopt(3)
+_M_ARENA_MAX = -8  # the parameter of mallopt(3)
 _TUNABLES = "GLIBC_TUNABLES"
 _THRESHOLD = "glibc.cpu.x86_non_temporal_threshold"
 _AT_SECURE = 23  # AT_SECURE of getauxval(3): the program has privileges that its caller lacks

@@ -49,7 +49,7 @@ class Question:
     transport:    how, as --transport of workers; tls: encrypted
     tables:       tables of rows, as they are when they are full
     lookups:      distinct ids of each table in a worker's step; 0: not known, and not counted
-    step_seconds: the seconds of a worker's forward and backward pass; None: they are not known
+    step_seconds: the seconds of a worker's forward and backward pass; None if they are not known
     straggler:    how many times as long the slowest worker takes
     stalls:       the fraction of steps in which some worker is that slow; None: one worker is, in every step
     group_size:   processes of each worker. They hold one model, each tensor cut along its first dimension, as
@@ -122,7 +122,7 @@ class ShardPlan:
 
     worker_bytes:  bytes that a worker sends in a step; it receives as many. Of a group, the process that sends the most
     shard_bytes:   bytes that the fullest shard receives in a step of every worker; it sends as many
-    link_seconds:  the least time of these bytes on the link, both ways at once; None: no link is given
+    link_seconds:  the least time of these bytes on the link, both ways at once; None if no link is given
     shard_cpu:     seconds of a core that the fullest shard uses for a step of every worker
     worker_cpu:    seconds of a core that this worker or process uses to send and receive
     ddp_seconds:   the same as link_seconds of a ring all-reduce among the workers; of groups, among the processes that
@@ -159,7 +159,7 @@ class Advice:
     """The answer of `ps-server plan`.
 
     plans: the one that is recommended first, then others to compare it with, by number of shards
-    rates: empty where the time of a step is not known
+    rates: empty if the time of a step is not known
     mode:  the mode that pays; why: the reason, as text
     way:   how buckets travel
     coordinator_cpu: the part of a core that it uses while the job trains
@@ -290,7 +290,7 @@ def plan(question: Question, spec: JobSpec, shards: int) -> ShardPlan:
 
 
 def mode_rates(question: Question, exchange_seconds: float) -> tuple[ModeRate, ...]:
-    """Returns how many steps all workers make a second, by mode; nothing where the time of a step is not known."""
+    """Returns how many steps all workers make a second, by mode; nothing if the time of a step is not known."""
     step, workers, slow = question.step_seconds, question.workers, question.straggler
     if step is None:
         return ()
@@ -299,7 +299,7 @@ def mode_rates(question: Question, exchange_seconds: float) -> tuple[ModeRate, .
         sync = ssp = workers / slowest
         free = (workers - 1) / fast + 1 / slowest
     else:
-        some = 1 - (1 - question.stalls) ** workers  # that any of the workers stalls in a step
+        some = 1 - (1 - question.stalls) ** workers  # the probability that any worker stalls in a step
         sync = workers / (fast + some * (slowest - fast))
         ssp = free = workers / (fast + question.stalls * (slowest - fast))
     return ModeRate("sync", sync), ModeRate("ssp", ssp), ModeRate("async", free)
@@ -327,7 +327,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
 
 def table(advice: Advice, width: int | None = None) -> str:
-    """Returns the advice for a person. width: of the window, which it keeps; None: there is no limit"""
+    """Returns the advice for a person. width: of the window, which it keeps; None if there is no limit"""
     has_tables = any(made.memory.tables for made in advice.plans)
     columns = ("SHARDS", "WEIGHTS", "OPTIMIZER", *["TABLES"] * has_tables, "STAGED", "OBJECTS", "UNDER WAY", "TRAINING")
     times = ("WORKER'S LINK", "SHARD'S LINK", "LINK", "SHARD'S CPU", "WORKER'S CPU", "ROUND", "DDP'S")

@@ -14,7 +14,7 @@ from ps_server.ops.columns import cut, printable
 from ps_server.ops.status_text import clock_unit
 
 SHOWN = 12  # up to so many workers are all shown, in the order of their ranks, if there is room
-SLOWEST, FASTEST = 8, 2  # of more workers, so many of the slowest and of the fastest are shown
+SLOWEST, FASTEST = 8, 2  # if there are more workers, only so many of the slowest and the fastest are shown
 LANES = (24, 12)  # characters
 MOST_ACTIVITY = 26  # characters for which a window keeps room, for a worker's present activity
 

@@ -89,7 +89,7 @@ def screen(view: dict[str, Any], width: int | None = None, height: int | None = 
     """Returns a view, in the form of plain(), as lines for a person: for each job its diagnosis and the race, and then
     the processes.
 
-    width, height: of the window, for which workers and columns are chosen; None: there is no limit
+    width, height: of the window, for which workers and columns are chosen; None if there is no limit
     """
     status, views = view["status"], {job["job"]: job for job in view["jobs"]}
     heads = [_head(job, views[job["name"]], width) for job in status["jobs"]]

@@ -103,7 +103,7 @@ def _relay_text(relay: dict[str, Any]) -> str:
 
 
 def _of_all_shards(status: dict[str, Any], job: str) -> dict[str, Any] | None:
-    """Returns the figures of a job's readers over the shards that answer; None: there is no reader.
+    """Returns the figures of a job's readers over the shards that answer; None if there is no reader.
 
     A reader pulls from all shards, and has an edition when it has each shard's buckets.
     """

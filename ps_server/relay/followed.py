@@ -29,7 +29,7 @@ from ps_server.shard.relay_reports import RelayReports
 from ps_server.shard.shared_changes import BucketChanges
 
 MOST = 2
-HELD_SECONDS = 30.0  # for which readers may hold an edition that a newer one waits to replace
+HELD_SECONDS = 30.0  # the longest that readers may hold an edition that a newer one waits to replace
 
 
 class FollowedJob:
@@ -86,18 +86,18 @@ class FollowedJob:
 
     @property
     def trouble(self) -> PSError | None:
-        """What keeps editions from arriving; None: no error is known."""
+        """What keeps editions from arriving; None if no error is known."""
         return self._subscription.trouble
 
     @property
     def newest(self) -> KeptEdition | None:
-        """The newest edition; None: there was none yet."""
+        """The newest edition; None if there was none yet."""
         kept = self._kept
         return kept[-1] if kept else None
 
     @property
     def current(self) -> KeptEdition | None:
-        """The newest edition, for readers that name no run; None: there is none of the present run."""
+        """The newest edition, for readers that name no run; None if there is none of the present run."""
         newest = self.newest
         is_over = newest is not None and not self.ended and newest.arrays.run == self._ended_run
         return None if is_over else newest
@@ -128,7 +128,7 @@ class FollowedJob:
 
     @property
     def present_version(self) -> int | None:
-        """The version of the newest edition; None: there is none of the job's present run and timeline."""
+        """The version of the newest edition; None if there is none of the job's present run and timeline."""
         newest, following = self.newest, self._subscription
         edition = following.edition
         if newest is None or edition is None or following.is_left:
@@ -206,7 +206,7 @@ class FollowedJob:
         self._promote()
 
     def hold(self, reader: Reader, fits: Callable[[KeptEdition], bool]) -> KeptEdition | None:
-        """Returns the newest edition that fits, for a reader until `leave`; None: there is none."""
+        """Returns the newest edition that fits, for a reader until `leave`; None if there is none."""
         with self._lock:
             kept = next((each for each in reversed(self._kept) if fits(each)), None)
             if kept is not None:
@@ -347,7 +347,7 @@ class FollowedJob:
                 guarded("relay", partial(sender.send, newest))
 
     def _refusal(self, sender: RelaySender, newest: KeptEdition) -> PSError | None:
-        """Returns the error for a waiting reader that can never get its edition; None: it still may."""
+        """Returns the error for a waiting reader that can never get its edition; None if it still may."""
         (run, _), edition = sender.series, newest.arrays
         if run != edition.run:
             return RunEnded(f"run {run} of job {self.name!r} has ended")

@@ -128,7 +128,7 @@ class Relayed:
         job.pull(call, outbox, caller)
 
     def check_feeds(self, name: str, caller: str) -> None:
-        """Raises LimitExceeded where a caller may not begin another feed of a job."""
+        """Raises LimitExceeded if a caller may not begin another feed of a job."""
         callers = [each for job in self.followed() if job.name == name for each in job.callers()]
         check_feeds(name, callers, caller, self._limit)
 

@@ -10,7 +10,7 @@ from ps_protocol.errors import PSError, TryLater, anew
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import Access
 
-FRESH_SECONDS = 1.0  # between two queries for the jobs
+FRESH_SECONDS = 1.0  # the pause between two queries for the jobs
 ASKED_SECONDS = 10.0  # how long it keeps querying after a call
 FIRST_LOOK_SECONDS = 2.0  # the longest wait of a first caller
 
@@ -37,7 +37,7 @@ class Upstream:
 
     @property
     def trouble(self) -> PSError | None:
-        """The error of the last query; None: it succeeded, or there was none."""
+        """The error of the last query; None if it succeeded, or there was none."""
         return self._error
 
     def jobs(self) -> frozenset[str]:

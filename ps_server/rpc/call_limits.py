@@ -32,7 +32,7 @@ from ps_server.rpc.permissions import ALL_PERMISSIONS, EVERYONE, METHODS, Princi
 from ps_server.rpc.receiving import Receiving, Refused, kind_of
 
 _LOOK_SECONDS = 0.05
-_IDLE_SECONDS = 1.0  # between two looks while nothing is watched
+_IDLE_SECONDS = 1.0  # the pause between two looks while nothing is watched
 _RELEASE_SECONDS = 5.0  # after a request was broken off, until its memory goes back to the system
 
 # Of HTTP/2, for clients' messages: with gRPC's default of 16 KiB a round of 256 MiB takes a tenth longer
@@ -114,7 +114,7 @@ def caller_name() -> str:
 def note_event(kind: str, job: str, text: str) -> None:
     """Writes an event of a job to the audit log, with the caller of the method that runs in this thread."""
     call = _CALL.get()
-    if kind == "waits":  # a job that waits for a worker is nobody's action
+    if kind == "waits":  # no caller makes a job wait: it is not an action to audit
         return
     if call is None:
         audit.note(kind, text, job=job)
@@ -182,7 +182,7 @@ def _milliseconds(seconds: float) -> int:
 
 HEARTBEAT = "/ps_protocol.v1.MembershipService/Heartbeat"
 WATCH = "/ps_protocol.v1.MembershipService/Watch"
-BUSY_SECONDS = 0.5  # after which a call that finds a limit reached is made again
+BUSY_SECONDS = 0.5  # the pause before a call is made again that was refused for a limit
 WAITING_FOR_EACH = 4  # calls that wait, or heartbeats, or watches, for each call of max-calls
 _ACTIVE, _WAITING = "", "waiting"
 
@@ -363,7 +363,7 @@ class CallLimits:
         try:
             return self._authenticator.identify(call)
         except Unauthenticated as error:
-            # Without the method: an unknown caller could invent many
+            # The entry does not name the method: an unknown caller could invent many
             audit.note(audit.REFUSED, str(error), UNKNOWN, host)
             raise
 
@@ -404,7 +404,7 @@ class CallLimits:
         receive: Callable[[contextlib.AbstractContextManager[None]], None],
         refuse: Callable[[Refused], None],
     ) -> None:
-        """As `receiving`, but no thread waits for the place: see Receiving.later."""
+        """Does the same as `receiving`, but no thread waits for the place: see Receiving.later."""
         peer = call.peer()
         self._receiving.later(kind_of(method), (caller.name, host_of(peer), peer), call, submit, receive, refuse)
 

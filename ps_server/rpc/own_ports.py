@@ -19,7 +19,7 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Tls, channel_credentials
 
 ANSWER_SECONDS = 5.0
-_FRESH_SECONDS = 1.0  # for which an answer is that of other probes, too
+_FRESH_SECONDS = 1.0  # other probes get the same answer for this long
 _NO_FRAME = b"\xff" * 64  # ends a data connection at once, TLS or not
 _EVERY = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1", "[::]": "::1"}
 

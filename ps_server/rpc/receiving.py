@@ -15,7 +15,7 @@ from ps_frames.server import CallBroken, ServerCall
 from ps_protocol.errors import TryLater
 from ps_server.core.admission import AdmissionDecisions, CallerPath, RequestKind, RequestLimits, RequestSlots
 
-# Of methods by name; all others are quick.
+# The kind of each method's requests, by the method's name. All other methods are quick.
 KINDS = {
     "/ps_protocol.v1.DataService/Exchange": RequestKind.EXCHANGE,
     "/ps_protocol.v1.DataService/ExchangeRows": RequestKind.EXCHANGE,

@@ -18,7 +18,7 @@ from ps_server.rpc.operator_client import OperatorClient
 
 log = logging.getLogger("ps_server")
 
-FIRST_CALL_SECONDS = 0.25  # between calls until the coordinator knows the shard: a start waits for that
+FIRST_CALL_SECONDS = 0.25  # the pause between calls until the coordinator knows the shard, for which a start waits
 # For which a coordinator may be silent before that is worth a warning: it ends before the shards do.
 QUIET_SECONDS = 10.0
 

@@ -20,7 +20,7 @@ from ps_server.relay.relayed import Relayed
 from ps_server.rpc.call_limits import CallLimits, check_job
 
 METHOD = f"/{feed_pb2.DESCRIPTOR.services_by_name['FeedService'].full_name}/PullEdition"
-FIRST_SECONDS = 2.0  # for which a request waits for the first edition of a job
+FIRST_SECONDS = 2.0  # the longest that a request waits for the first edition of a job
 RETRY_SECONDS = 1
 YEAR_SECONDS = 31_536_000
 _PATH = re.compile(r"/jobs/([^/]+)/(?:latest|editions/([0-9A-Za-z-]+))\.safetensors")

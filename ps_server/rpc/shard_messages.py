@@ -100,7 +100,7 @@ def await_snapshot_response(snapshot: ShardSnapshot) -> shard_pb2.AwaitSnapshotR
 
 
 def shard_snapshot(response: shard_pb2.AwaitSnapshotResponse) -> ShardSnapshot:
-    """Returns a shard's snapshot on disk."""
+    """Reads the description of a shard's snapshot on disk from a message."""
     held_up = seconds(response.stall_duration)
     return ShardSnapshot(part(response), versions(response.versions), held_up, response.changes_only)
 

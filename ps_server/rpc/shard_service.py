@@ -122,7 +122,7 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
 
 
 def _of_all(workers: Sequence[Any]) -> tuple[str, str]:
-    """Returns the job and the run of a call's workers. Raises InvalidRequest where they differ, or are too many."""
+    """Returns the job and the run of a call's workers. Raises InvalidRequest if they differ, or are too many."""
     of = {(worker.job, worker.run) for worker in workers}
     if len(of) != 1 or len(workers) > WORKERS_A_CALL:
         expected = f"expected 1 to {WORKERS_A_CALL} workers of one run of a job"

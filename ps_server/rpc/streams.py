@@ -65,7 +65,7 @@ class GrpcCall(ServerCall):
         self._context.cancel()
 
     def receive(self) -> bytes | None:
-        """Returns the next request; None: there is no more. Raises CallBroken."""
+        """Returns the next request; None if there is no more. Raises CallBroken."""
         try:
             return None if self._requests is None else next(self._requests, None)
         except grpc.RpcError as error:

@@ -151,7 +151,7 @@ def shard_status(
 ) -> cluster_pb2.ShardStatus:
     """Returns a shard's status with the jobs that a caller may see.
 
-    statistics: the shard's last answer; None: it has not answered yet
+    statistics: the shard's last answer; None if it has not answered yet
     silent:     seconds since its last answer, if it does not answer now
     """
     jobs, figures = (statistics.jobs, statistics.figures) if statistics is not None else ({}, None)

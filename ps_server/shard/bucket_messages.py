@@ -51,7 +51,7 @@ class BucketMessages:
         self.go_on()
 
     def _part(self) -> Buffer | None:
-        """Returns what the next message brings; None: the payload was dropped."""
+        """Returns what the next message brings; None if the payload was dropped."""
         later = self._later  # `drop` puts another list in its place
         if not later:
             return None

@@ -109,7 +109,7 @@ class CopiedBucket:
 
 
 def _is_written(weights: torch.Tensor, codec: Cast, place: FileOffset) -> bool:
-    """Writes elements to their place. Returns False where the file gets no memory: they have to lie elsewhere."""
+    """Writes elements to their place. Returns False if the file gets no memory: they have to lie elsewhere."""
     step = weights.numel() if weights.dtype == codec.torch_dtype else _CONVERTED_BYTES // codec.torch_dtype.itemsize
     offset = place.offset
     try:

@@ -38,9 +38,9 @@ from ps_server.shard.relay_reports import RelayReports
 from ps_server.shard.shared_changes import BucketChanges
 
 MOST = 2
-KEPT_SECONDS = 10.0  # for which an edition that nobody reads is kept for others
-HELD_SECONDS = 10.0  # for which readers may hold an edition that others wait to replace
-RETRY_SECONDS = 0.05  # after which a reader that finds no room asks again
+KEPT_SECONDS = 10.0  # an edition that nobody reads is kept for this long
+HELD_SECONDS = 10.0  # the longest that readers may hold an edition that others wait to replace
+RETRY_SECONDS = 0.05  # the pause before a reader that found no room asks again
 
 Over = Callable[[PSError | None], None]  # called when all that a reader wants is copied, or with why it never will be
 
@@ -53,7 +53,7 @@ class WantedEdition:
     least:   without `version`, the lowest version that each bucket may have
     typed_buckets:  the buckets, each with the element type in which it is to be sent
     changes: the reader accepts changes since an older version
-    maps:    the memory that readers of this host have mapped, if this reader is one of them; None: it is elsewhere
+    maps:    the memory that readers of this host have mapped, if this reader is one of them; None if it is elsewhere
     """
 
     version: int | None
@@ -206,7 +206,7 @@ class TakenEdition:
             if left:
                 self._missing[index] = left
             calls = [over for keys, over in self._readers.values() if copied.keys() & keys and self.has(keys)]
-            if calls and (self.completed is None or self.completed[0] is None):  # the first may want frozen ones alone
+            if calls and (self.completed is None or self.completed[0] is None):  # None: only frozen ones were wanted
                 trained = [each.version for each in self._copied.values() if each.is_trained]
                 self.completed = min(trained, default=None), now
         for over in calls:
@@ -411,7 +411,7 @@ class Editions:
             return frozenset(self._typed_buckets) if is_followed else None
 
     def figures(self, readers: int, lowest: int, now: float) -> FeedFigures | None:
-        """Returns how the job is read; None: nobody follows it.
+        """Returns how the job is read; None if nobody follows it.
 
         readers: that have an edition or wait for one
         lowest:  the lowest version of the job's buckets and tables now
@@ -465,7 +465,7 @@ class Editions:
     def _make_room(self, edition: TakenEdition, now: float) -> None:
         """Makes room for what readers want of an edition, the first time before any of it is copied.
 
-        Raises TryLater where too many editions are read, LimitExceeded where memory has no room. A reader that comes to
+        Raises TryLater if too many editions are read, LimitExceeded if memory has no room. A reader that comes to
         an edition later, and wants typed buckets for which there is no room, is refused by itself.
         """
         if not edition.unchecked:
@@ -495,7 +495,7 @@ class Editions:
 
     def _give_up(self, now: float) -> list[TakenEdition]:
         """Takes out the editions that go for a new one: first the oldest that nobody reads, then the oldest that is
-        read too slowly. The caller holds the lock. Raises TryLater where there are none."""
+        read too slowly. The caller holds the lock. Raises TryLater if there are none."""
         begun = sorted((each for each in self._kept if each.began is not None), key=lambda each: each.began or 0.0)
         surplus = max(0, len(begun) - MOST + 1)
         slow = [each for each in begun if each.is_read and now - (each.began or 0.0) > HELD_SECONDS]
@@ -517,7 +517,7 @@ class Editions:
             self._check_room(added, 0)
 
     def _check_room(self, typed_buckets: Set[TypedBucket], begun: int) -> None:
-        """Raises LimitExceeded where memory has no room for copies.
+        """Raises LimitExceeded if memory has no room for copies.
 
         begun: bytes that other editions are still to take
         """

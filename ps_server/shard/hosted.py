@@ -165,7 +165,7 @@ class Restores:
             restoring.fail(TryLater("the shard is stopping"))
 
 
-_SALT = secrets.randbits(62)  # of the indices of tables: ids that share slots cannot be chosen
+_SALT = secrets.randbits(62)  # salt of the tables' hash indices: nobody can choose ids that share slots
 
 
 class TableBudgets:
@@ -173,13 +173,13 @@ class TableBudgets:
 
     index: the index of the shard
     limit: bytes of memory for all tables of a job; None: half of the free memory
-    files: makes files for rows that do not fit into memory; None: there are none
+    files: makes files for rows that do not fit into memory; None if there are none
     """
 
     def __init__(self, index: int, limit: int | None = None, files: RowFiles | None = None) -> None:
         self._index, self._limit, self._files = index, limit, files
 
-    def place(self, tables: int, shards: int, free: int) -> TableShare:
+    def share(self, tables: int, shards: int, free: int) -> TableShare:
         """Returns the memory and disk that each of a job's tables may use on this shard.
 
         tables: the number of the job's tables
@@ -194,7 +194,7 @@ class TableBudgets:
 
 log = logging.getLogger("ps_server")
 
-COLLECTED_BYTES = 16 * 2**20  # of jobs that have gone: see `_Leftovers`
+COLLECTED_BYTES = 16 * 2**20  # memory of dropped jobs that triggers a collection: see `_Leftovers`
 _UNKNOWN_BYTES = 2**34  # assumed free memory, if the system does not report it
 
 
@@ -221,7 +221,7 @@ class HostedJobs:
         self._index, self._limits, self._principals = index, limits, principals
         self._threads, self._pulls, self._metrics = threads, pulls, metrics
         self.jobs: dict[str, HostedJob] = {}  # by name; changed under the lock, and read without it
-        self._last: dict[str, LastWeights] = {}  # of jobs that have ended, by name
+        self._last: dict[str, LastWeights] = {}  # by name, the last weights of jobs that have ended
         self._leftovers = _Leftovers()
         self._ending: set[tuple[str, str]] = set()  # runs of jobs whose last weights are being copied
         self._restores = Restores()
@@ -434,8 +434,8 @@ class HostedJobs:
             promised = self._promised()
             with _making_room(spec.name, room, promised):
                 free = (free_bytes() or _UNKNOWN_BYTES) - room.total - promised
-                place = self._tables.place(len(spec.tables), shards, free)
-                partition = JobPartition(spec, buckets, *self._limits, self._principals, place)
+                share = self._tables.share(len(spec.tables), shards, free)
+                partition = JobPartition(spec, buckets, *self._limits, self._principals, share)
                 job = HostedJob(spec, partition, run, room)
             self._made.add(job)
         return job

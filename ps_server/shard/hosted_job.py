@@ -51,7 +51,7 @@ from ps_server.shard.snapshots import Refusal, Refusals, SavedParts, SnapshotTas
 from ps_server.shard.waiting import READER, Pull, PushTimes, Waiter
 from ps_tables.row_sums import copy_numbers
 
-NARROWED_BUCKETS = 4  # that a job keeps
+NARROWED_BUCKETS = 4  # narrowed buckets that a job keeps for reuse
 _HISTORIES = itertools.count(secrets.randbits(62))  # a number that no other table of any process has had
 REFUSED_SECONDS = 0.25  # pause before a refused push is sent again: by then the servers end, or accept pushes again
 
@@ -113,7 +113,7 @@ class HostedUnit(Generic[U]):
     """A unit of a job, a bucket or a table, with its lock and its waiting pulls.
 
     tensors:  the lock that guards the unit's weights
-    loans:    loans of the weights to threads that send them; None: there was none yet
+    loans:    loans of the weights to threads that send them; None if there was none yet
     waiters:  the pulls that wait for the unit, by the number of the pull
     busy:     a thread is applying updates of the unit
     grace_of: the version after which an update last had a grace, see `Updates`; -1: none had

@@ -35,7 +35,7 @@ class LastWeights:
 
     def __init__(self, job: HostedJob, edition: TakenEdition, now: float) -> None:
         self.spec, self.run, self.timeline = job.partition.spec, job.run, job.timeline
-        self.shards = job.partition.row_checker.place.shards
+        self.shards = job.partition.row_checker.share.shards
         self.specs = {index: bucket.unit.spec for index, bucket in job.buckets.items()}
         self.versions = [bucket.rule.version for bucket in job.buckets.values() if bucket.unit.is_trained]
         versions = {index: bucket.unit.reader_version for index, bucket in job.buckets.items()}

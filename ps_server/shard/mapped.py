@@ -89,7 +89,7 @@ class _Mapping(NamedTuple):
 class MappedFiles:
     """The files of one job, in one wire format, that readers have mapped. Thread-safe.
 
-    directory: the directory of the readers' sockets; None: no memory is shared
+    directory: the directory of the readers' sockets; None if no memory is shared
     """
 
     def __init__(self, directory: Path | None) -> None:

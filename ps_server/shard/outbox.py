@@ -23,7 +23,7 @@ Answer: TypeAlias = Union[
 
 
 class Lent(NamedTuple):
-    """An answer whose payload lies in memory of the shard. loan: gives that memory back; None: it never
+    """An answer whose payload lies in memory of the shard. loan: gives that memory back; None if it never
     changes again
     """
 

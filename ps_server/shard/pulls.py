@@ -46,8 +46,8 @@ class Pulls:
     def __init__(
         self, metrics: ShardMetrics, clock: Callable[[], float], wake: Callable[[], None], limit: float = math.inf
     ) -> None:
-        """wake: is called when `needs_ticks` has become true; limit: buckets that one principal may have asked for and
-        not got
+        """wake:  called when `needs_ticks` becomes true
+        limit: the most buckets that one principal may wait for
         """
         self._wake = wake
         self._clock, self._began = clock, clock()
@@ -216,15 +216,15 @@ class Pulls:
             with pull.outbox.together() if is_small else contextlib.nullcontext():
                 pull.outbox.lend(partial(self._lend, job, bucket, pull, waited, times), is_small)
                 with job.lock:
-                    pull.left -= 1
-                    last = pull.left == 0
+                    pull.unsent -= 1
+                    last = pull.unsent == 0
                 if last:
                     pull.outbox.finish()
         else:
             landed = self._copy_out(job, bucket, pull, pull.segment, waited)._replace(times=times)
             with job.lock:
-                pull.left -= 1
-                last = pull.left == 0
+                pull.unsent -= 1
+                last = pull.unsent == 0
                 buckets = pull.landed(landed, bucket.unit.spec.nbytes)
                 seconds = pull.staged_seconds(self._clock()) if buckets else None
             if buckets:

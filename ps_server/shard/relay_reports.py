@@ -14,8 +14,8 @@ from ps_protocol.messages.editions import RelayReport
 from ps_server.core.feed_figures import AllRelays, RelayFigures
 from ps_server.core.limits import share
 
-MOST_RELAYS = 256  # of one job; half of them of one principal
-MOST_SHOWN = 32  # the same
+MOST_RELAYS = 256  # the most relays of one job; one principal may have half of them
+MOST_SHOWN = 32  # the most relays of one job that are shown
 KEPT_SECONDS = 20.0  # after the last report. A relay sends one every 7.5 s, and one or two may be lost
 
 
@@ -94,6 +94,6 @@ def _ranked(reports: list[_Report]) -> list[_Report]:
 
 def _figures(report: RelayReport, lowest: int, highest: int) -> RelayFigures:
     version = report.version
-    if version is None or version > highest:  # of another timeline, or made up
+    if version is None or version > highest:  # a version of another timeline, or one that is made up
         return RelayFigures(report.name, report.readers)
     return RelayFigures(report.name, report.readers, version, max(0, lowest - version))

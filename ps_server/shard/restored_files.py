@@ -79,7 +79,7 @@ class RestoredFiles:
         parts: dict[int, list[TableSnapshot]] = {index: [] for index in job.partition.tables}
         snapshots = self._store.read_files(name, self.files, on_progress, weights, parts)
         return snapshots, {
-            index: joined(each, job.partition.row_checker.place) for index, each in parts.items() if each
+            index: joined(each, job.partition.row_checker.share) for index, each in parts.items() if each
         }
 
 

@@ -68,13 +68,13 @@ def row_cursor(data: bytes) -> RowCursor:
 
 SHORTEST_PERIOD, LONGEST_PERIOD = 0.1, 3600.0
 SIGN_OF_LIFE_SECONDS = 10.0
-LAST_ROWS_SECONDS = 10.0  # in which a reader takes the last rows of a job that has ended; then their memory is freed
+LAST_ROWS_SECONDS = 10.0  # the time for readers to take the last rows of an ended job; then the memory is freed
 
 
 class ShardFeed:
     """One reader's feed of one table.
 
-    since:  the version up to which the reader has all changes; None: it has none, and gets all rows
+    since:  the version up to which the reader has all changes; None if it has none, and gets all rows
     period: the least time from the beginning of a round to that of the next, in seconds
     caller: the principal that reads; empty: unknown
     give_back: called once the feed is over
@@ -94,12 +94,12 @@ class ShardFeed:
         self.outbox, self.caller, self._give_back = outbox, caller, give_back
         self._hosted: tuple[HostedJob, HostedTable] | None = (job, table)
         self._since, self._period, self._clock = since, period, clock
-        self._walk: RowWalk | None = None  # of the round that is under way
+        self._walk: RowWalk | None = None  # the walk of the current round
         self._sent_version = 0  # the version of the last round
         self._waits = False  # for the time of the next round, or for changes
         self._due = self._sign_due = 0.0
         self._ending: tuple[PSError, float] | None = None  # the job has ended: the error for the reader, and a deadline
-        self._held_bytes = 0  # of a job that has ended
+        self._held_bytes = 0  # bytes that are held for a job that has ended
 
     def begin(self) -> None:
         """Sends the first round, or waits for it until the table has its initial rows."""
@@ -206,7 +206,7 @@ class ShardFeed:
             walk = table.unit.weights.changes(self._since)
             self._sent_version = table.rule.version
         self._walk = walk
-        spec, shards = table.unit.weights.spec, job.partition.row_checker.place.shards
+        spec, shards = table.unit.weights.spec, job.partition.row_checker.share.shards
         return FeedRoundBegin(walk.full, self._sent_version, shards, spec.dim, spec.initializer)
 
 

@@ -78,7 +78,7 @@ class Shard:
     feed_limit:  the largest number of feeds, of rows and of weights, of one job
     feed_bytes:  bytes that messages of the feeds of one principal may take, over all jobs
     table_limit: bytes of memory for the tables of one job; None: half of the free memory
-    row_files:   makes files for rows that do not fit into memory; None: there are none
+    row_files:   makes files for rows that do not fit into memory; None if there are none
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class BucketChanges:
         return change
 
     def _elements(self, version: int, copies: Sequence[BucketCopy]) -> Buffer | None:
-        """Returns the elements of a version, from a copy or by undoing changes; None: neither is possible."""
+        """Returns the elements of a version, from a copy or by undoing changes; None if neither is possible."""
         there = {each.version: each for each in copies}
         way: list[BucketDelta] = []
         while version not in there:

@@ -50,7 +50,7 @@ class Saved:
 class SavedParts:
     """The content of one table in the last files that this shard has written, by the SHA-256 of the file.
 
-    base: the file on which the current copy, or the next one, may build; None: it must have all rows
+    base: the file on which the current copy, or the next one, may build; None if it must have all rows
     """
 
     def __init__(self) -> None:

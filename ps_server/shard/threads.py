@@ -19,7 +19,7 @@ from ps_runtime.pools import Pool
 Task = Callable[[], None]
 
 READERS = 4  # restores at a time, each of another job
-IDLE_SECONDS = 1.0  # between two calls of a repeated task while nothing waits for it
+IDLE_SECONDS = 1.0  # the pause between two calls of a repeated task while nothing waits for it
 # Idle runs before the thread sleeps longer and must be woken; a round of training takes less time than these
 _IDLE_AFTER = 20
 

@@ -82,9 +82,10 @@ READER = 0  # the incarnation of a caller that is no worker
 
 @dataclass
 class Pull:
-    """One pull: the worker and its clock, the number of its buckets that are still to be sent, and where they go.
+    """One pull: the worker and its clock, and where the buckets or rows go.
 
-    segment:      where the buckets are written; None: they go over the network
+    unsent:       how many of its buckets and tables are still to be sent
+    segment:      where the buckets are written; None if they go over the network
     notified:     when the worker was last told which workers it waits for
     notify_bytes: see PullCall
     pending:      buckets that are in the segment, and of which the worker was not told yet
@@ -93,9 +94,9 @@ class Pull:
     with_pushes:  the pull came with pushes, and the worker was not told yet that they are staged
     principal:    the caller, to whom the pull counts
     times_wanted, whole, all_staged: see PullCall
-    wanted:       the ids or the table that it asks for; None: it asks for buckets
+    wanted:       the ids or the table that it asks for; None if it asks for buckets
     row_memory:   the worker's segment for rows; None: the call names no place in it
-    rows:         where its rows are written; None: they go over the network
+    rows:         where its rows are written; None if they go over the network
     id_bytes, copy_bytes: bytes of the ids, or of the whole table, that it asks for; they are kept until the pull is
                           sent
     """
@@ -103,7 +104,7 @@ class Pull:
     worker: Identity
     clock: int
     outbox: Outbox
-    left: int
+    unsent: int
     since: float
     segment: SegmentMap | None = None
     notified: float = 0.0
@@ -128,7 +129,7 @@ class Pull:
         """
         self.pending.append(bucket)
         self.pending_bytes += size
-        if self.left and not 0 < self.notify_bytes <= self.pending_bytes:
+        if self.unsent and not 0 < self.notify_bytes <= self.pending_bytes:
             return ()
         buckets = tuple(self.pending)
         self.pending, self.pending_bytes = [], 0
@@ -187,7 +188,7 @@ class SharedBudget(PrincipalBudget):
             super().release(principal, size)
 
 
-WAITING_BYTES = 640  # that a bucket takes while its pull waits (measured)
+WAITING_BYTES = 640  # memory that a bucket takes while its pull waits (measured)
 
 
 class PulledBuckets:

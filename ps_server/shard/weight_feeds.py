@@ -40,7 +40,7 @@ from ps_server.shard.hosted_job import Feed, HostedJob
 from ps_server.shard.mapped import MappedFiles
 from ps_server.shard.outbox import Lent, Outbox
 
-SIGN_SECONDS = 0.25  # between two signs of life while an edition is not complete
+SIGN_SECONDS = 0.25  # the pause between two signs of life while an edition is not complete
 
 
 class EditionSource(Protocol):
@@ -87,16 +87,16 @@ class EditionSource(Protocol):
         """Notes that a reader follows the job, and wants these buckets."""
 
     def add(self, feed: Feed, limit: float) -> None:
-        """Adds a reader. Raises LimitExceeded where there are too many."""
+        """Adds a reader. Raises LimitExceeded if there are too many."""
 
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
         """Returns an edition for a reader; see Editions.take. Buckets that are at its version are copied now."""
 
     def change(self, typed_bucket: TypedBucket, base: int, new: CopiedBucket, sparse: bool) -> BucketDelta | None:
-        """Returns what changed in a bucket since a version; None: it is to be sent whole. sparse: it may be sparse"""
+        """Returns what changed in a bucket since a version; None if it is to be sent whole. sparse: it may be sparse"""
 
     def sent(self, size: int, whole: int) -> None:
-        """Counts bytes that left, and those of the elements that they stand for."""
+        """Counts bytes sent to readers. whole: the bytes of the same elements without changes"""
 
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
         """Removes a reader, and gives its edition back. edition: None: it had none"""
@@ -109,7 +109,7 @@ class JobSource:
 
     def __init__(self, job: HostedJob) -> None:
         self.job, self.spec, self.run, self.timeline = job, job.partition.spec, job.run, job.timeline
-        self.shards = job.partition.row_checker.place.shards
+        self.shards = job.partition.row_checker.share.shards
         self.specs = {index: bucket.unit.spec for index, bucket in job.buckets.items()}
 
     @property
@@ -133,7 +133,7 @@ class JobSource:
         self.job.editions.heard_of_reader(now, typed_buckets)
 
     def add(self, feed: Feed, limit: float) -> None:
-        """Adds a reader. Raises LimitExceeded where there are too many."""
+        """Adds a reader. Raises LimitExceeded if there are too many."""
         self.job.add_feed(self.job.readers, feed, limit)
 
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
@@ -152,7 +152,7 @@ class JobSource:
         return self.job.editions.change(typed_bucket, base, new, sparse)
 
     def sent(self, size: int, whole: int) -> None:
-        """Counts bytes that left, and those of the elements that they stand for."""
+        """Counts bytes sent to readers. whole: the bytes of the same elements without changes"""
         self.job.editions.tally.sent(size, whole)
 
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
@@ -171,7 +171,7 @@ class EditionSender:
     most:   bytes of a payload in one message; 0: all of it
     sparse: changes may be sparse
     give_back: is called once the stream is over, or is to count no more
-    handed: where the reader waits for memory of the edition, and what readers of the job have mapped; None: it gets
+    handed: where the reader waits for memory of the edition, and what readers of the job have mapped; None if it gets
             payloads
     """
 
@@ -392,7 +392,7 @@ class WeightFeeds:
         outbox.on_close(feed.forget)
 
     def _handed(self, call: EditionCall) -> tuple[MappingOffer, MappedFiles] | None:
-        """Returns what is needed to hand memory over to a reader of this host; None: it is elsewhere."""
+        """Returns the reader's offer and the files to hand over, for a reader on this host; None for one elsewhere."""
         if call.mapping is None:
             return None
         with self._lock:
@@ -477,5 +477,5 @@ def _message_bytes(wanted: WantedEdition, source: EditionSource, most: int) -> i
 
 
 def lowest(source: EditionSource) -> int:
-    """Returns the lowest version of the buckets that an optimizer steps; 0 where there are none."""
+    """Returns the lowest version of the buckets that an optimizer steps; 0 if there are none."""
     return min(source.versions, default=0)

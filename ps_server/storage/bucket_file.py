@@ -25,7 +25,7 @@ from ps_server.storage.tensor_file import TensorEntry, TensorReader
 
 _STATE_NAME = re.compile(r"[a-z_]{1,64}")
 # In the names of a table's tensors, if a file has all rows of the table, or only those that changed. Earlier releases
-# know no changes, and must not mistake them for all rows.
+# cannot read changes. The other name keeps them from taking changes for all rows.
 _ROWS, _CHANGES = "rows", "changes"
 _SENT = "sent"  # in the name of the workers' copy of a bucket, if it differs from the weights
 # In the name of a bucket's weights; the second one if another optimizer trains the bucket than the one with which its

@@ -23,7 +23,7 @@ from ps_server.storage.files import Files
 log = logging.getLogger("ps_server")
 
 FILE = ".lock"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}  # of a file system
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}  # error codes of a file system without locks
 
 
 def lock_directory(
@@ -62,4 +62,4 @@ def _described(holder: str) -> str:
         who = str(data.get("holder", "the coordinator"))  # earlier releases write none
         return f"{who} with pid {int(data['pid'])} on {data['host']}{where}, since {data['since']}"
     except (ValueError, KeyError, TypeError, RecursionError):
-        return "another process"  # which has just got the lock, and not written its name yet
+        return "another process"  # it has just got the lock, and has not written its name yet

@@ -53,7 +53,7 @@ class Disk:
             return None
 
     def directories(self, path: Path) -> list[str]:
-        """Returns the names of the directories in a directory, sorted; none where it is missing."""
+        """Returns the names of the directories in a directory, sorted; none if it is missing."""
         try:
             with os.scandir(path) as entries:
                 return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))

@@ -47,7 +47,7 @@ from ps_tables.saved import saved_rows
 
 log = logging.getLogger("ps_server")
 
-FOLDERS = "tables", "dcp"  # of an export
+FOLDERS = "tables", "dcp"  # the folders of an export
 NEW = "new"  # the file that names the parts of an export that replaces an earlier one
 PARTS = *FOLDERS, "model.safetensors", "optimizer.safetensors", "optimizer.json"
 # A file in each of the folders, by which a later export knows that it may replace the folder.
@@ -83,7 +83,7 @@ def export(
     tables_as: the format of tables/: safetensors, parquet or npy
     on_skipped: called with each checkpoint that was skipped, and the reason
     fallback: False: a damaged checkpoint is an error, and no earlier one is exported instead
-    dcp: the layout of a folder of torch.distributed.checkpoint; None: there is none
+    dcp: the layout of a folder of torch.distributed.checkpoint; None if there is none
 
     Raises InvalidRequest, NoCheckpoints, CheckpointDamaged, CheckpointFailed. InvalidRequest is also for a folder in
     `output` that has the name of an export's, and that no export has made.

@@ -37,7 +37,7 @@ class Files(Protocol):
         """Returns "a file", "a directory" or another word for the object at a path; None if there is none."""
 
     def directories(self, path: Path) -> list[str]:
-        """Returns the names of the directories in a directory, sorted; none where it is missing."""
+        """Returns the names of the directories in a directory, sorted; none if it is missing."""
 
     def is_empty(self, path: Path) -> bool:
         """Whether a directory has no file. One that was removed meanwhile has none."""

@@ -66,11 +66,11 @@ class Objects:
                 return None
 
     def directories(self, path: Path) -> list[str]:
-        """Returns the names of the directories in a directory, sorted; none where it is missing."""
+        """Returns the names of the directories in a directory, sorted; none if it is missing."""
         return sorted(name for name, kind in self._list(path) if kind == "directory")
 
     def files(self, path: Path) -> list[str]:
-        """Returns the names of the files in a directory, sorted; none where it is missing."""
+        """Returns the names of the files in a directory, sorted; none if it is missing."""
         return sorted(name for name, kind in self._list(path) if kind == "file")
 
     def is_empty(self, path: Path) -> bool:

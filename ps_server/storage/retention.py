@@ -11,14 +11,14 @@ Needs = Callable[[str], frozenset[str] | None]
 
 
 class KnownNeeds:
-    """A cache of the checkpoints that each one builds on, by job and name: each manifest is read once."""
+    """Caches, by job and name, the checkpoints that a checkpoint builds on. Each manifest is read only once."""
 
     def __init__(self, manifest: Callable[[str, str], Manifest]) -> None:
         self._manifest = manifest
         self._known: dict[tuple[str, str], frozenset[str]] = {}
 
     def of(self, job: str, name: str) -> frozenset[str] | None:
-        """Returns the checkpoints that one builds on; None: its manifest cannot be read. Raises VersionMismatch."""
+        """Returns the checkpoints that one builds on; None if its manifest cannot be read. Raises VersionMismatch."""
         if (job, name) not in self._known:
             try:
                 self._known[job, name] = self._manifest(job, name).needs

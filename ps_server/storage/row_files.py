@@ -28,7 +28,7 @@ from ps_tables.row_arrays import RowNumbers
 
 log = logging.getLogger("ps_server")
 
-PIECE_BYTES = 64 * 2**20  # of the disk at a time
+PIECE_BYTES = 64 * 2**20  # the disk is allocated in pieces of this size
 _READERS = 32  # parallel reads: a disk answers many at a time faster (measured: 37 k rows/s instead of 9 k/s)
 _FEW = 64  # rows that one thread reads
 

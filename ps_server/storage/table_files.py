@@ -22,7 +22,7 @@ import torch
 
 from ps_protocol.errors import InvalidRequest
 
-Rows = Mapping[str, torch.Tensor]  # of a table, as Table.snapshot returns them
+Rows = Mapping[str, torch.Tensor]  # the rows of a table, as Table.snapshot returns them
 
 ROW_GROUP_BYTES = 2**26  # before compression; a Parquet file is written one group at a time
 
@@ -47,7 +47,7 @@ def save_tensors(tensors: Rows, path: Path, metadata: dict[str, str] | None = No
     The library makes its file readable for its owner alone, whatever the umask. Raises OSError or SafetensorError.
     """
     path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)  # as the umask has it, or that of the file that is replaced
+    mode = stat.S_IMODE(path.stat().st_mode)  # the mode that the umask gives, or that of the file that is replaced
     safetensors.torch.save_file(dict(tensors), path, metadata)
     path.chmod(mode)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 SAMPLES = 900  # one a second: 15 minutes
-MAX_SERIES = 60  # of one job: its own, three of each value that it may log, one of each worker sampled; 3.6 kB each
+MAX_SERIES = 60  # per job, of 3.6 kB each: its own, three for each logged value, one for each sampled worker
 
 # Of a job: what is measured, and the rank of the worker (None: of the job as a whole).
 Name = tuple[str, int | None]

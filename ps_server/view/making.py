@@ -29,7 +29,7 @@ RANKS_SAMPLED = 32  # workers of a job that have samples of their own: those of 
 class Answer:
     """The last answer of one process of a shard.
 
-    asked: when the first unanswered query was sent; None: all are answered
+    asked: when the first unanswered query was sent; None if all are answered
     """
 
     process: int

@@ -63,7 +63,7 @@ class ShardWork:
 class ShardView:
     """The state of a shard.
 
-    statistics: the shard's last answer; None: it has not answered yet
+    statistics: the shard's last answer; None if it has not answered yet
     silent:     seconds for which it has not answered; 0: it answers
     work:       its work for each job over the last seconds
     """

@@ -29,8 +29,8 @@ from ps_server.view.view import View
 LOOK_SECONDS = 1.0
 # A shard is queried again after so many times the time that its last answer took: watching costs it a twentieth.
 PAUSES_PER_ANSWER = 20
-REST_SECONDS = 5.0  # between two queries of a shard whose jobs do not change, while no viewer asks for the view
-READ_SECONDS = 30.0  # for which a view that was read may be read again
+REST_SECONDS = 5.0  # the pause between queries of a shard with unchanged jobs, while nobody asks for the view
+READ_SECONDS = 30.0  # a view that was read may be read again for this long
 MOST_PAUSE_SECONDS = 10.0  # the longest such pause: an answer that took long has mostly waited for other work
 
 # Called with each view; with None when the coordinator stops. It must not wait.
@@ -48,7 +48,7 @@ class Watch:
         self._coordinator = coordinator
         self._most_viewers = most_viewers
         self._clock = clock or Clock()
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards all fields below
         self._maker, self._history = ViewMaker(), History()
         self._finished = FinishedJobs()
         self._jobs: Mapping[str, CoordinatedJob] = {}  # by run, at the last look

@@ -102,7 +102,7 @@ class Loops:
         self._done(self._library.ps_add(*self._rows_and_values(sums, positions, values)))
 
     def sum(self, sums: Floats, positions: Longs, values: Floats) -> None:
-        """As `add`, but `sums` is first set to zeros."""
+        """Does the same as `add`, but `sums` is first set to zeros."""
         arguments = self._rows_and_values(sums, positions, values)
         self._done(self._library.ps_sum(*arguments, self._pointer("uint8_t[]", np.empty(len(sums), np.uint8))))
 

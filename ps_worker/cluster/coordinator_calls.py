@@ -73,7 +73,7 @@ class RosterWatch:
                 asked = (response.script_rank, response.script_request) if response.script_request else None
                 yield Roster(tuple(response.ranks), response.world_size, response.started, asked)
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.CANCELLED:  # as by `stop`
+            if error.code() is not grpc.StatusCode.CANCELLED:  # `stop` cancels the call
                 self.error = str(error.details())
 
     def stop(self) -> None:
@@ -102,7 +102,7 @@ class Patience:
 class CoordinatorClient:
     """The calls of a worker to the coordinator. Methods block, retry until `closing` is set, and raise PSError.
 
-    figures: returns the worker's measurements, which heartbeats carry for dashboards; None: they carry none
+    figures: returns the worker's measurements, which heartbeats carry for dashboards; None if they carry none
     """
 
     def __init__(

@@ -40,8 +40,8 @@ class Plan:
     path:    the gRPC method's path
     pause:   seconds between two turns of the worker's thread
     busy:    seconds without a turn after which the thread counts as hung
-    token:   bearer token; None: there is none, or it is in `token_file`
-    token_file: the file with the token; None: there is none
+    token:   bearer token; None if there is none, or it is in `token_file`
+    token_file: the file with the token; None if there is none
     tls:     None: plaintext; otherwise `cert`, `key` and `ca`, each a file or None
     """
 
@@ -56,7 +56,7 @@ class Plan:
         self.tls: dict[str, str | None] | None = settings["tls"]
 
     def current_token(self) -> str | None:
-        """Returns the token. One in a file is read each time; None: there is none."""
+        """Returns the token. One in a file is read each time; None if there is none."""
         if self.token_file is None:
             return self.token
         with open(self.token_file, encoding="utf-8") as file:

@@ -37,14 +37,14 @@ class PullPlan:
     request: makes the request for buckets of these indices
     read:    parses a message of the answer
     land:    writes a bucket to the model; returns its bytes
-    place:   returns memory into which to receive a bucket's payload of this many bytes; None: there is none. Raises
-             InvalidRequest if the size is wrong
+    memory_for: returns memory into which to receive a bucket's payload of this many bytes; None: there is none. Raises
+                InvalidRequest if the size is wrong
     """
 
     request: Callable[[list[int]], bytes]
     read: Read
     land: Callable[[BucketSpec, PulledBucket], int]
-    place: Callable[[BucketSpec, PulledBucket, int], memoryview | None] | None = None
+    memory_for: Callable[[BucketSpec, PulledBucket, int], memoryview | None] | None = None
 
 
 class Landing:
@@ -93,9 +93,9 @@ class Landing:
         if len(pulled) != 1 or pulled[0].bucket not in self._missing:
             return None
         self._coming = pulled[0]
-        if self._plan.place is None:
+        if self._plan.memory_for is None:
             return None
-        return self._plan.place(self._missing[pulled[0].bucket], pulled[0], payload_bytes)
+        return self._plan.memory_for(self._missing[pulled[0].bucket], pulled[0], payload_bytes)
 
     def take(self, payload: memoryview | None) -> bool:
         """Processes the message whose head `place` was called with. Returns whether all buckets have landed."""

@@ -55,7 +55,7 @@ CLOSED_EARLY = "the session was closed while it waited for the other workers to 
 class Doubt:
     """A signal that the worker's place may be lost. It wakes the heartbeat thread before its next turn. Thread-safe.
 
-    disowned: a place that is unknown to a shard, or whose job is; None: there is none
+    disowned: a place that is unknown to a shard, or whose job is; None if there is none
     """
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ class OwnMembership:
     script:          answers requests for the settings of this worker's script
 
     place: the last place that it got; None before the first join
-    lost:  in a group, a lost place until this member has the next one; None: no place is lost
-    error: the error that ended its part in the job for good; None: it takes part
+    lost:  in a group, a lost place until this member has the next one; None if no place is lost
+    error: the error that ended its part in the job for good; None if it takes part
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class OwnMembership:
         self._roster_of: JoinResult | None = None  # the place with which the roster was requested
         self.lost: JoinResult | None = None
         self.error: PSError | None = None
-        self._watch_error = ""  # with which the last watch of the roster ended; empty: none
+        self._watch_error = ""  # the error that ended the last watch of the roster; empty: none
         self._joining = False
         self._is_unknown = False  # the last heartbeat showed no token or certificate that the coordinator knows
         self._watching: RosterWatch | None = None
@@ -136,7 +136,7 @@ class OwnMembership:
                 start(thread)
                 self._threads.append(thread)
         except TryLater:  # without the threads nothing would keep the place
-            if not self._threads:  # otherwise the heartbeat's thread ends the process
+            if not self._threads:  # if the heartbeat's thread runs, that one ends the process
                 process.close()
             self.close()
             raise
@@ -145,7 +145,7 @@ class OwnMembership:
     def close(self, state: SavedState | None = None, done: bool = False) -> None:
         """Leaves the job, unless another process has taken the rank, and ends the threads.
 
-        state: the worker's state for a successor; None: it leaves none
+        state: the worker's state for a successor; None if it leaves none
         done:  the script has ended
         """
         self._coordinator.closing.set()

@@ -24,7 +24,7 @@ log = logging.getLogger("ps_worker")
 
 TELL_SECONDS = 1.0  # between two times
 LONGEST_SECONDS = 60.0  # the longest pause between two attempts, while shards refuse
-_MOST_DOUBLED = 16  # after which the longest pause is reached in any case
+_MOST_DOUBLED = 16  # the longest pause is reached by then in any case
 LAST_SECONDS = 5.0  # how long a worker that leaves waits until its last values have arrived
 
 

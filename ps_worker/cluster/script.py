@@ -30,7 +30,7 @@ class ScriptTelling:
         self.send: Callable[[int, SavedState | None], None] = lambda request, script: None
         self._capture: Callable[[], SavedState | None] | None = None
         self._at_any_time = False
-        self._depth = 0  # of the calls that the script is in
+        self._depth = 0  # the nesting of the calls that the script is in
         self._moves = False  # inside such a call, the session changes the script's settings
         self._request = 0
         self._lock = threading.RLock()

@@ -130,7 +130,7 @@ def _over_the_network(transport: str, reason: NotShared) -> tuple[None, set[int]
 class _Written:
     """An exchange that was written.
 
-    content: but for its clock and its hyper-parameters
+    content: all of it except its clock and its hyper-parameters
     groups:  the hyper-parameters of each of its pushes
     request: its message
     """
@@ -374,7 +374,7 @@ FIRST_BYTES = 2**20
 def share_rows(
     spec: JobSpec, calls: Mapping[int, ShardCalls], worker: Identity, transport: str, directory: Path
 ) -> SharedRows | None:
-    """Returns memory for a job's rows that this worker shares with shards; None: no shard has mapped it.
+    """Returns memory for a job's rows that this worker shares with shards; None if no shard has mapped it.
 
     transport: as in share_memory
     """

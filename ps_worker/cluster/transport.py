@@ -219,10 +219,11 @@ class NetworkTransport:
     def _push(
         self, message: Callable[[], tuple[Parts, int]], wire: str, leaving: Callable[[], None] | None = None
     ) -> Future[PushResult]:
-        """Sends the message that `message` makes; it also returns the size of the payload.
+        """Sends the message that `message` makes.
 
+        message: returns the message, and the size of its payload
         wire:    the payload's wire format
-        leaving: is called when they leave
+        leaving: called just before the message is sent
         """
 
         def send() -> PushResult:
@@ -325,11 +326,11 @@ class NetworkTransport:
         def read(fields: bytes, payload: memoryview | None) -> list[PulledBucket]:
             return data.read_pulled(fields, payload, self._weight_bytes, exchange=bool(commit))
 
-        def place(bucket: BucketSpec, pulled: PulledBucket, size: int) -> memoryview | None:
+        def memory_for(bucket: BucketSpec, pulled: PulledBucket, size: int) -> memoryview | None:
             return self._flat.landing_place(bucket, pulled, size)
 
         method = "Exchange" if commit else "Pull"
-        return self._calls.pull(method, PullPlan(request, read, land, place), clock, buckets, self._pullers)
+        return self._calls.pull(method, PullPlan(request, read, land, memory_for), clock, buckets, self._pullers)
 
     def _weight_bytes(self, index: int, wire_format: str) -> int:
         return self._flat.weight_bytes(self._flat.layout.buckets[index], wire_format)

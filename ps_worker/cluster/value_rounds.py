@@ -210,8 +210,8 @@ class Waiting:
         self.step_wanted = False
 
     def over(self) -> None:
-        """Records that the round is complete. The log reports the end of a wait once a round was complete within a
-        moment.
+        """Records that the round is complete. If no wait in it was logged, an earlier logged wait counts as over, and
+        the log says so.
         """
         if not self._has_said:
             self._waits.over(self._what)

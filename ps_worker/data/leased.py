@@ -213,7 +213,7 @@ class LeasedBatches(Sampler[list[int]]):
 
     def begin(self) -> None:
         """Begins an iteration: the rest of an interrupted pass, or the next pass if others have completed that one."""
-        self.give_back()  # of an iteration that did not end
+        self.give_back()  # batches of an iteration that did not end
         self._complete = False
         if self._took_part:
             self._ask(1)
@@ -314,7 +314,7 @@ class LeasedLoader:
                             raise InvalidRequest("another iteration over this loader has begun: this one cannot go on")
                     if leases.data.rollbacks != rollbacks:
                         leases.rollback()
-                        break  # loaded batches were leased before
+                        break  # the batches that are loaded were leased before the rollback
         finally:
             if self._iteration == iteration:
                 leases.give_back()

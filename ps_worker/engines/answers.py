@@ -58,7 +58,7 @@ class TellsVersion:
 
     @property
     def version(self) -> int | None:
-        """The version of the engine's weights; None: they are of no version, or are being replaced."""
+        """The version of the engine's weights; None if they are of no version, or are being replaced."""
         return None if self._under_way else self._loaded
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -110,7 +110,7 @@ class TellsVersion:
     ) -> None:
         """Passes on a request that gives the engine weights, and records its result.
 
-        version: returns the version of these weights, once the request is answered; None: it is unknown
+        version: returns the version of these weights, once the request is answered; None if it is unknown
         """
         status, given, is_over = 500, self._given, False
 
@@ -138,7 +138,7 @@ class TellsVersion:
             over()
 
     def _later(self, given: int) -> bytes | None:
-        """Returns the version for LAST_HEADER; None: the weights are those of a moment when `_given` was `given`."""
+        """Returns the version for LAST_HEADER; None if the weights are those of a moment when `_given` was `given`."""
         if given == self._given and not self._under_way:
             return None
         return b"unknown" if self.version is None else str(self.version).encode()
@@ -169,7 +169,7 @@ async def _body(receive: Receive) -> bytes:
 def _replaced(
     scope: MutableMapping[str, Any], receive: Receive, body: bytes
 ) -> tuple[MutableMapping[str, Any], Receive]:
-    """Returns a request as the application gets it, with another body, which is JSON."""
+    """Returns the request that the application gets: the original one, with this JSON body instead of its own."""
     own = (b"content-length", b"content-type")
     headers = [each for each in scope.get("headers", ()) if each[0].lower() not in own]
     headers += [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
@@ -190,7 +190,7 @@ def _infos(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _asked(body: bytes) -> dict[str, Any] | None:
-    """Returns a request to /update_weights; None: it names no version. 0 would be any version, and is none here."""
+    """Returns a request to /update_weights; None if it names no version. 0 would be any version, and is none here."""
     try:
         request: dict[str, Any] = json.loads(body)
         versions = [each["version"] for each in _infos(request)]
@@ -218,7 +218,7 @@ def _labelled(body: bytes, version: int | None) -> bytes:
 def _telling(send: Send, version: int | None, later: Callable[[], bytes | None] = lambda: None) -> Send:
     """Returns a `send` that adds the version to an answer's headers.
 
-    later: returns another version to add while the headers are sent; None: there is none
+    later: returns another version to add while the headers are sent; None if there is none
     """
 
     async def sending(message: Message) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ps_worker.edition_tensors import Edition, MadeOf
 
-LEFT_SECONDS = 3600.0  # after which an unfinished directory is of a process that has died
+LEFT_SECONDS = 3600.0  # an unfinished directory of this age belongs to a dead process
 Names = Mapping[str, str | MadeOf]
 _UNFINISHED = ".unfinished"
 _WEIGHTS = (".safetensors", ".bin", ".pt")

@@ -26,7 +26,7 @@ from ps_protocol.wire_formats import EDITION_WIRES
 from ps_worker.followed_model import WeightFeed, subscribe
 
 LARGEST_REQUEST = 2**20  # bytes
-MOST_TOKENS = 4096  # of an answer
+MOST_TOKENS = 4096  # the longest answer
 
 
 class FollowingModels:

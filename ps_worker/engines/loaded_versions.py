@@ -65,7 +65,7 @@ def report(address: str, version: int) -> None:
 
 
 def report_socket(stack: ExitStack) -> tuple[socket.socket, str] | None:
-    """Returns a socket to which engines report, and its address; None: it can be in no folder.
+    """Returns a socket to which engines report, and its address; None if it can be in no folder.
 
     stack: removes both at its end
     """

@@ -28,7 +28,7 @@ from ps_worker.followed_model import WeightFeed, subscribe
 
 log = logging.getLogger("ps_worker")
 
-LOAD_SECONDS = 1800.0  # for which SGLang may load
+LOAD_SECONDS = 1800.0  # the longest that SGLang may load
 
 
 class DiskFollower:
@@ -60,7 +60,7 @@ class DiskFollower:
         self._most, self._api_key, self._names = max_shard_bytes, api_key, names
 
     def update(self, timeout: float = 60.0) -> bool:
-        """Gives the engine the newest weights; False: it has them. Raises Unreachable where there are no weights, or no
+        """Gives the engine the newest weights; False: it has them. Raises Unreachable if there are no weights, or no
         engine answers, and InvalidRequest with the words of an engine that refuses them.
         """
         edition = self.feed.wait_for(timeout=timeout)

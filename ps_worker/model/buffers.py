@@ -37,7 +37,7 @@ from ps_worker.model.tracked import (
     watched_gradient,
 )
 
-_VERSION = attrgetter("_version")  # of a tensor: torch counts writes in place there
+_VERSION = attrgetter("_version")  # reads the counter in which torch counts in-place writes to a tensor
 
 
 class FlatBuffers:
@@ -46,7 +46,7 @@ class FlatBuffers:
     trained:        the parameters that an optimizer steps, by index in the job
     device:         the device of the buffers: the one with most bytes of the model
     sharded:        parameters that are DTensors: only their local shards are trained
-    segment:        the segment that is shared with shards on this host; None: there is none
+    segment:        the segment that is shared with shards on this host; None if there is none
     weight_views:   by parameter, its slice of the weights in its shape; empty before the first `lie_in`
     gradient_views: by parameter, its slice of the gradients
     flat_gradients: by space, the gradients
@@ -231,7 +231,7 @@ class Weights:
         # Marks do not show their changes: torch does not count writes to a local shard.
         self._sharded = buffers.sharded
         self._touches = Touches()
-        self._marks: list[tuple[int, int]] = []  # of each parameter, since weights last landed
+        self._marks: list[tuple[int, int]] = []  # by parameter, its mark at the moment when weights last landed
 
     def watch(self) -> None:
         """Watches the parameters for changes through `.data` from now on."""
@@ -331,7 +331,7 @@ class Weights:
         tensor, view = local(self._buffers.trained[index]), self._buffers.weight_views[index]
         before = self._touches.before.get(index)
         if before is None and (index in self._apart or tensor.data_ptr() != view.data_ptr()):
-            before = view  # only landing weights write the buffer: it has what the script could change since
+            before = view  # only landing weights write the buffer, so it has the values from before the script's change
         if before is None:
             return bool(tensor._version != version)
         return not torch.equal(values(tensor).to(before.device), before)

@@ -61,7 +61,7 @@ def parts_that_travel(key: str, tensor: torch.Tensor) -> Iterator[tuple[str, tor
         for name in inner:
             part = getattr(tensor, name)
             if isinstance(tensor, nn.Parameter) and not isinstance(part, nn.Parameter):
-                # The same memory and version. A parameter may be large: whoever looks for changes keeps no copy of it.
+                # It shares the memory and the version counter: changes are found without a copy of a large parameter.
                 part = part if is_traceable_wrapper_subclass(part) else nn.Parameter(part, requires_grad=False)
             yield from parts_that_travel(f"{key}.{name}", part)
         return

@@ -53,7 +53,7 @@ class GpuStaging:
         """Runs `make` on the GPU after an event, copies its result to the host, and returns it. Blocks until it is
         there.
 
-        target: pinned memory on the host for the result; None: it is allocated
+        target: pinned memory on the host for the result; None: the call allocates some
         """
         with self.down():
             self._down.wait_event(after)
@@ -79,7 +79,7 @@ class GpuStaging:
         if not pinned:
             staged, landed = self._landing.get(bucket, (None, None))
             if landed is not None:
-                landed.synchronize()  # of an earlier step: long over
+                landed.synchronize()  # a copy of an earlier step, which is over long ago
             if staged is None or staged.dtype != values.dtype:
                 staged = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             values = staged.copy_(values)

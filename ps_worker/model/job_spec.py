@@ -123,7 +123,7 @@ def _parameters(
 ) -> tuple[tuple[ParameterSpec, ...], list[torch.Tensor]]:
     """Returns all tensors of the models, each once: their descriptions, and the tensors.
 
-    ranks:      the processes of the group that shares them; None: there is no group
+    ranks:      the processes of the group that shares them; None if there is no group
     is_pipeline: the models are stages of a pipeline
     """
     groups = _groups(models, optimizers)

@@ -115,7 +115,7 @@ class LocalRound:
         pushed.
         """
         self.left_out = False
-        if not self._base.is_there:  # their pushes have failed: differences that no shard has are lost
+        if not self._base.is_there:  # a push failed: the differences that no shard has are lost
             return False
         self._weights.gather()
         name = self._base.not_finite()

@@ -132,11 +132,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before `prepare` look at
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before `prepare` read it
         self._servers.step(self._index)
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch wraps it no second time
+    step.hooked = True  # type: ignore[attr-defined]  # keeps torch from wrapping it a second time
 
     def state_dict(self) -> dict[str, Any]:
         """Returns groups and state in torch's own layout, fetched from the shards: as large as the optimizer's state.

@@ -40,7 +40,7 @@ _SEED = (
     "with one seed in all members, or torch.distributed.broadcast the values of one"
 )
 
-Key = tuple[str, tuple[int, ...]]  # of a parameter, or a piece: ParameterSpec.key
+Key = tuple[str, tuple[int, ...]]  # the key of a parameter or of a piece: ParameterSpec.key
 
 
 def stages_of(group: Group, names: Collection[str], shares: int) -> list[int]:

@@ -139,7 +139,7 @@ class ReplicatedParameters:
     def _packed(
         self, shared: Sequence[int], bases: Mapping[int, torch.Tensor], is_base: bool = False
     ) -> Iterator[_Package]:
-        """Yields memory for those of the parameters that this member holds; on their owner it has the weights."""
+        """Yields memory for the parameters that this member holds. On the owner of these it contains the weights."""
         packages: dict[tuple[Members, torch.dtype], list[int]] = {}
         for index in shared:
             members, dtype = self._holders[index], TORCH_DTYPES[self._spec.parameters[index].dtype]
@@ -263,7 +263,7 @@ class ReplicatedParameters:
 
 
 def held_alike(group: Group | None, spec: JobSpec, tensors: Sequence[torch.Tensor]) -> ReplicatedParameters | None:
-    """Returns the parameters that members of a group hold alike; None: there are none, or there is no group."""
+    """Returns the parameters that members of a group hold alike; None if there are none, or there is no group."""
     found = None if group is None else ReplicatedParameters(group, spec, tensors)
     return found if found is not None and found.are_some else None
 

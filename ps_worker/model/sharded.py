@@ -56,8 +56,9 @@ def is_cut_alike(tensor: Any, other: Any) -> bool:
 
 
 def cuts_of(tensor: Any, mesh: Any) -> list[int | None]:
-    """Returns for each dimension of a mesh the dimension of a DTensor that is cut over it; None: none is. Raises
-    Unsupported for a DTensor of another mesh, for partial sums and for strided shards.
+    """Returns, for each dimension of a mesh, the dimension of a DTensor that is cut over it, or None.
+
+    Raises Unsupported for a DTensor of another mesh, for partial sums and for strided shards.
     """
     kinds = {type(each).__name__ for each in tensor.placements}
     if tensor.device_mesh != mesh or not kinds <= {"Shard", "Replicate"}:
@@ -174,7 +175,7 @@ def piece_of(key: str, tensor: Any, ranks: Sequence[int]) -> ParameterSpec | Non
     is unknown; InvalidRequest for another mesh.
     """
     mesh = [int(rank) for rank in tensor.device_mesh.mesh.flatten()]
-    # A mesh of some of them: the same parameter is in the meshes of the others, too.
+    # The mesh may have only some of the group's processes: the others then form meshes with the same parameter.
     if not set(mesh) <= set(ranks) or len(ranks) % len(mesh):
         raise InvalidRequest(
             f"{key} is sharded over the processes {mesh}, and the group that prepare got has {list(ranks)}: hand over "

@@ -28,7 +28,7 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def counting_with(view: torch.Tensor) -> torch.Tensor:
-    """As `with_own_storage`, but in-place changes count in the `_version` of the whole buffer."""
+    """Does the same as `with_own_storage`, except that in-place changes count in the whole buffer's `_version`."""
     counting = view.detach()
     counting.data = with_own_storage(view)  # takes the memory, and keeps the count
     return counting

@@ -29,10 +29,10 @@ from ps_worker.ray.server_actors import ParameterServer, asked_status, error_tex
 
 log = logging.getLogger("ps_worker")
 
-NOTICE_SECONDS = 60.0  # between two lines of the log about a group that waits for room
+NOTICE_SECONDS = 60.0  # the pause between two log lines about a group that waits for room
 # For which the end of an actor is awaited after an error of a neighbour: Ray tells of it when its node says so.
 CAUSE_SECONDS = 1.0
-LOOK_SECONDS = 5.0  # between two looks at the job, while a group may wait for one that has ended
+LOOK_SECONDS = 5.0  # the pause between two looks at the job while a group may wait for an ended one
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class ActorGroups:
         self._begun: dict[int, float] = {}  # when each group was started last
         self._due: dict[int, float] = {}  # by group, when one that failed is started again
         self._notice_at: dict[int, float] = {}  # by group that Ray has no room for yet, when the log says so
-        self._first: dict[int, WorkerProcess] = {}  # of each group: by it the group's end is reported
+        self._first: dict[int, WorkerProcess] = {}  # by group, its first process, by which the group's end is reported
         self._running: dict[Any, _ActorAnswer] = {}
         self._found: dict[tuple[int, int], Any] = {}
         self._late: dict[int, Exception] = {}  # the groups that were started again when the job had finished
@@ -131,7 +131,7 @@ class ActorGroups:
         # The answer with the servers' status that is awaited, and the groups that had ended when it was asked for
         self._looks: dict[Any, set[int]] = {}
         self._look_at = 0.0  # when the next one is asked for
-        self._said = ""  # of the groups that wait for others
+        self._said = ""  # the last message about groups that wait for others
 
     def _attend(self) -> None:
         """Waits for the next answer of any actor, and goes on with its group. Starts the groups that are due."""

@@ -173,7 +173,7 @@ class ShardActor(_ServerActor):
         self._index, self._coordinator = index, ray.get_actor(coordinator)
         host = ray.util.get_node_ip_address()
         here = ServerPlan((*plan.arguments, "--host", host, "--port", "0"), plan.again, plan.certificates)
-        # A report may come before the old process is quite gone, and be of no use then: so it is repeated.
+        # A report that comes before the old process has ended has no effect. So it is repeated.
         super().__init__(here, meanwhile=self._report_predecessor)
         self._tell(self._coordinator.shard_is_ready, index, int(self.addresses["process"]))
 

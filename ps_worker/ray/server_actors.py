@@ -24,8 +24,8 @@ from ps_worker.ray.deployment import SERVER, WORKER, Certificates, Deployment, W
 
 log = logging.getLogger("ps_worker")
 
-PLACE_SECONDS = 60.0  # for which Ray may look for nodes with room for the shards
-START_SECONDS = 120.0  # for which servers may start: nodes import torch, some of them for the first time
+PLACE_SECONDS = 60.0  # the time for Ray to find nodes with room for the shards
+START_SECONDS = 120.0  # the time for servers to start: nodes import torch, some for the first time
 SHARDS_STOP_SECONDS = 60.0  # for the end of the shards
 ANSWER_SECONDS = 10.0  # for an actor to say how its server has ended
 CALLS = 8  # to the coordinator's actor at a time
@@ -260,7 +260,7 @@ def free_address() -> str:
 
 
 def _no_room(deployment: Deployment) -> str:
-    """Returns a text: the requested resources, how much of them the cluster has, and what to change."""
+    """Returns the text of an error: which resources are requested, how much the cluster has, and what to change."""
     asked, there, free = deployment.resources, ray.cluster_resources(), ray.available_resources()
 
     def text(kind: str, amount: float) -> str:

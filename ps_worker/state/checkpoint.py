@@ -89,7 +89,7 @@ class WorkerCheckpoint:
         self._feeders: frozenset[int] = frozenset()  # loaders in whose loops a step was made
         self._feeds_itself = False  # a step was made outside of such loops, and without a batch since the step before
         self._unfed = 0  # how many such steps the last ones were: one may be the last of a loop, two are behind it
-        self._returns = False  # the script has gone from two of them to a loop
+        self._returns = False  # the script has made two such steps, and then entered a loop
         self._has_skipped = False  # since the last rollback
         self._step = LastStep()
         self._wanted: int | None = None  # the clock whose state is to be captured
@@ -181,9 +181,9 @@ class WorkerCheckpoint:
             self._capture_first(clock)
 
     def skip(self) -> None:
-        """Leaves out a step, as its batch comes again. Two steps in a row that no loader feeds are behind the last
-        loop, where none does: a state of there is restored at once. Raises Unsupported if the state is of a loop,
-        unless the script has gone from such steps to a loop before.
+        """Leaves out a step, because its batch will be yielded again. After two steps in a row without a loader's batch
+        the script is behind its last loop. A state that was captured there is restored at once. Raises Unsupported if
+        the state was captured in a loop, unless the script has gone from such steps to a loop before.
         """
         self._count_unfed()
         target = self._target
@@ -397,13 +397,13 @@ class WorkerCheckpoint:
         cut_short: whether the script was interrupted: the loop that it is in, or has just left, is then unfinished
         """
         if self._target is not None:
-            return encode(self._target)  # it stops before it has gone on from there
+            return encode(self._target)  # the script stops before it has returned to the state of the checkpoint
         script = self.script_state()
         now = self._feeding()
         feeding = now if counts or self._step.fed_by is None else self._step.fed_by
         # Those in whose loops the script is: a script may take batches of several in step.
         present = frozenset(self._taken) & self._feeders or self._step.loaders
-        if feeding in present:  # of several the one that is asked first
+        if feeding in present:  # if there are several, the one that is asked first
             feeding = next(loader for loader in self._yielded if loader in present)
         loaders, last = [_before_pass(state) for state in script.loaders], next(iter(self._yielded[-1:]), None)
         for index in {*present, *(() if feeding is None else (feeding,))}:
@@ -540,7 +540,7 @@ class WorkerCheckpoint:
         # A state from before a group was added is restored all the same: the group keeps its settings.
         here = min(len(self._groups()), len(settings.groups)), len(self._stateful), len(self.loaders)
         saved = len(settings.groups), len(settings.stateful), len(loaders)
-        # So is one from an earlier stage, in which less was prepared.
+        # A state from an earlier stage, in which the script had prepared less, is restored, too.
         if settings.stage < self.stage and saved[1] <= here[1] and saved[2] <= here[2]:
             here = saved
         if here != saved or not self._model.takes(state.own):

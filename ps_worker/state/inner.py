@@ -112,7 +112,7 @@ class InnerStates:
         fits = states is not None and self._fits(states)
         try:
             fits = self._on_all(fits)  # pieces are of unlike sizes, and some may be too large to keep
-        except BaseException:  # a signal, while it waits for the others: all else is of the round that it goes back to
+        except BaseException:  # a signal during the wait: all other state is that of `clock` already
             self.begin_anew()
             raise
         if fits and states is not None:

@@ -25,8 +25,8 @@ from ps_worker.state.documents import UNREADABLE, copied, plain, read_document, 
 
 log = logging.getLogger("ps_worker")
 
-DEEPEST_STATE = 8  # of parts of parts of a state, in which that of a scheduler is looked for
-FORMAT = 1  # that of a worker's whole state, from which this is read too
+DEEPEST_STATE = 8  # levels of nested state that are searched for a scheduler
+FORMAT = 1  # the format of a worker's whole state, from which this state is read, too
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class JobState:
             def decoded(value: Any) -> Any:
                 return value_of(value, tensors.__getitem__)
 
-            at_step = document.get("at_step")  # of a worker without a loader
+            at_step = document.get("at_step")  # the state of a worker without a loader
             stateful, groups = (document["stateful"], document["groups"]) if at_step is None else at_step[1:]
             stage = int(document.get("stage" if at_step is None else "stage_at_step", 0))  # earlier versions have none
             kinds = document.get("kinds")
@@ -145,7 +145,7 @@ class JobThings:
         before = self.state(0, 0)
         try:
             self._set([(thing, saved) for thing, saved in others], state.groups)
-        except Exception as error:  # of the things themselves
+        except Exception as error:  # an error of the objects themselves
             self._set(
                 [(thing, kept) for thing, kept in zip(self._things, before.stateful, strict=True) if kept is not None],
                 before.groups,
@@ -188,7 +188,7 @@ def has_schedule(thing: Any) -> bool:
     held = [each for value in getattr(thing, "__dict__", {}).values() for each in _each(value)]
     if any(isinstance(each, kinds) for each in (thing, *held)):
         return True
-    with suppress(Exception):  # an object of the script's own, whose error is told where its state is saved
+    with suppress(Exception):  # `state_dict` of the script's own object: its error is raised when its state is saved
         return _has_state_of_schedule(thing.state_dict())
     return False
 

@@ -111,7 +111,7 @@ class LoaderPosition:
         self._shift = self._over = 0
         self._start: PassStart | None = None
         self._loop: object = None  # the last one; None: the script has left it
-        self._since = 0  # steps that were made before it, or before the script left it
+        self._since = 0  # steps made before that loop began, or before the script left it
         self._left_over = 0  # `_over` of the pass that the script has left
         self._began: dict[int, PassBegin] = {}  # by pass
         self._broken_off: dict[int, int] = {}  # by pass, after how many batches the script left its loop

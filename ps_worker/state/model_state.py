@@ -63,8 +63,8 @@ class ModelState:
     """A model's own state in a worker's checkpoints.
 
     frozen: the tensors that no optimizer steps, by index among the job's parameters
-    residuals: the residuals of the model's buckets; None: the wire format has no residuals
-    teller: called after each step; None: there is none
+    residuals: the residuals of the model's buckets; None if the wire format has no residuals
+    teller: called after each step; None if there is none
     """
 
     def __init__(

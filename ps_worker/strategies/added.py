@@ -58,7 +58,7 @@ class AddedJob(RemoteOptimizers, Protocol):
         """Leaves the job."""
 
 
-# Begins job number k beside the first: (k, a module with its parameters, its optimizer).
+# Begins job number k beside the first one. Arguments: k, a module with the job's parameters, and their optimizer.
 Begin = Callable[[int, nn.Module, torch.optim.Optimizer], AddedJob]
 
 

@@ -81,7 +81,7 @@ class Collectives:
         return {rank: content for rank, (_, content) in read.items()}
 
     def _device_for(self, x: Any) -> torch.device:
-        """Returns the device of the first tensor in a value; the session's where there is none."""
+        """Returns the device of the first tensor in a value; the session's if there is none."""
         if isinstance(x, torch.Tensor):
             return x.device
         inside = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()

@@ -94,11 +94,11 @@ class GradientSteps:
         """Does nothing: the next backward begins a step."""
 
     def losing(self) -> None:
-        """Does nothing: gradients that are in no step yet are for the next one, unless the job is rolled back."""
+        """Does nothing: gradients that are in no step yet belong to the next step, unless the job is rolled back."""
 
     def moved(self, is_kept: bool, is_undone: bool, at_hand: Unfinished | None) -> None:
-        """Removes gradients of batches that come again, but those of the step at hand. The script goes on with the
-        weights of the new place.
+        """Removes the gradients of batches that will be yielded again, except those of the step at hand. The script
+        continues with the weights of the new place.
         """
         if not is_undone:
             return

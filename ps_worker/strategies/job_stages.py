@@ -93,7 +93,7 @@ class JobStages:
         return list(new)
 
     def _check_limit(self) -> None:
-        """Raises Unsupported or LimitExceeded where the servers can begin no other stage."""
+        """Raises Unsupported or LimitExceeded if the servers can begin no other stage."""
         limit = self._participation.stage_limit
         if limit == 0:
             raise Unsupported(

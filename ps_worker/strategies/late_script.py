@@ -26,8 +26,8 @@ log = logging.getLogger("ps_worker")
 
 # The longest wait for an answer where all workers are at one clock. There a step waits for the others in any case.
 QUESTION_SECONDS = 60.0
-MOST_QUESTIONS = 4  # of a new process to others that have nothing to tell
-MOST_LEFT_OUT = 15  # steps without a question, after vain ones: a question may take a while
+MOST_QUESTIONS = 4  # how often a new process asks others that have nothing to tell
+MOST_LEFT_OUT = 15  # the most steps without a question, after questions that nobody could answer
 
 
 class LateScript:
@@ -138,7 +138,7 @@ class LateScript:
         return False
 
     def _begins_anew_for_now(self) -> bool:
-        """Begins anew, as the others have nothing to tell. Returns whether to ask them again."""
+        """Begins anew, because the other workers have no state to send. Returns whether to ask them again."""
         if not self._nobody_knew:
             self._take(None)
         self._nobody_knew += 1

@@ -42,7 +42,7 @@ class SentStep:
     def counts(self, now: JoinResult | None) -> bool | None:
         """Whether the step counts, according to the servers' answer to a later join; None if they have not said so.
 
-        now: the worker's current place; None: it has none
+        now: the worker's current place; None if it has none
         """
         if now is None or now is self.place or now.pushed is None:
             return None
@@ -101,8 +101,8 @@ def last_state(
     After a rollback that the worker has not made, it is the state that the worker would go back to.
 
     clock: that of the last step that is over
-    sent:  the step under way; None: there is none
-    now:   the worker's current place; None: it has none
+    sent:  the step under way; None if there is none
+    now:   the worker's current place; None if it has none
     rollbacks: the rollbacks of the job that this worker has made
     """
     if now is not None and now.restore_count > rollbacks and now.state is not None:

@@ -84,7 +84,7 @@ class StepKind(Protocol):
 
         is_kept:   the current step is pushed again from there
         is_undone: this worker was rolled back: gradients that are in no step are of batches that come again
-        at_hand:   the step that had ended on this worker; None: it was between two steps
+        at_hand:   the step that had ended on this worker; None if it was between two steps
         """
 
     def leaving(self) -> None:

@@ -17,7 +17,7 @@ def undone_steps(before: int | None, now: int, data: StepData) -> InvalidRequest
     """Returns the error of a script that ends without the steps that a rollback has undone; None if none are missing,
     or if the script is interrupted.
 
-    before: the steps before the rollback; None: there was none, or the script has stepped since, or goes by the clock
+    before: the steps before the rollback; None if there was none, or the script has stepped since, or goes by the clock
     now:    the steps after it
     """
     if before is None or before <= now or is_cut_short():

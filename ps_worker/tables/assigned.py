@@ -17,7 +17,7 @@ AssignedRows = Mapping[int, RowValues]  # by the number of the table
 class Assigned:
     """The rows of one table that its script has set since the last step. For the training thread.
 
-    rows: all of them; None: there are none
+    rows: all of them; None if there are none
     """
 
     def __init__(self) -> None:
@@ -54,6 +54,6 @@ class Assigned:
             out[torch.from_numpy(here)] = self.rows.values[torch.from_numpy(places[at[here]])]
 
     def take(self) -> RowValues | None:
-        """Removes and returns all rows, for the step that includes them; None: there are none."""
+        """Removes and returns all rows, for the step that includes them; None if there are none."""
         rows, self.rows, self._sorted = self.rows, None, None
         return rows

@@ -17,7 +17,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.row_ids import Ids
 from ps_tables.contributions import RowValues
 
-PIECE_BYTES = 4 * 2**20  # of vectors that are read at a time
+PIECE_BYTES = 4 * 2**20  # vectors are read in pieces of this size
 
 _BUFFER = 2**20
 _ID_TYPES = (np.dtype(np.int64), np.dtype(np.int32))
@@ -62,7 +62,7 @@ class GivenRows:
     If several calls give the same id, the vector of the last one counts.
 
     dim:     elements of a row
-    without: an id whose vector is left out; None: there is no such id
+    without: an id whose vector is left out; None if there is no such id
     """
 
     def __init__(self, dim: int, without: int | None = None) -> None:

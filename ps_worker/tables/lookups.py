@@ -23,7 +23,7 @@ from ps_tables.row_sums import added_up, rows_at
 from ps_worker.tables.ahead import Batch, flat_ids
 from ps_worker.tables.handle_gradient import Zeroing
 
-_LEAVES = 8  # that wait for a step; more of them are added up, where no group has them
+_LEAVES = 8  # the most leaves that wait for a step; more are added up, unless a group has them
 
 
 class Source(Protocol):

@@ -61,7 +61,7 @@ class Rows(Protocol):
     """The rows of one module, in this process or on servers.
 
     name:     the module's name in its model, for messages; set when it is prepared
-    exchange: in ddp, exchanges values between the ranks; None: this process steps alone
+    exchange: in ddp, exchanges values between the ranks; None if this process steps alone
     shards:   the number of shards that share the rows
     """
 
@@ -85,7 +85,7 @@ class Rows(Protocol):
         """Makes an update.
 
         optimizer: a name of row_optimizers.ROW_OPTIMIZERS
-        own:       this process's gradients; None: it has none
+        own:       this process's gradients; None if it has none
         """
 
     def assign(self, given: GivenRows, lazily: bool) -> None:
@@ -105,7 +105,7 @@ class Rows(Protocol):
     def share(self, exchange: Exchange | None, rank: int) -> None:
         """Begins to step together with other ranks, all with the rows of rank 0.
 
-        exchange: exchanges values between the ranks; None: this process steps alone
+        exchange: exchanges values between the ranks; None if this process steps alone
         """
 
 
@@ -114,7 +114,7 @@ class LocalRows:
 
     seed:     of rows without training: the settings' seed, or one of torch's random numbers
     name:     the module's name in its model, for messages; set when it is prepared
-    exchange: in ddp, exchanges values between the ranks; None: this process steps alone
+    exchange: in ddp, exchanges values between the ranks; None if this process steps alone
     dim:      elements of a row
     """
 
@@ -173,7 +173,7 @@ class LocalRows:
         self._set(given)
 
     def _read_table(self) -> Table | None:
-        """Returns the table, after it has read all given vectors; None: it has no row."""
+        """Returns the table, after it has read all given vectors; None if it has no row."""
         if self._given:
             given = GivenRows.together(self._given)
             given.check()
@@ -210,7 +210,7 @@ class LocalRows:
         """Makes an update, unless no rank has a gradient.
 
         optimizer: a name of row_optimizers.ROW_OPTIMIZERS; if it has changed, rows begin without a state
-        own:       this rank's gradients; None: it has none
+        own:       this rank's gradients; None if it has none
         """
         assigned: list[RowValues] = []
         if self.exchange is None:
@@ -287,7 +287,7 @@ class LocalRows:
     def share(self, exchange: Exchange | None, rank: int) -> None:
         """Begins to step together with other ranks, all with the rows of rank 0.
 
-        exchange: exchanges values between the ranks; None: this process steps alone
+        exchange: exchanges values between the ranks; None if this process steps alone
         """
         self.exchange = exchange
         if exchange is not None:

@@ -108,7 +108,7 @@ class RowCopy:
 
     def _put(self, ids: Ids, values: torch.Tensor) -> None:
         distinct, last = np.unique(ids[::-1], return_index=True)
-        if len(distinct) < len(ids):  # of a row that comes twice the later one counts
+        if len(distinct) < len(ids):  # if a row comes twice, the later one counts
             ids, values = distinct, values[torch.from_numpy(len(ids) - 1 - last)]
         with self._lock:
             numbers = self._entries.find(ids)

@@ -35,7 +35,7 @@ class TableStep:
     """One table's part of a step.
 
     table:     its index in the job's list
-    rows:      the gradients; None: the step has none for the table
+    rows:      the gradients; None if the step has none for the table
     took_part: without rows: True: zeros in the mean; False: the mean leaves the step out
     values:    the hyper-parameters of its optimizer
     """
@@ -331,7 +331,7 @@ class ServerTables:
         return any(module.ids_of.of is not None for module in self._modules.values())
 
     def announce(self, batch: Any) -> None:
-        """Announces a batch to the tables that can find their ids in it; None: there is no next batch.
+        """Announces a batch to the tables that can find their ids in it; None if there is no next batch.
 
         Raises InvalidRequest, which names the table, if one does not find them.
         """

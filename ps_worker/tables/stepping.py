@@ -159,7 +159,7 @@ def _before_step(
     found_inf, scale = (vars(optimizer).get(name) for name in ("found_inf", "grad_scale"))
     if found_inf is not None and bool(found_inf):
         return args, kwargs
-    # Each may be refused: before any is stepped.
+    # A table may be refused here. That happens before any table is stepped.
     orders = [(table, *optimizer_of(table, optimizer)) for table in tables]
     for table, name, values in orders:
         own = table.lookups.take(table.weight)

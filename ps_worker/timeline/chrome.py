@@ -69,7 +69,7 @@ def events(rank: int, steps: Sequence[StepMoments], since_1970: float, member: i
     """Yields the events of one worker's trace.
 
     since_1970: seconds from then to zero on the clock of the moments
-    member: the member's number, if the worker is a group; None: it is one process
+    member: the member's number, if the worker is a group; None if it is one process
     """
     worker = FIRST_WORKER + rank + MOST_RANKS * (member or 0)
     name = f"worker {rank}" if member is None else f"member {member} of group {rank}"

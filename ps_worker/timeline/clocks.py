@@ -52,7 +52,7 @@ class ShardClocks:
         self._read_at = time.perf_counter()
 
     def of(self, shard: int) -> ClockReading | None:
-        """Returns the best reading; None: there is none."""
+        """Returns the best reading; None if there is none."""
         return self._best.get(shard)
 
     def forget(self) -> None:

@@ -97,7 +97,7 @@ class RecordedStep:
 class Timeline:
     """The recording of one session. For the training thread; any thread may read `step` and call `close`.
 
-    step:   the step that is being made; None: it is not recorded
+    step:   the step that is being made; None if it is not recorded
     clocks: of the shards
     wanted: the steps to record. None: none; `begin_step` and `end_step` need not be called
     """

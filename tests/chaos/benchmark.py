@@ -12,7 +12,7 @@ rank 0 saves `session.global_weights()`, which must have the same marks. A wait 
 
 Readers follow the weights, one from the servers and the others through a relay. They are killed and stopped, too, and
 so is the relay. A violation is also a reading in which the model changed, or had buckets of two versions (in sync the
-weights tell their version), a version that fell and no rollback told, unequal bytes of one bucket's version at any two
+weights tell their version), a version that fell without a rollback, unequal bytes of one bucket's version at any two
 readers, and a reader that does not come back.
 
 `samples/s` is the rate with faults. The ratio `undisturbed` compares it with the undisturbed run, and `present` with

@@ -95,7 +95,7 @@ def received(arriving: Arriving, *parts: EditionMessage, begins: int = len(SIZES
         arriving.take(one, timeline, "an edition")
 
     begin = EditionMessage(1, EditionBegin(1, 0, begins))
-    if not receive((begin, *parts), take, lambda *_: None, arriving.place):
+    if not receive((begin, *parts), take, lambda *_: None, arriving.memory_for):
         raise Damaged("cut off")
     return arriving.complete("1", 0)
 
@@ -112,7 +112,8 @@ def test_parts_make_the_edition_that_was_sent(most: int) -> None:
 def test_a_bucket_in_parts_lies_in_the_edition_from_the_first_one_on() -> None:
     arriving = Arriving(CONTENTS, None)
     taken: list[Buffer] = []
-    receive(messages(bucket(0, 7.0), 24), lambda one, _: taken.append(one.payload), lambda *_: None, arriving.place)
+    sent = messages(bucket(0, 7.0), 24)
+    receive(sent, lambda one, _: taken.append(one.payload), lambda *_: None, arriving.memory_for)
     [payload] = taken
     assert np.shares_memory(np.frombuffer(payload, np.uint8), arriving._spaces[CONTENTS.buckets[0].space])
 
@@ -157,7 +158,7 @@ def test_a_bucket_that_is_there_is_not_written_again() -> None:
     arriving, again = Arriving(CONTENTS, None), list(messages(bucket(0, 9.0), 40))
     with pytest.raises(Damaged, match="came twice"):  # a feed goes on after that, and not after InvalidRequest
         received(arriving, *messages(bucket(0, 7.0), 40), *again)
-    assert not again[0].bucket or arriving.place(again[0].bucket) is None
+    assert not again[0].bucket or arriving.memory_for(again[0].bucket) is None
     space = arriving._spaces[CONTENTS.buckets[0].space]
     assert space[: SIZES[0]].tobytes() == bucket(0, 7.0).payload
 

@@ -46,7 +46,7 @@ def running(mode: str = "async", table: JobTable = TABLE, bytes_: int = 2**20) -
     rule = parse_mode(mode)
     assert rule is not None
     spec = JobSpec("job", (), "SGD", ({"lr": 1.0},), rule, 64, 2, tables=(table,))
-    job = JobPartition(spec, [], place=TableShare(0, 1, bytes_))
+    job = JobPartition(spec, [], share=TableShare(0, 1, bytes_))
     for rank in range(2):
         job.execute(AddWorker(rank, rank + 1, 0))
     return job

@@ -22,7 +22,7 @@ from ps_runtime import background
 from ps_server.coordinator.checkpoint_policy import CheckpointPolicy
 from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.coordinator.held_jobs import Expiry
+from ps_server.coordinator.expiry import Expiry
 from ps_server.coordinator.timing import Timing
 from ps_server.core.membership import RETURN_LEASES, JoinedWorker
 from ps_server.shard.metrics import ShardMetrics

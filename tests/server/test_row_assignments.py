@@ -36,7 +36,7 @@ def running(mode: str = "sync", workers: int = 1, limit: int | None = None, **ro
     rule = parse_mode(mode)
     assert rule is not None
     spec = JobSpec("job", (), "SGD", ({"lr": 1.0},), rule, 64, 2, tables=(table,))
-    job = JobPartition(spec, [], limit, math.inf, place=TableShare(0, 2, 2**20))
+    job = JobPartition(spec, [], limit, math.inf, share=TableShare(0, 2, 2**20))
     for rank in range(workers):
         job.execute(AddWorker(rank, rank + 1, 0))
     return job

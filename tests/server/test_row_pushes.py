@@ -55,7 +55,7 @@ def job_spec(mode: str = "sync", **more: Any) -> JobSpec:
 def running(mode: str = "sync", workers: int = 1, limit: int | None = None, **more: Any) -> JobPartition:
     """A job of two tables, shard 0 of 2."""
     norm = more.pop("norm_limit", math.inf)
-    job = JobPartition(job_spec(mode, **more), [], limit, norm, place=TableShare(0, 2, 2**20))
+    job = JobPartition(job_spec(mode, **more), [], limit, norm, share=TableShare(0, 2, 2**20))
     for rank in range(workers):
         job.execute(AddWorker(rank, rank + 1, 0))
     return job

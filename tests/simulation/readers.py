@@ -72,7 +72,7 @@ class SimulatedShardReader:
         call: EditionCall,
         take: Callable[[EditionBucket, int], None],
         alive: Callable[[int, float | None], None],
-        place: Callable[[EditionBucket], memoryview | None],
+        memory_for: Callable[[EditionBucket], memoryview | None],
     ) -> None:
         """Receives buckets, as the real one does."""
         if self._is_cancelled:
@@ -90,7 +90,7 @@ class SimulatedShardReader:
             take(sent, timeline)
 
         with contextlib.closing(stream) as parts:  # type: ignore[type-var]
-            is_whole = receive(parts, taken, alive, place)
+            is_whole = receive(parts, taken, alive, memory_for)
         if not is_whole:
             raise TryLater("the edition ended too early")
 

@@ -91,7 +91,7 @@ class Simulation:
         self.bound = None if self.has_quorum else self.spec.consistency.max_staleness
         room = self.random.choice([1, 128, 256, None])  # the most that may be staged on a shard; a push has 128 bytes
         self.shards = [
-            JobPartition(self.spec, buckets, room, place=TableShare(shard, 2, ROOM))
+            JobPartition(self.spec, buckets, room, share=TableShare(shard, 2, ROOM))
             for shard, buckets in enumerate(([0, FROZEN], [1]))
         ]
         self.home = {index: shard for shard in self.shards for index in shard.buckets}

@@ -127,17 +127,17 @@ def pushed(shards: list[TableShard], clock: int) -> None:
 def test_rows_are_the_same_on_any_number_of_shards(tmp_path: Path, before: int, after: int) -> None:
     table, files = JobTable(SPEC, "Adagrad", {"lr": 0.1}), RowFiles(tmp_path)
 
-    def place(shard: int, shards: int) -> TableShare:
+    def share(shard: int, shards: int) -> TableShare:
         return TableShare(shard, shards, 36_000 // shards, 0, files.free_bytes(), files.open)
 
     [alone] = [TableShard(table, SYNC)]
-    several = [TableShard(table, SYNC, shard, before, place(shard, before)) for shard in range(before)]
+    several = [TableShard(table, SYNC, shard, before, share(shard, before)) for shard in range(before)]
     for clock in range(1, 21):
         pushed([alone], clock)
         pushed(several, clock)
     assert all(shard.table.in_file.rows for shard in several)
     parts = [shard.partition.tables[0].snapshot() for shard in several]
-    again = [TableShard(table, SYNC, shard, after, place(shard, after)) for shard in range(after)]
+    again = [TableShard(table, SYNC, shard, after, share(shard, after)) for shard in range(after)]
     for shard in again:
         shard.restore(parts)
     for clock in range(21, 41):

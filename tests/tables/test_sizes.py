@@ -54,13 +54,13 @@ def test_a_job_promises_memory_for_as_many_ids_that_wait_as_rows(max_rows: int) 
     """So that what is registered later does not count on it."""
     spec = replace(ITEMS, max_rows=max_rows)
     plain, waits = (JobTable(replace(spec, admit_after=n), "SGD", {"lr": 1.0}) for n in (0, 2))
-    place = TableShare(0, 2, 10_000_000 if max_rows else 1_000_000)
-    without, with_them = table_size(plain, place), table_size(waits, place)
-    assert with_them.nbytes == 4 * with_them.rows + index_bytes(with_them.rows, waits=True) <= place.table_bytes
+    share = TableShare(0, 2, 10_000_000 if max_rows else 1_000_000)
+    without, with_them = table_size(plain, share), table_size(waits, share)
+    assert with_them.nbytes == 4 * with_them.rows + index_bytes(with_them.rows, waits=True) <= share.table_bytes
     if max_rows:
         assert with_them.rows == without.rows == 100_000
         job = JobSpec("job", (), "SGD", ({"lr": 1.0},), Consistency(None), 64, 1, tables=(waits,))
-        promised = JobPartition(job, [], place=place).promised_bytes
+        promised = JobPartition(job, [], share=share).promised_bytes
         assert with_them.nbytes - 20_000 <= promised <= with_them.nbytes
     else:
         assert 0.4 * without.rows < with_them.rows < 0.7 * without.rows

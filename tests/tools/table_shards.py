@@ -25,7 +25,7 @@ SYNC = Consistency(0, True)
 
 
 class TableShard:
-    """A job with one table, on one of several shards. place: what it has there; None: memory for 4,000 rows"""
+    """A job with one table, on one of several shards. share: what it has there; None: memory for 4,000 rows"""
 
     def __init__(
         self,
@@ -33,12 +33,12 @@ class TableShard:
         consistency: Consistency,
         shard: int = 0,
         shards: int = 1,
-        place: TableShare | None = None,
+        share: TableShare | None = None,
     ) -> None:
         spec = JobSpec("t", (), "SGD", ({"lr": 0.1},), consistency, 64, WORKERS, tables=(table,))
         record = record_bytes(table.rows, table.optimizer, table.values)
-        place = place or TableShare(shard, shards, 4_000 * record + index_bytes(4_000, table.rows.admit_after > 1))
-        self.partition = JobPartition(spec, [], place=place)
+        share = share or TableShare(shard, shards, 4_000 * record + index_bytes(4_000, table.rows.admit_after > 1))
+        self.partition = JobPartition(spec, [], share=share)
         self.first = 1  # incarnation
         for rank in range(WORKERS):
             self.partition.execute(AddWorker(rank, rank + self.first, 0))
@@ -47,7 +47,7 @@ class TableShard:
     def restore(self, parts: list[TableSnapshot]) -> None:
         """Goes on from what all shards had."""
         self.first += WORKERS
-        rows = joined(parts, self.partition.row_checker.place)
+        rows = joined(parts, self.partition.row_checker.share)
         self.partition.execute(RestoreSnapshot({}, WORKERS, tables={0: rows}))
         for rank in range(WORKERS):
             self.partition.execute(AddWorker(rank, rank + self.first, None))
