@@ -54,8 +54,7 @@ SCRIPT_CALL_SECONDS = 2.0  # for one call
 # How long a worker that goes on for now waits for a coordinator that does not answer: training does not need it.
 AGAIN_SECONDS = 0.5
 AGAIN_CALL_SECONDS = 0.25
-# How long a move that is broken off waits for weights on their way, which no script has asked for.
-LANDING_SECONDS = 5.0
+LANDING_SECONDS = 5.0  # the longest wait for weights that are on their way when a move is broken off
 CLOSED = "the session is closed: its calls have ended"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1
 
@@ -328,15 +327,6 @@ class Participation:
         if timeline.wanted is not None and timeline.begin_step(self.connection.clock + 1, self.rank):
             self.connection.read_clocks()
 
-    def break_off(self, model: FlatModel) -> None:
-        """Ends the connection of a place in which the worker has not arrived. Weights that have landed from it are not
-        the script's changes.
-        """
-        with undisturbed():
-            self.connection.end(LANDING_SECONDS)
-            model.end_pull()
-            model.weights.mark()
-
     def settle(self) -> None:
         """Waits for all calls under way. Raises the first error; PlaceLost if the loss of the place has caused it."""
         error = self.connection.settle()
@@ -459,6 +449,16 @@ def teller(participation: Participation, model: FlatModel) -> ReaderBuffers:
 def arrive(participation: Participation) -> None:
     """Records that the step loop has adopted the current place, and has gone back if the job has."""
     participation.has_arrived, participation.restore_count = True, participation.connection.place.restore_count
+
+
+def break_off_move(participation: Participation, model: FlatModel) -> None:
+    """Ends the connection of a place in which the worker has not arrived. Weights that have landed from it are not the
+    script's changes.
+    """
+    with undisturbed():
+        participation.connection.end(LANDING_SECONDS)
+        model.end_pull()
+        model.weights.mark()
 
 
 def end_last_step(participation: Participation) -> None:

@@ -29,7 +29,7 @@ from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.errors import UnknownWorker, Unsupported
 from ps_protocol.messages.workers import JoinResult, SavedState
 from ps_runtime.signals import exit_if_requested, is_cut_short, undisturbed
-from ps_worker.cluster.participation import Participation, PlaceLost, arrive, end_last_step, teller
+from ps_worker.cluster.participation import Participation, PlaceLost, arrive, break_off_move, end_last_step, teller
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
 from ps_worker.metrics import PULL, PUSH, WAIT, WorkerMetrics, named
@@ -297,7 +297,7 @@ class JobTraining:
         self._drop_unfinished()
         self.data.failed()
         if is_moving and self.model.spec.local is None:
-            self.participation.break_off(self.model)
+            break_off_move(self.participation, self.model)
 
     def _drop_unfinished(self) -> None:
         self.participation.connection.end_step()
