@@ -84,9 +84,7 @@ class JobTraining:
         self.data = StepData()
         self.stepped = False
         self.participation = participation
-        self._steps = steps
-        self.model = steps.model
-        self.tensors = tensors
+        self._steps, self.model, self.tensors = steps, steps.model, tensors
         self.assignments = Assignments(steps.model, tensors, steps.tables)
         self._added = added
         self.stages = JobStages(participation, steps, self.assignments, added, lambda: self.checkpoint)
@@ -183,7 +181,8 @@ class JobTraining:
         if index is not None and self._steps.stage.number:  # no optimizer is replaced before
             self.stages.check_steps(index)
         self.rolled_back = None
-        self.script.follow()
+        if self.script.is_late:
+            self.script.follow()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
         if self.unfinished is not None:
@@ -250,11 +249,10 @@ class JobTraining:
             return self._in_this_place(exchange, end)
 
     def _in_this_place(self, exchange: Callable[[], None], end: Callable[[], object] | None) -> bool | None:
-        self.participation.membership.raise_lost()
-        is_local = self.model.spec.local is not None
+        may_call, is_local = self.participation.may_call(), self.model.spec.local is not None
         is_behind = self._left is not None  # an interrupt came on the way to the place: it has not arrived there yet
         try:
-            if not is_behind and self.participation.has_place:
+            if not is_behind and may_call:
                 try:
                     exchange()
                     return None
@@ -310,7 +308,7 @@ class JobTraining:
         end_last_step(self.participation)
         if self.sent is not None:  # it was interrupted, and is through
             self._counted = self.sent.clock
-        self._end(index)
+        self.unfinished = self.kind.end(index)
         self._push()
 
     def _allow_drafts(self) -> None:
@@ -353,7 +351,7 @@ class JobTraining:
         self.model.count(() if self.sent is None else self.sent.through())  # of a step that was interrupted
         if self._steps.stage.number:
             self.stages.tell()
-        if self.assignments.send(connection, begun):
+        if self.assignments.are_some and self.assignments.send(connection, begun):
             self.participation.settle()
         tables = self._steps.tables if self._steps.tables.are_some else None
         if tables is not None:
@@ -406,7 +404,8 @@ class JobTraining:
         elif sent is not None:
             self.model.count(sent.left)
         self._drop_unfinished()
-        self.assignments.step_is_over()
+        if self.assignments.are_some:
+            self.assignments.step_is_over()
 
     # -- lost --------------------------------------------------------------------------------------------------------
 
