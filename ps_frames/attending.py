@@ -81,7 +81,8 @@ class Attending:
 
     def end(self) -> None:
         """Undoes `begin`: other threads are woken for the answers that are still to come."""
-        self._give_back()  # what an interrupted `wait` has left
+        if self._taken:
+            self._give_back()  # what an interrupted `wait` has left
         connections, self.begun = self.begun, ()
         for each in connections:
             each.attend(False)
