@@ -145,8 +145,8 @@ class FlatModel:
         """Returns the gradients of these buckets that left last, for `count`. Only those in a wire format of blocks are
         among them: others have no rounding error to count, nor has a gradient in the segment.
         """
-        indices = [bucket.index for bucket in buckets if bucket.index in self._rounded]
-        return [self._left[index] for index in indices if index in self._left]
+        left, rounded = self._left, self._rounded
+        return [left[bucket.index] for bucket in buckets if bucket.index in rounded and bucket.index in left]
 
     def count(self, left: Iterable[Leaving]) -> None:
         """Records that these gradients count: the rounding error of their wire format is added to the next push."""

@@ -76,35 +76,31 @@ class Overlap:
 
     buckets:    the buckets of its parameters. One that also has other parameters is never sent early
     wanted:     True: send early in every step; False: never; None: after some steps without a surprise
-    parameters: the parameters that the optimizer steps; None: all in these buckets
+    parameters: the parameters that the optimizer steps; None: all in these buckets. Afterwards those that are in them
     """
 
     def __init__(self, buckets: Sequence[BucketSpec], wanted: bool | None, parameters: Set[int] | None = None) -> None:
         self.spaces = {bucket.space for bucket in buckets}
         self._buckets = {bucket.index: bucket for bucket in buckets}
         everything = {b.index: {part.parameter for part in b.slices} for b in buckets}
-        self._members = {
-            index: members if parameters is None else members.intersection(parameters)
-            for index, members in everything.items()
+        members = {
+            index: each if parameters is None else each.intersection(parameters) for index, each in everything.items()
         }
-        self._shared = {index for index, members in everything.items() if members != self._members[index]}
+        self._counts = {index: len(each) for index, each in members.items()}  # by bucket, its parameters
+        self._shared = {index for index, each in everything.items() if each != members[index]}
         self._of: dict[int, list[int]] = {}  # by parameter, the buckets it lies in
-        for index, members in self._members.items():
-            for parameter in members:
+        for index, each in members.items():
+            for parameter in each:
                 self._of.setdefault(parameter, []).append(index)
+        self.parameters: Set[int] = self._of.keys()
         self._wanted = wanted
         self._quiet_steps = 0
         self._watched_steps = WATCHED_STEPS
         self.paused = False  # inside no_sync
         self._begin()
 
-    @property
-    def parameters(self) -> Set[int]:
-        """The parameters of the buckets."""
-        return self._of.keys()
-
     def _begin(self) -> None:
-        self._missing = {index: len(members) for index, members in self._members.items()}
+        self._missing = dict(self._counts)  # by bucket, the parameters whose gradients backward has not finished
         self._seen: set[int] = set()
         self._repeated = False
         self._marks: list[int] | None = None
