@@ -280,8 +280,9 @@ class Participation:
         place, membership = self.connection.place, self.membership
         return self.has_arrived and self._lost is None and membership.place is place and membership.lost is not place
 
+    @property
     def may_call(self) -> bool:
-        """Returns `has_place`. Raises the error that ended this worker's part in the job, if there is one."""
+        """Whether calls can be made: see `has_place`. Raises the error that has ended this worker's part in the job."""
         if self.membership.error is not None:
             self.membership.raise_lost()
         return self.has_place

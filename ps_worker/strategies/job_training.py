@@ -174,7 +174,7 @@ class JobTraining:
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
         exit_if_requested()
-        if self.is_past:
+        if self.rolled_back is not None and self.is_past:
             self._steps.abandon()  # also rows that the optimizer has given its tables
             self.checkpoint.skip()  # one of the remaining steps of a batch: the job was rolled back to before its first
             return
@@ -193,7 +193,8 @@ class JobTraining:
             (self.data.pushed if staged else self.data.lost)()
         if index is not None and self._added.groups:
             self._added.step(index)
-        self.rolled_back = self.rolled_back if self.is_past else None  # a script without a loader sees it in the clock
+        if self.rolled_back is not None and not self.is_past:  # a script without a loader sees it in the clock
+            self.rolled_back = None
 
     @property
     def is_past(self) -> bool:
@@ -249,7 +250,7 @@ class JobTraining:
             return self._in_this_place(exchange, end)
 
     def _in_this_place(self, exchange: Callable[[], None], end: Callable[[], object] | None) -> bool | None:
-        may_call, is_local = self.participation.may_call(), self.model.spec.local is not None
+        may_call, is_local = self.participation.may_call, self.model.spec.local is not None
         is_behind = self._left is not None  # an interrupt came on the way to the place: it has not arrived there yet
         try:
             if not is_behind and may_call:
@@ -368,7 +369,7 @@ class JobTraining:
             if tables is not None:
                 tables.sent()
             unfinished.begun = connection.clock if begun is None else begun
-            left = self.model.left(push.bucket for push in pushes if not push.empty)
+            left = self.model.left([push.bucket for push in pushes if not push.empty])
             self.sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, left)
         began = self._metrics.timer.now()
         with named(WAIT):

@@ -120,7 +120,7 @@ class StepsTogether:
         error: Exception | None = None
         is_empty = False
         try:
-            if self.participation.may_call():
+            if self.participation.may_call:
                 end_last_step(self.participation)
         except Exception as raised:
             error = raised
@@ -185,6 +185,6 @@ def in_this_place(participation: Participation, make: Callable[[], T]) -> T:
     """Returns what a call returns that is made from the place at hand. Raises PlaceLost where it is lost, and the error
     that has ended this worker's part in the job.
     """
-    if not participation.may_call():
+    if not participation.may_call:
         raise PlaceLost
     return make()
