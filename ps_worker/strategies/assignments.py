@@ -334,13 +334,12 @@ def send_assigned_rows(participation: Participation, tables: ServerTables, begun
     connection, assigned = participation.connection, tables.assigned()
     for table, rows in assigned.items():
         connection.assign_rows(connection.clock + 1, table, rows, begun)
-    if assigned:
-        try:
-            participation.settle()
-        except (InvalidRequest, LimitExceeded):
-            tables.forget_assigned()
-            connection.forget_assigned_rows()
-            raise
+    try:
+        participation.settle()
+    except (InvalidRequest, LimitExceeded):
+        tables.forget_assigned()
+        connection.forget_assigned_rows()
+        raise
 
 
 def fetch_weights(

@@ -85,7 +85,8 @@ class GradientSteps:
         if changed:
             loop.assignments.note_weights(changed)
         step = self._maker.end_empty() if index is None else self._maker.end(index)
-        if loop.assignments.are_some or self._maker.tables.are_some:  # rows that the script has set are in their tables
+        tables = self._maker.tables
+        if loop.assignments.are_some or (tables.are_some and tables.assigned()):
             began_late = loop.participation.came_late and not loop.stepped
             loop.gather_assignments(began_late, loop.checkpoint.at_pass_begin)
         return Unfinished(step, loop.clock)

@@ -355,7 +355,7 @@ class JobTraining:
         if self.assignments.are_some and self.assignments.send(connection, begun):
             self.participation.settle()
         tables = self._steps.tables if self._steps.tables.are_some else None
-        if tables is not None:
+        if tables is not None and tables.assigned():
             send_assigned_rows(self.participation, tables, begun)
         self.model.begin_pull()
         ranges = self.data.use() if self.data.accounts else ()
