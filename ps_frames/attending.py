@@ -24,44 +24,38 @@ from ps_runtime.signals import HEARD_SECONDS, interruptible, is_held_back, undis
 class _Bell:
     """Wakes a thread that polls its descriptor. It is closed once nothing can ring it any more."""
 
-    _number = -1  # none, where the process may open no more files
+    descriptor = -1  # none, where the process may open no more files
 
     def __init__(self) -> None:
-        self._number = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-    def fileno(self) -> int:
-        return self._number
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def ring(self) -> None:
-        os.eventfd_write(self._number, 1)
+        os.eventfd_write(self.descriptor, 1)
 
     def silence(self) -> None:
-        os.eventfd_read(self._number)
+        os.eventfd_read(self.descriptor)
 
     def __del__(self) -> None:
-        if self._number >= 0:
-            os.close(self._number)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 class _Awaited:
-    """Futures of which all must be done, or one must have failed."""
+    """Futures of which all must be done, or one must have failed: then it `is_over`."""
 
     def __init__(self, futures: Collection[Future[Any]], bell: _Bell) -> None:
+        self.is_over = not futures
         self._count = len(futures)
         self._done: deque[None] = deque()
         self._bell, self._thread = bell, threading.get_ident()
-        self._has_failed = False
         for future in futures:
             future.add_done_callback(self._ended)
 
-    def is_over(self) -> bool:
-        return self._has_failed or len(self._done) == self._count
-
     def _ended(self, future: Future[Any]) -> None:
-        if future.exception() is not None:
-            self._has_failed = True
         self._done.append(None)  # counts in one step, whichever threads are here
-        if threading.get_ident() != self._thread and self.is_over():
+        if future.exception() is not None or len(self._done) == self._count:
+            self.is_over = True
+        if self.is_over and threading.get_ident() != self._thread:
             self._bell.ring()
 
 
@@ -87,7 +81,8 @@ class Attending:
 
     def end(self) -> None:
         """Undoes `begin`: other threads are woken for the answers that are still to come."""
-        self._give_back()  # what an interrupted `wait` has left
+        if self._taken:
+            self._give_back()  # what an interrupted `wait` has left
         connections, self.begun = self.begun, ()
         for each in connections:
             each.attend(False)
@@ -101,7 +96,7 @@ class Attending:
                 if self._taken:
                     self._give_back()  # what an interrupt has left, and another wait needs
                 awaited = _Awaited(futures, self._bell)
-                while not awaited.is_over():
+                while not awaited.is_over:
                     for each in connections:
                         self._take_over(each)
                     self._receive(awaited)
@@ -123,9 +118,9 @@ class Attending:
         """Receives until it is over, a connection is no longer this thread's, or other threads have completed
         something."""
         poll, held = select.poll(), {each.descriptor: each for each in self._taken}
-        for number in (self._bell.fileno(), *held):
+        for number in (self._bell.descriptor, *held):
             poll.register(number, select.POLLIN)
-        while not awaited.is_over():
+        while not awaited.is_over:
             with interruptible():
                 ready = poll.poll(HEARD_SECONDS * 1000)
             for number, _ in ready:
@@ -145,7 +140,7 @@ class Attending:
         goes_on = False
         try:
             goes_on = connection.read(
-                lambda: awaited.is_over() or is_held_back(),
+                lambda: awaited.is_over or is_held_back(),
                 lambda: self._give_back(but=connection),  # others' answers must not wait for this one's rest
             )
         finally:

@@ -40,6 +40,7 @@ class Watched:
     events: the events for which a thread is woken; 0: none, because one was woken, and has not armed it again
     reader: the identifier of the thread that reads, one of the shared threads or one that has taken the reading over;
             0: none does
+    is_over: it has ended: its descriptor may belong to another one
     """
 
     descriptor: int
@@ -48,6 +49,7 @@ class Watched:
     look: Callable[[], None]
     events: int = _FIRST
     reader: int = 0
+    is_over: bool = False
 
 
 class ReadingThreads:
@@ -127,7 +129,7 @@ class ReadingThreads:
         """
         me = threading.get_ident()
         with self._lock:
-            if watched.reader not in (0, me) or not self._has(watched):
+            if watched.reader not in (0, me) or watched.is_over:
                 return False
             watched.reader = me
             self._watch(watched, _END)  # or a thread would be woken, only to find this one here
@@ -141,7 +143,7 @@ class ReadingThreads:
         """
         if not goes_on:
             with self._lock:
-                if watched.reader != threading.get_ident() or not self._has(watched):
+                if watched.reader != threading.get_ident() or watched.is_over:
                     return
                 self._remove(watched)
             guarded(self._name, watched.ended)
@@ -149,7 +151,7 @@ class ReadingThreads:
                 self._end_threads()
             return
         with self._lock:
-            if watched.reader != threading.get_ident() or not self._has(watched):
+            if watched.reader != threading.get_ident() or watched.is_over:
                 return
             # A `want` that came while this thread was reading did nothing: its call is in `expected`.
             watched.reader = 0
@@ -158,17 +160,14 @@ class ReadingThreads:
     def want(self, watched: Watched) -> None:
         """Makes a thread read the bytes that come on a connection, if none does. This is the state after `add`."""
         with self._lock:
-            if not watched.reader and self._has(watched):
+            if not (watched.reader or watched.is_over):
                 self._watch(watched, _ONCE)
 
     def rest(self, watched: Watched) -> None:
         """Wakes a thread only for the end of a connection, and not for bytes, until `want` or `give_back`."""
         with self._lock:
-            if not watched.reader and self._has(watched):
+            if not (watched.reader or watched.is_over):
                 self._watch(watched, _END)
-
-    def _has(self, watched: Watched) -> bool:
-        return self._readers.get(watched.descriptor) is watched
 
     def _watch(self, watched: Watched, events: int) -> None:
         """Sets the events for which a thread is woken. The caller holds the lock, so the descriptor is still open."""
@@ -178,6 +177,7 @@ class ReadingThreads:
 
     def _remove(self, watched: Watched) -> None:
         """Watches a connection no more. The caller holds the lock, and closes the descriptor later."""
+        watched.is_over = True
         self._epoll.unregister(watched.descriptor)
         del self._readers[watched.descriptor]
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 ALIGNMENT_BYTES = 64
 DEFAULT_BUCKET_BYTES = 4 * 2**20
@@ -141,7 +142,7 @@ class BucketSpec:
     optimizer: int = 0
     member: int = 0
 
-    @property
+    @cached_property  # asked several times a step
     def nbytes(self) -> int:
         """Its size in memory, without padding."""
         return self.numel * DATA_TYPES[self.dtype].itemsize

@@ -118,6 +118,8 @@ _PLAIN = frozenset({float, bool, type(None)})  # the types of values that stay a
 
 
 def _plain(name: str, value: object) -> HyperValue:
+    if type(value) is int:  # most of those that are no float
+        return float(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     value = as_python(value)

@@ -6,12 +6,11 @@ one caller at a time.
 beginning.py      The rows that a table begins with, and their encoding in messages
 candidates.py     Ids that are not admitted yet, with the count of each
 changed_rows.py   A walk over the rows that changed after a version
-checked_ids.py    Whether ids are distinct, and of one shard
 choosing.py       Selects the loops of a process: those of the library, or numpy and torch
 cold.py           Keeps the rows that do not fit into memory in a file, until they are trained
 contributions.py  What workers push: gradients of rows, and rows that a script has set
 copies.py         A copy of a table at one version, made some rows at a time while the table is trained
-distinct.py       The distinct ids of a batch, by hashing
+distinct.py       The distinct ids of a batch, by hashing; whether ids are distinct, and of one shard
 entries.py        Numbered entries of ids, each with the version that used it last
 increments.py     The difference between two copies of a table, and a table from such differences
 index.py          Finds the row of an id: open addressing, a whole batch of ids at a time

@@ -1,4 +1,7 @@
-"""The distinct ids of a batch, by hashing: twice as fast as by sorting (measured: 0.5 beside 1.1 ms for 26,624 ids)."""
+"""The distinct ids of a batch, and checks of the ids in a message: that they are distinct, and of this shard.
+
+The distinct ids are found by hashing: twice as fast as by sorting (measured: 0.5 beside 1.1 ms for 26,624 ids).
+"""
 
 from __future__ import annotations
 
@@ -59,3 +62,25 @@ def distinct(ids: Ids, salt: int = 0, shards: int = 1) -> Distinct:
     number[firsts] = np.arange(len(firsts))
     positions = number.take(first)
     return Distinct(ids.take(firsts), positions, np.bincount(positions, minlength=len(firsts)), ends)
+
+
+def are_of_shard(ids: Ids, shards: int, shard: int) -> bool:
+    """Returns whether all ids are of one shard, which is below `shards`."""
+    if shards == 1:
+        return True
+    loops = in_use.loops()
+    if loops is not None:
+        return loops.are_of_shard(ids, shards, shard)
+    return bool((shards_of(ids, shards) == shard).all())
+
+
+def are_distinct(ids: Ids, salt: int = 0) -> bool:
+    """Returns whether no id comes twice.
+
+    salt: changes the slots of ids, so that an attacker cannot choose ids that share a slot
+    """
+    loops = in_use.loops()
+    if loops is not None and len(ids) <= MOST_IDS:
+        return loops.are_distinct(ids, salt)
+    ordered = np.sort(ids)  # several times as fast as hashing them here
+    return not (ordered[1:] == ordered[:-1]).any()

@@ -26,8 +26,8 @@ from ps_server.core.data_commits import check_ranges
 from ps_server.core.placement import TableShare
 from ps_server.core.sums import GoodValues
 from ps_tables.beginning import decoded, row_columns
-from ps_tables.checked_ids import are_distinct, are_of_shard
 from ps_tables.contributions import RowGradients, RowValues
+from ps_tables.distinct import are_distinct, are_of_shard
 from ps_tables.row_sums import are_finite
 
 

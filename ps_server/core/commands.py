@@ -54,11 +54,6 @@ class Staged:
     kept: bool = False
     seed: int = 0
 
-    @property
-    def fresh(self) -> bool:
-        """Whether the push takes effect now, so that there may be something to apply."""
-        return not (self.duplicate or self.kept)
-
 
 # -- of the whole partition --------------------------------------------------------------------------------------------
 

@@ -181,7 +181,7 @@ class Pushes:
                 if isinstance(command, Assign) and command.assignment.next is not None:
                     job.optimizer_room.make(job.buckets[command.unit].unit.spec, command.assignment.next)
             staged = job.partition.execute(command)
-            is_fresh = staged.fresh
+            is_fresh = not (staged.duplicate or staged.kept)  # it takes effect now: there may be something to apply
             if is_fresh and isinstance(command, PushCommand) and job.times.follows_any((command.worker.rank,)):
                 job.times.staged(command.worker.rank, command.unit, command.clock, self._pulls.now())
         if is_fresh:

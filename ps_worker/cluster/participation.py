@@ -78,6 +78,7 @@ class Participation:
     timeline:        records the times of steps; None: a new one, which records nothing until it is switched on
     script:          reports the settings of this worker's script to the coordinator
     group:           the processes that are this worker; None: this one is. All of them call these methods then
+    connection:      that of the training thread's place. There is one after `connect`
     restore_count:   the job's rollbacks that this worker has made
     has_arrived:     the step loop has adopted the current place. `rejoin` sets it to False, and `arrive` to True. After
                      a signal in between, the next step or wait begins with the rest of the rejoin
@@ -108,7 +109,7 @@ class Participation:
         self._launcher, self._run = launcher, ""
         self.stage_limit = 0  # how many stages the job may come to: from `join` on
         self._shard_map = ShardMap({}, ())
-        self._connection: Connection | None = None  # None only until the first one is made
+        self._connection: Connection | None = None  # for other threads, as `connection`; None until there is one
         self._begun = False
         self._before: RowsBefore | None = None  # while `connect` runs
         self.has_arrived = True
@@ -224,7 +225,8 @@ class Participation:
     def _enter(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """Connects from a place; returns when the weights have been pulled and all declared workers have joined."""
         self._shard_map = place.shard_map or self._shard_map
-        connection = self._connection = Connection(self.options, place, self._shard_map, model, self.timeline)
+        connection = Connection(self.options, place, self._shard_map, model, self.timeline)
+        self.connection = self._connection = connection
         self._check(place)  # `_cut_off` knew nothing of this connection until now
         if not self._begun:
             if place.identity.rank == 0:  # the shards use its rows and values if they have none yet
@@ -268,12 +270,6 @@ class Participation:
     # -- the current place -------------------------------------------------------------------------------------------
 
     @property
-    def connection(self) -> Connection:
-        """The connection of the training thread's place. There is one after `connect`."""
-        assert self._connection is not None
-        return self._connection
-
-    @property
     def draft(self) -> Callable[[BucketSpec], int]:
         """A function that sends a full bucket over the connection of that moment; see Connection.draft."""
         return lambda bucket: self.connection.draft(bucket)
@@ -285,6 +281,13 @@ class Participation:
         """
         place, membership = self.connection.place, self.membership
         return self.has_arrived and self._lost is None and membership.place is place and membership.lost is not place
+
+    @property
+    def may_call(self) -> bool:
+        """Whether calls can be made: see `has_place`. Raises the error that has ended this worker's part in the job."""
+        if self.membership.error is not None:
+            self.membership.raise_lost()
+        return self.has_place
 
     @property
     def ranks(self) -> tuple[int, ...]:

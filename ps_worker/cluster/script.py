@@ -55,7 +55,8 @@ class ScriptTelling:
         """A `with` block in which the script stands still, inside a call of the session. For the training thread."""
         with self._lock:
             self._depth += 1
-            self._try()
+            if self._request:
+                self._try()
         try:
             yield
         finally:

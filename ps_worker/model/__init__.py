@@ -13,7 +13,7 @@ job_spec.py         Models and their optimizers as a job: what is trained, in wh
 local_settings.py   The settings of a job of local steps
 local_round.py      A round of local steps: which fragment of the model is due, and its pushes
 no_sync.py          Lends a session's `no_sync` to the user's model, for scripts written for DistributedDataParallel
-optimizer.py        The optimizer that `prepare` returns: it looks like the user's own, and is stepped on the servers
+optimizer.py        The optimizer that `prepare` returns and that servers step; steps of others on the same parameters
 pipeline_stages.py  Pipeline stages: members of a group hold different layers of one model
 state_transfer.py   Optimizer state on its way to the shards and back: by parameter as in torch, by bucket on the shards
 refused.py          Refuses models that servers cannot train, before a worker joins and in a dry run
@@ -22,6 +22,5 @@ sharded.py          Tensors that the processes of a group hold in pieces: DTenso
 step.py             Makes the pushes of a step, from the first gradient of backward to `optimizer.step()`
 script_stages.py    Which optimizer steps each parameter, in each stage of the script
 storage.py          Gives a slice of a flat buffer a storage of its own
-stepped_alone.py    Detects an optimizer that steps a session's parameters outside of the session
 tracked.py          Parameters and gradients that notify the session where a script may change them
 """

@@ -60,6 +60,7 @@ class FlatModel:
         self.gradients = Gradients(self._buffers, on_ready)
         narrowed = [b for b in layout.trained if isinstance(gradient_codec(spec, b), Blocks)]
         sizes = {bucket.index: bucket.numel for bucket in narrowed}
+        self._rounded = sizes.keys()
         self.residuals = Residuals(sizes, self._buffers.device, self._on_its_way_out)
         self._left: dict[int, Leaving] = {}  # by bucket, its gradient that left last
         self._versions: dict[int, int] = {}  # by bucket, the version of the pulled weights, if the model still has them
@@ -141,10 +142,11 @@ class FlatModel:
         return bytes_of(encode())
 
     def left(self, buckets: Iterable[BucketSpec]) -> list[Leaving]:
-        """Returns the gradients of these buckets that left last, for `count`. A gradient in the segment is not rounded:
-        it is not among them.
+        """Returns the gradients of these buckets that left last, for `count`. Only those in a wire format of blocks are
+        among them: others have no rounding error to count, nor has a gradient in the segment.
         """
-        return [self._left[bucket.index] for bucket in buckets if bucket.index in self._left]
+        left, rounded = self._left, self._rounded
+        return [left[bucket.index] for bucket in buckets if bucket.index in rounded and bucket.index in left]
 
     def count(self, left: Iterable[Leaving]) -> None:
         """Records that these gradients count: the rounding error of their wire format is added to the next push."""

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.messages.data import BucketPush
-from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters, optimizer_name
+from ps_protocol.optimizers import check_hyper_parameters, hyper_parameter_names, hyper_parameters, optimizer_name
 from ps_runtime.troubles import Troubles
 from ps_worker.metrics import PUSH, WorkerMetrics, named
 from ps_worker.model.flat import FlatModel
@@ -75,35 +76,31 @@ class Overlap:
 
     buckets:    the buckets of its parameters. One that also has other parameters is never sent early
     wanted:     True: send early in every step; False: never; None: after some steps without a surprise
-    parameters: the parameters that the optimizer steps; None: all in these buckets
+    parameters: the parameters that the optimizer steps; None: all in these buckets. Afterwards those that are in them
     """
 
     def __init__(self, buckets: Sequence[BucketSpec], wanted: bool | None, parameters: Set[int] | None = None) -> None:
         self.spaces = {bucket.space for bucket in buckets}
         self._buckets = {bucket.index: bucket for bucket in buckets}
         everything = {b.index: {part.parameter for part in b.slices} for b in buckets}
-        self._members = {
-            index: members if parameters is None else members.intersection(parameters)
-            for index, members in everything.items()
+        members = {
+            index: each if parameters is None else each.intersection(parameters) for index, each in everything.items()
         }
-        self._shared = {index for index, members in everything.items() if members != self._members[index]}
+        self._counts = {index: len(each) for index, each in members.items()}  # by bucket, its parameters
+        self._shared = {index for index, each in everything.items() if each != members[index]}
         self._of: dict[int, list[int]] = {}  # by parameter, the buckets it lies in
-        for index, members in self._members.items():
-            for parameter in members:
+        for index, each in members.items():
+            for parameter in each:
                 self._of.setdefault(parameter, []).append(index)
+        self.parameters: Set[int] = self._of.keys()
         self._wanted = wanted
         self._quiet_steps = 0
         self._watched_steps = WATCHED_STEPS
         self.paused = False  # inside no_sync
         self._begin()
 
-    @property
-    def parameters(self) -> Set[int]:
-        """The parameters of the buckets."""
-        return self._of.keys()
-
     def _begin(self) -> None:
-        self._missing = {index: len(members) for index, members in self._members.items()}
+        self._missing = dict(self._counts)  # by bucket, the parameters whose gradients backward has not finished
         self._seen: set[int] = set()
         self._repeated = False
         self._marks: list[int] | None = None
@@ -374,8 +371,16 @@ class StepMaker:
         self._skipped.met(optimizer, "the gradient of %s is not finite; this step is skipped", name)
 
 
+_MISSING = object()
+_CONSTANTS = frozenset({float, int, bool, type(None)})  # types of hyper-parameters that no script can change in place
+
+
 class LiveGroups:
-    """Reads the current hyper-parameters of the script's optimizers, which schedulers change."""
+    """Reads the current hyper-parameters of the script's optimizers, which schedulers change.
+
+    They are converted and checked only in a step before which the script has set one of them. A tensor or a list can be
+    changed in place, so a script that has one is read anew in each step.
+    """
 
     def __init__(self, stage: ScriptStage) -> None:
         """Groups that are added to an optimizer later are not included."""
@@ -383,7 +388,9 @@ class LiveGroups:
             (optimizer_name(each), each, sum(number == index for number, _ in stage.groups))
             for index, each in stage.optimizers.items()
         ]
+        self._names = {name: hyper_parameter_names(name) for name, _, _ in self._optimizers}
         self._checked: list[HyperParameters] = []
+        self._given: list[object] = []  # the script's own values, from which `_checked` was made; empty: read anew
         self._live: Sequence[dict[str, Any]] | None = None  # groups that replace the optimizers' own
 
     def read_from(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -405,9 +412,19 @@ class LiveGroups:
         ]
         if self._live is not None:
             named = [(name, group) for (name, _), group in zip(named, self._live, strict=True)]
+        given = [group.get(key, _MISSING) for name, group in named for key in self._names[name]]
+        if len(given) == len(self._given) and given and all(map(is_, given, self._given)):
+            return self._checked
         groups = [hyper_parameters(name, group) for name, group in named]
         if groups != self._checked:
             for (name, _), values in zip(named, groups, strict=True):
                 check_hyper_parameters(name, values)
             self._checked = groups
+        self._given = given if all(map(_is_constant, given)) else []
         return groups
+
+
+def _is_constant(value: object) -> bool:
+    if type(value) is tuple:
+        return all(type(each) in _CONSTANTS for each in value)
+    return value is _MISSING or type(value) in _CONSTANTS

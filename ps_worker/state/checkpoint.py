@@ -169,14 +169,14 @@ class WorkerCheckpoint:
         self.steps += 1
         if self._model.tells:
             self._model.stepped()
-        fed = self._feeding()
-        self._count_unfed()
-        self._feeders |= {loader.index for loader in self.loaders if loader.going}
+        fed, going = self._feeding(), {loader.index for loader in self.loaders if loader.going}
+        self._count_unfed(is_in_loop=bool(going))
+        self._feeders |= going
         self._feeds_itself = self._feeds_itself or not (self._feeders or self._taken)
         batches = self._taken[fed] if fed is not None else 0
         self._step = LastStep(fed, max(1, batches), frozenset(self._taken) & self._feeders)
         self._taken.clear()
-        if self._wanted is not None and not self._is_in_loop:
+        if self._wanted is not None and not going:
             clock, self._wanted = self._wanted, None
             self._capture_first(clock)
 
@@ -185,7 +185,7 @@ class WorkerCheckpoint:
         the script is behind its last loop. A state that was captured there is restored at once. Raises Unsupported if
         the state was captured in a loop, unless the script has gone from such steps to a loop before.
         """
-        self._count_unfed()
+        self._count_unfed(self._is_in_loop)
         target = self._target
         if target is not None and self._unfed > 1 and self._is_behind_loops(target):
             self._restore_here(target)
@@ -195,9 +195,9 @@ class WorkerCheckpoint:
             self._has_skipped = True
             log.warning("step() makes no step until the script asks its loader for a batch: the job was rolled back")
 
-    def _count_unfed(self) -> None:
+    def _count_unfed(self, is_in_loop: bool) -> None:
         """Counts a step in `_unfed`, before its batches are forgotten."""
-        if not self._is_in_loop and self._feeders.isdisjoint(self._taken):
+        if not is_in_loop and self._feeders.isdisjoint(self._taken):
             self._unfed += 1
         else:
             self._returns = self._returns or self._unfed > 1

@@ -61,11 +61,14 @@ class Assignments:
     """The assignments of one worker's script that wait for its next step. For the training thread.
 
     Rows that the script sets wait in their tables; this class only decides whether they count.
+
+    are_some: something waits for the next step, or goes with the current one. While it is False no step need call this
     """
 
     def __init__(self, model: FlatModel, tensors: Sequence[torch.Tensor], tables: ServerTables) -> None:
         """tensors: the model's, in the order of the job's parameters."""
         self._model, self._tables = model, tables
+        self.are_some = False
         self._spec, self._stage = model.spec, 0
         self._tensors = tensors
         self._indices = {id(tensor): index for index, tensor in enumerate(tensors)}
@@ -81,7 +84,13 @@ class Assignments:
 
     def find_weights(self) -> None:
         """Finds weights that the script has changed. Raises InvalidRequest, as FlatModel.changed_weights."""
-        self._weights |= self._model.changed_weights()
+        self.note_weights(self._model.changed_weights())
+
+    def note_weights(self, changed: Collection[int]) -> None:
+        """Notes weights that the script has changed, by parameter."""
+        if changed:
+            self._weights.update(changed)
+            self.are_some = True
 
     def copies(self) -> dict[int, torch.Tensor]:
         """Returns copies of the weights that the script has set and that no step includes yet, by parameter."""
@@ -90,11 +99,12 @@ class Assignments:
     def set_all(self) -> None:
         """Treats all trained weights as changed by the script."""
         trains = self._model.layout.trains
-        self._weights = {index for index, parameter in enumerate(self._spec.parameters) if trains(parameter)}
+        self.note_weights([index for index, parameter in enumerate(self._spec.parameters) if trains(parameter)])
 
     def step_is_over(self) -> None:
         """Forgets the assignments of the current step, and weights that were changed since."""
         self._weights, self._of_step, self._states_of_step = set(), [], {}
+        self.are_some = self._states is not None or self._relied_on is not None
 
     # -- a lost place ------------------------------------------------------------------------------------------------
 
@@ -128,9 +138,10 @@ class Assignments:
         """
         for weights in (kept.since,) if counts else (kept.weights, kept.since):
             self._model.put_back(weights)
-            self._weights |= weights.keys()
+            self.note_weights(weights)
         if kept.states and not counts:
             self._states = {**kept.states, **(self._states or {})}
+            self.are_some = True
 
     def take_back(self) -> None:
         """Moves the assignments of the current step to the next one: an error has kept the step from being pushed.
@@ -178,6 +189,7 @@ class Assignments:
                 loaded[index] = state
         check_states(self._spec, loaded)
         self._states = {**(self._states or {}), **loaded}
+        self.are_some = True
 
     def enter(self, stage: ScriptStage) -> None:
         """Enters a stage. State that was set for optimizers that do not step any more is dropped."""
@@ -322,13 +334,12 @@ def send_assigned_rows(participation: Participation, tables: ServerTables, begun
     connection, assigned = participation.connection, tables.assigned()
     for table, rows in assigned.items():
         connection.assign_rows(connection.clock + 1, table, rows, begun)
-    if assigned:
-        try:
-            participation.settle()
-        except (InvalidRequest, LimitExceeded):
-            tables.forget_assigned()
-            connection.forget_assigned_rows()
-            raise
+    try:
+        participation.settle()
+    except (InvalidRequest, LimitExceeded):
+        tables.forget_assigned()
+        connection.forget_assigned_rows()
+        raise
 
 
 def fetch_weights(

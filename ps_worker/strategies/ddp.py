@@ -19,7 +19,7 @@ from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_worker.data.loaders import PreparedLoader, ShareSampler, prepared_loader, shard_loader, warning_once
 from ps_worker.data.pass_position import SharePass
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
-from ps_worker.model.stepped_alone import watch_steps
+from ps_worker.model.optimizer import watch_steps
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import looked_up, prepare_tables
 from ps_worker.values import PrepareOptions

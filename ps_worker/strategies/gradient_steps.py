@@ -80,10 +80,15 @@ class GradientSteps:
 
         index: the number of the optimizer that steps; None: a step without a gradient
         """
-        loop, at_pass_begin = self._loop, self._loop.checkpoint.at_pass_begin
-        loop.assignments.find_weights()
+        loop = self._loop
+        changed = loop.model.changed_weights()
+        if changed:
+            loop.assignments.note_weights(changed)
         step = self._maker.end_empty() if index is None else self._maker.end(index)
-        loop.gather_assignments(loop.participation.came_late and not loop.stepped, at_pass_begin)
+        tables = self._maker.tables
+        if loop.assignments.are_some or (tables.are_some and tables.assigned()):
+            began_late = loop.participation.came_late and not loop.stepped
+            loop.gather_assignments(began_late, loop.checkpoint.at_pass_begin)
         return Unfinished(step, loop.clock)
 
     def empty_step(self) -> None:

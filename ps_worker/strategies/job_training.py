@@ -84,9 +84,7 @@ class JobTraining:
         self.data = StepData()
         self.stepped = False
         self.participation = participation
-        self._steps = steps
-        self.model = steps.model
-        self.tensors = tensors
+        self._steps, self.model, self.tensors = steps, steps.model, tensors
         self.assignments = Assignments(steps.model, tensors, steps.tables)
         self._added = added
         self.stages = JobStages(participation, steps, self.assignments, added, lambda: self.checkpoint)
@@ -176,14 +174,15 @@ class JobTraining:
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
         exit_if_requested()
-        if self.is_past:
+        if self.rolled_back is not None and self.is_past:
             self._steps.abandon()  # also rows that the optimizer has given its tables
             self.checkpoint.skip()  # one of the remaining steps of a batch: the job was rolled back to before its first
             return
         if index is not None and self._steps.stage.number:  # no optimizer is replaced before
             self.stages.check_steps(index)
         self.rolled_back = None
-        self.script.follow()
+        if self.script.is_late:
+            self.script.follow()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
         if self.unfinished is not None:
@@ -194,7 +193,8 @@ class JobTraining:
             (self.data.pushed if staged else self.data.lost)()
         if index is not None and self._added.groups:
             self._added.step(index)
-        self.rolled_back = self.rolled_back if self.is_past else None  # a script without a loader sees it in the clock
+        if self.rolled_back is not None and not self.is_past:  # a script without a loader sees it in the clock
+            self.rolled_back = None
 
     @property
     def is_past(self) -> bool:
@@ -250,11 +250,10 @@ class JobTraining:
             return self._in_this_place(exchange, end)
 
     def _in_this_place(self, exchange: Callable[[], None], end: Callable[[], object] | None) -> bool | None:
-        self.participation.membership.raise_lost()
-        is_local = self.model.spec.local is not None
+        may_call, is_local = self.participation.may_call, self.model.spec.local is not None
         is_behind = self._left is not None  # an interrupt came on the way to the place: it has not arrived there yet
         try:
-            if not is_behind and self.participation.has_place:
+            if not is_behind and may_call:
                 try:
                     exchange()
                     return None
@@ -308,7 +307,7 @@ class JobTraining:
         end_last_step(self.participation)
         if self.sent is not None:  # it was interrupted, and is through
             self._counted = self.sent.clock
-        self._end(index)
+        self.unfinished = self.kind.end(index)
         self._push()
 
     def _allow_drafts(self) -> None:
@@ -351,10 +350,10 @@ class JobTraining:
         self.model.count(() if self.sent is None else self.sent.through())  # of a step that was interrupted
         if self._steps.stage.number:
             self.stages.tell()
-        if self.assignments.send(connection, begun):
+        if self.assignments.are_some and self.assignments.send(connection, begun):
             self.participation.settle()
         tables = self._steps.tables if self._steps.tables.are_some else None
-        if tables is not None:
+        if tables is not None and tables.assigned():
             send_assigned_rows(self.participation, tables, begun)
         self.model.begin_pull()
         ranges = self.data.use() if self.data.accounts else ()
@@ -368,7 +367,7 @@ class JobTraining:
             if tables is not None:
                 tables.sent()
             unfinished.begun = connection.clock if begun is None else begun
-            left = self.model.left(push.bucket for push in pushes if not push.empty)
+            left = self.model.left([push.bucket for push in pushes if not push.empty])
             self.sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, left)
         began = self._metrics.timer.now()
         with named(WAIT):
@@ -404,7 +403,8 @@ class JobTraining:
         elif sent is not None:
             self.model.count(sent.left)
         self._drop_unfinished()
-        self.assignments.step_is_over()
+        if self.assignments.are_some:
+            self.assignments.step_is_over()
 
     # -- lost --------------------------------------------------------------------------------------------------------
 

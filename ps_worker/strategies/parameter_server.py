@@ -43,11 +43,11 @@ from ps_worker.group import Group, group_of, in_call
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.group_spec import check_own_optimizers
 from ps_worker.model.job_spec import describe
+from ps_worker.model.optimizer import SteppedAlone, refuse
 from ps_worker.model.refused import LATER_IN_GROUP, has_scaler, refuse_scaler
 from ps_worker.model.replicated import held_alike, reduced_late
 from ps_worker.model.state_transfer import states_before
 from ps_worker.model.step import StepMaker
-from ps_worker.model.stepped_alone import SteppedAlone, refuse
 from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.gradient_steps import GradientSteps
 from ps_worker.strategies.job_training import JobTraining

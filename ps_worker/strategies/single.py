@@ -18,8 +18,8 @@ from ps_worker.data.loaders import PreparedLoader, prepared_loader, refused_of_l
 from ps_worker.data.pass_position import WholeLoop
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import refused_of
+from ps_worker.model.optimizer import SteppedAlone
 from ps_worker.model.refused import LATER_IN_GROUP
-from ps_worker.model.stepped_alone import SteppedAlone
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import looked_up, prepare_tables
 from ps_worker.values import PrepareOptions

@@ -120,8 +120,7 @@ class StepsTogether:
         error: Exception | None = None
         is_empty = False
         try:
-            self.participation.membership.raise_lost()
-            if self.participation.has_place:
+            if self.participation.may_call:
                 end_last_step(self.participation)
         except Exception as raised:
             error = raised
@@ -186,7 +185,6 @@ def in_this_place(participation: Participation, make: Callable[[], T]) -> T:
     """Returns what a call returns that is made from the place at hand. Raises PlaceLost where it is lost, and the error
     that has ended this worker's part in the job.
     """
-    participation.membership.raise_lost()
-    if not participation.has_place:
+    if not participation.may_call:
         raise PlaceLost
     return make()

@@ -6,8 +6,7 @@ followed_rows.py The rows of a module in a process that does not train, which fo
 freezing.py    A copy of a model for serving, with plain modules of torch in place of tables
 frozen.py      Modules for serving: torch's plain embeddings, with a map from ids to rows
 given_rows.py  Vectors that a script gives a table, from tensors, arrays and files
-handle_gradient.py The gradient of a table's handle
-lookups.py     The rows that a step has looked up, and their gradients
+lookups.py     The rows that a step has looked up, and their gradients; the gradient of a table's handle
 modules.py     Embedding and EmbeddingBag
 table_library.py Loads the compiled library for tables in a worker's process
 table_optimizers.py Optimizers that only tables have

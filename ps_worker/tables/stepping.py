@@ -131,8 +131,6 @@ def check(tables: Sequence[Stepped], optimizers: Sequence[Optimizer]) -> None:
 
 def _tables_of(optimizer: Optimizer) -> list[Any]:
     """Returns the modules whose handles an optimizer has, in the order of their names: the same on all ranks."""
-    if not _tables:
-        return []
     handles = {id(each) for group in optimizer.param_groups for each in group["params"]}
     return sorted((each for each in _all_tables() if id(each.weight) in handles), key=lambda table: table.local.name)
 
@@ -143,7 +141,7 @@ def _before_step(
     """Steps the tables of an optimizer. Returns the arguments for its `step`. A closure, which makes the gradients, is
     called before, and only once.
     """
-    tables = _tables_of(optimizer)
+    tables = _tables_of(optimizer) if _tables else []
     if not tables:
         return None
     know(optimizer)

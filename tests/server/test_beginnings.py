@@ -113,7 +113,7 @@ def begun(job: JobPartition) -> dict[str, torch.Tensor]:
 def test_a_table_begins_with_all_that_came() -> None:
     job = running()
     answers = [send(job, message) for message in MESSAGES]
-    assert [answer.fresh for answer in answers] == [False, False, False, True]
+    assert [(answer.kept, answer.duplicate) for answer in answers] == [(True, False)] * 3 + [(False, False)]
     found = job.tables[0].weights.snapshot()
     for prefix in ("", "waiting."):
         here, there = found[f"{prefix}ids"].argsort(), WHOLE[f"{prefix}ids"].argsort()

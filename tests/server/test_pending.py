@@ -20,7 +20,8 @@ from tests.tools.partitions import FROZEN, check, image, job_spec, payload, push
 def send(job: JobPartition, kind: PushKind, clock: int, rank: int = 0, incarnation: int = 0, **more: object) -> bool:
     """Sends a message about bucket 0, by default of the worker that is live; True if it counts now."""
     message = push(clock=clock, rank=rank, incarnation=incarnation or rank + 1, kind=kind, **more)
-    return job.execute(check(job, message)).fresh
+    staged = job.execute(check(job, message))
+    return not (staged.duplicate or staged.kept)
 
 
 def commit(job: JobPartition, clock: int, rank: int = 0, incarnation: int = 0, **groups: float) -> bool:

@@ -145,4 +145,5 @@ def test_a_contribution_that_is_refused_for_its_data_changes_nothing(
     with pytest.raises(LimitExceeded, match="what is committed lies in 1 pieces"):
         job.execute(kind.with_ranges(kind.push(0, 1), DataRange(0, 0, 8, 9)))
     assert (job._room.bytes, job.units[kind.index].pending) == (before, {})
-    assert job.execute(kind.push(0, 1)).fresh, "it can be sent without"
+    again = job.execute(kind.push(0, 1))
+    assert (again.duplicate, again.kept) == (False, False), "it can be sent without"

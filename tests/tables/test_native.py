@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from ps_protocol.row_ids import Ids, mix, shards_of
 from ps_protocol.tables import Initializer, TableSpec
 from ps_tables import index, row_sums, steps
-from ps_tables.checked_ids import are_distinct, are_of_shard
 from ps_tables.contributions import RowGradients
-from ps_tables.distinct import distinct
+from ps_tables.distinct import are_distinct, are_of_shard, distinct
 from ps_tables.native import in_use
 from ps_tables.native.libraries import LEVELS, file_name
 from ps_tables.native.loading import libraries, load

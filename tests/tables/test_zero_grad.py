@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ps_worker
-from ps_worker.tables.handle_gradient import HandleGradient
+from ps_worker.tables.lookups import HandleGradient
 from tests.tools.cases import cases
 
 IDS = 6
