@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
+from ps_protocol.errors import PSError
 from ps_server.coordinator.worker_states import WorkerStates
 from tests.simulation.cluster import MODES, NARROW_MODES, QUORUM_MODES, Cluster
+from tests.simulation.members import Works
+from tests.simulation.worker import Place, Worker
 from tests.simulation.world import Log
 from tests.tools.cases import cases
 
@@ -72,3 +77,33 @@ def test_servers_that_take_the_state_of_one_member_for_the_groups_are_found_out(
 ) -> None:
     first_state(monkeypatch)
     assert any(each.kind == "wrong state" for seed in range(4) for each in Cluster("sync", seed, members=2).run())
+
+
+def first_member(patch: pytest.MonkeyPatch) -> None:
+    """A group goes on once its first member is through, whatever becomes of what the others push and pull."""
+    usual = Worker.begun
+
+    def begun(self: Worker, place: Place, works: Sequence[Callable[[], object]]) -> Callable[[], None]:
+        own = [work for work in works if not isinstance(work, Works) or work.member == 0]
+        for work in works:
+            if isinstance(work, Works) and work.member:
+                self.members.do(work.member, partial(quietly, work))
+        return usual(self, place, own)
+
+    patch.setattr(Worker, "begun", begun)
+
+
+def quietly(work: Works) -> None:
+    with suppress(PSError):
+        work()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("mode", "kind"), cases([("async", "lost")], [("sync", "half a step")]))
+def test_a_group_that_goes_on_while_the_push_of_one_member_is_lost_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, mode: str, kind: str
+) -> None:
+    """As one whose members do not compare once they have pushed."""
+    first_member(monkeypatch)
+    found = [Cluster(mode, seed, faults=MEMBERS, members=2).run() for seed in range(4)]
+    assert any(each.kind == kind for violations in found for each in violations), found
