@@ -28,15 +28,18 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ps_worker
 from bench.machine import traffic
 from bench.talk import own_output
 from bench.training import adamw
-from examples.char_gpt import CharGPT, Shape, Windows, library_text
+from examples.char_gpt import Block, CharGPT, Shape, Windows, library_text, rotation
 
-HSDP, ALONE, APART = "HSDP", "one process", "groups apart"
+HSDP, REPLICAS, ALONE, APART = "HSDP", "replicas", "one process", "groups apart"
+SHARDED, TENSOR, PIPELINE = "sharded", "tensor parallel", "pipeline"
 BLOCK = 64
 
 
@@ -44,13 +47,16 @@ BLOCK = 64
 class Order:
     """What a process trains, and with which others.
 
-    system: HSDP, ALONE, "ours", or APART: each group trains by itself, and exchanges nothing with the other
+    system: HSDP, ALONE, "ours", or APART: each group trains by itself, and exchanges nothing with the other. REPLICAS:
+            torch's own, which are cut as groups are, and average their gradients by all_reduce once they are clipped
     meets:  HOST:PORT at which the processes of its torch world meet, of which it is number `rank` of `size`
     group:  the number of its group, of `groups`
     server, job, mode, quorum, transport, wire: as ps_worker.connect and prepare take them; quorum 0: there is none
     sgd:    the optimizer is SGD with momentum, and otherwise AdamW
-    tensor: the members of a group cut the MLPs by tensor parallel, and have one batch; otherwise fully_shard cuts all
+    cut:    SHARDED, by fully_shard. Otherwise the members of a group have one batch. TENSOR: they cut the MLPs by
+            tensor parallel. PIPELINE: they are stages, by 1F1B, and the embedding is the head, too
     micro:  backwards in a step
+    clip:   the norm that each group clips its gradient to; 0: none does
     batch:  blocks in the batch of one of `groups` times `members` processes; ALONE has all of them
     warmup: steps before the first order
     """
@@ -69,12 +75,39 @@ class Order:
     transport: str = "auto"
     wire: str = "float32"
     sgd: bool = False
-    tensor: bool = False
+    cut: str = SHARDED
     micro: int = 1
+    clip: float = 0.0
     layers: int = 8
     width: int = 512
     batch: int = 8
     warmup: int = 3
+
+
+class Stage(CharGPT):
+    """One of two stages. Both have the embedding, which is the head of the last one."""
+
+    def __init__(self, shape: Shape, index: int) -> None:
+        super().__init__(shape, tied=True)
+        self._is_first = index == 0
+        for number in range(shape.layers):
+            if (2 * number >= shape.layers) == self._is_first:
+                self.blocks[number] = nn.Identity()
+        if self._is_first:
+            self.norm = self.head = None  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Bytes to what comes out of the first blocks, or that to logits."""
+        cos, sin = rotation(x.shape[1], self.shape.width // self.shape.heads, x.device)
+        x = self.embedding(x) if self._is_first else x
+        for block in self.blocks:
+            x = block(x, cos, sin) if isinstance(block, Block) else x
+        return x if self._is_first else self.head(self.norm(x))
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of a batch."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Training:
@@ -83,62 +116,112 @@ class Training:
     def __init__(self, order: Order, session: ps_worker.Session | None) -> None:
         torch.manual_seed(0)
         self._order, self._session = order, session
-        self.model: nn.Module = CharGPT(Shape(order.layers, max(1, order.width // 64), order.width, BLOCK))
-        mesh = self._cut()
-        own = self.model.parameters()
+        self._member = order.rank % order.members
+        self._is_stage = order.cut == PIPELINE and order.system != ALONE
+        shape = Shape(order.layers, max(1, order.width // 64), order.width, BLOCK)
+        self.model: Any = Stage(shape, self._member) if self._is_stage else CharGPT(shape, order.cut == PIPELINE)
+        self._mesh = None if order.system == ALONE else self._cut()
+        own = [*self.model.parameters()]
+        # torch's fused AdamW takes DTensors and other tensors apart from each other.
+        kinds = [[each for each in own if isinstance(each, DTensor) == is_cut] for is_cut in (True, False)]
+        groups = [{"params": each} for each in kinds if each]
         # torch 2.13 has no fused SGD for DTensors.
-        self._optimizer: Any = torch.optim.SGD(own, lr=0.01, momentum=0.9) if order.sgd else adamw(own)
+        self._optimizer: Any = torch.optim.SGD(groups, lr=0.01, momentum=0.9) if order.sgd else adamw(groups)
         if session is not None:
             wires = {"gradient_wire": order.wire, "weight_wire": order.wire}
             self.model, self._optimizer = session.prepare(
-                self.model, self._optimizer, group=mesh, outer={"warm_up": 0}, **wires
+                self.model, self._optimizer, group=self._mesh, outer={"warm_up": 0}, **wires
             )
+        if self._is_stage:
+            stage = PipelineStage(self.model, self._member, 2, torch.device("cpu"), group=self._members)
+            self._schedule = Schedule1F1B(stage, order.micro, loss_fn=cross_entropy)
         self._windows = Windows(library_text(), BLOCK)
         self._made = 0
+        self._turns = self._samples()
 
     def _cut(self) -> Any:
         """Cuts the model over the processes of this one's torch world; returns their mesh."""
         order = self._order
+        copies = order.size // order.members
+        mesh = init_device_mesh("cpu", (copies, order.members), mesh_dim_names=("groups", "members"))
+        self._copies, self._members = mesh["groups"].get_group(), mesh["members"].get_group()
+        over = mesh if order.system == HSDP else mesh["members"]
+        for block in self.model.blocks:
+            if order.cut == TENSOR:
+                parallelize_module(block, over, {"mlp_in": ColwiseParallel(), "mlp_out": RowwiseParallel()})
+            elif order.cut == SHARDED:
+                fully_shard(block, mesh=over)
+        if order.cut == SHARDED:
+            fully_shard(self.model, mesh=over)
+        return mesh
+
+    def _samples(self) -> list[tuple[int, int]]:
+        """The samples of a step that this process has: the first one's number, and how many. One process that clips has
+        those of one group after the other."""
+        order, of_group = self._order, self._order.batch * self._order.members
         if order.system == ALONE:
-            return None
-        shape, names = (
-            ((order.groups, order.members), ("groups", "members")) if order.system == HSDP else ((order.size,), None)
-        )
-        mesh = whole = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        blocks: Any = self.model.blocks
-        if order.tensor:
-            of_group = mesh["members"] if order.system == HSDP else mesh
-            for block in blocks:
-                parallelize_module(block, of_group, {"mlp_in": ColwiseParallel(), "mlp_out": RowwiseParallel()})
-            if order.system != HSDP:
-                return whole
-            mesh = mesh["groups"]
-        for block in blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        return whole
+            turns = order.groups if order.clip else 1
+            size = of_group * order.groups // turns
+            return [(turn * size, size) for turn in range(turns)]
+        number = order.group * order.members + order.rank
+        if order.cut == SHARDED:
+            return [(number * order.batch, order.batch)]
+        return [(number // order.members * of_group, of_group)]
 
     def step(self) -> float:
         """Takes one step, with the same samples as every other system; returns the loss of this process' own."""
-        order, count = self._order, self._order.groups * self._order.members
-        own = order.group * order.members + order.rank if order.system != HSDP else order.rank
-        size = order.batch * (count if order.system == ALONE else 1)
-        if order.tensor and order.system != ALONE:
-            own, size = own // order.members, order.batch * order.members
-        first = self._made * order.batch * count + own * size
-        batch = [self._windows[(first + index) % len(self._windows)] for index in range(size)]
-        parts = [torch.stack(each).chunk(order.micro) for each in zip(*batch, strict=True)]
-        total = 0.0
-        for number, (x, y) in enumerate(zip(*parts, strict=True), 1):
-            is_last = number == order.micro or self._session is None
-            with contextlib.nullcontext() if is_last else self._session.no_sync():
-                loss = F.cross_entropy(self.model(x).flatten(0, 1), y.flatten()) / order.micro
-                loss.backward()
-            total += loss.item()
+        order, total = self._order, 0.0
+        begun = self._made * order.batch * order.members * order.groups
+        own, gradients = [*self.model.parameters()], []
+        for first, size in self._turns:
+            self._optimizer.zero_grad()
+            total += self._backward(begun + first, size) / len(self._turns)
+            if order.clip:
+                self._clip()
+            gradients.append([each.grad for each in own])
+        if len(self._turns) > 1:
+            for parameter, each in zip(own, zip(*gradients, strict=True), strict=True):
+                parameter.grad = sum(each) / len(each)
+        if order.system == REPLICAS:
+            for gradient in gradients[0]:
+                dist.all_reduce(local(gradient), group=self._copies)
+                local(gradient).div_(order.groups)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._made += 1
         return total
+
+    def _backward(self, first: int, size: int) -> float:
+        """Makes the gradient of some samples, in parts; returns their loss, which only the last stage knows."""
+        micro = self._order.micro
+        batch = [self._windows[(first + index) % len(self._windows)] for index in range(size)]
+        x, y = (torch.stack(each) for each in zip(*batch, strict=True))
+        losses: list[torch.Tensor] = []
+        if self._is_stage:
+            self._schedule.step(*([x] if self._member == 0 else []), target=y, losses=losses)
+            dist.all_reduce(self.model.embedding.weight.grad, group=self._members)
+            return sum(loss.item() for loss in losses) / micro
+        for number, part in enumerate(zip(x.chunk(micro), y.chunk(micro), strict=True), 1):
+            is_last = number == micro or self._session is None
+            with contextlib.nullcontext() if is_last else self._session.no_sync():
+                losses.append(cross_entropy(self.model(part[0]), part[1]) / micro)
+                losses[-1].backward()
+        return sum(loss.item() for loss in losses)
+
+    def _clip(self) -> None:
+        """Clips the gradient of a group. What its members hold alike counts once, in the first of them."""
+        found = {name: each.grad for name, each in self.model.named_parameters()}
+        squares = [
+            local(each).square().sum()
+            for name, each in found.items()
+            if self._member == 0 or isinstance(each, DTensor) or (self._is_stage and name != "embedding.weight")
+        ]
+        squared = torch.stack(squares).sum()
+        if self._order.system != ALONE:
+            dist.all_reduce(squared, group=self._members)
+        scale = min(1.0, self._order.clip / float(squared.sqrt()))
+        for each in found.values():
+            local(each).mul_(scale)
 
     def save(self, path: Path) -> None:
         """Writes the whole model, in the first process: all of its torch world call it."""
@@ -146,8 +229,17 @@ class Training:
             name: value.full_tensor() if hasattr(value, "full_tensor") else value
             for name, value in self.model.state_dict().items()
         }
+        if self._is_stage:
+            parts: list[Any] = [None] * self._order.size
+            dist.all_gather_object(parts, found)
+            found = {name: value for part in parts for name, value in part.items()}
         if self._order.rank == self._order.group == 0:
             save_file({name: value.detach().clone() for name, value in found.items()}, path)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """What this process has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def take(training: Training, order: Order, told: dict[str, Any]) -> dict[str, Any]:

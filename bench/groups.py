@@ -13,8 +13,10 @@ with the same batches. --parts takes some of four parts:
   error, once all results are written. `back` is the time from the end of the stop to the next step of the group that
   was stopped; of one that was killed, from the start of its processes again, which import torch, to their first step.
 * `equal`: the largest difference of a weight after --equal-steps steps, as a part of the largest element of its tensor:
-  to one process with the batches of all, and to HSDP. Once more with groups that cut the MLPs by tensor parallel, and
-  two backwards in a step; beside them torch has `fully_shard` over the groups.
+  to one process with the batches of all, and to HSDP. Once more with two backwards in a step and clipping, of groups
+  that cut the MLPs by tensor parallel, and of pipelines by 1F1B whose embedding is the head, too. A group clips its own
+  gradient, and HSDP the mean: beside these are one process that clips the gradient of one half of the batch after the
+  other, and two replicas of torch that are cut likewise and average the clipped gradients by all_reduce.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from safetensors.torch import load_file
 
 from bench import options
 from bench.cluster import HERE, Group, Host, job_name, servers
-from bench.group_member import ALONE, APART, HSDP, Order
+from bench.group_member import ALONE, APART, HSDP, PIPELINE, REPLICAS, TENSOR, Order
 from bench.link import linked, why_no_link
 from bench.machine import cpu_seconds
 from bench.pictures import Bar, bars
@@ -49,6 +51,8 @@ PARTS = ("step", "link", "lost", "equal")
 GROUPS, MEMBERS = 2, 2
 SECONDS = 600.0  # for an answer
 LOCAL, ROUND, WIRE = "local:8", 8, "int4"  # on the link
+CUTS = TENSOR, PIPELINE  # whose weights are compared, too
+CLIP = 0.1  # below the norm of each step
 GRACE_SECONDS = 2.0  # beside the lease, in which a group that is gone is noticed
 STEADY_SECONDS, AFTER_SECONDS = 4.0, 8.0  # that groups train before one is disturbed, and after that
 START_SECONDS = 12.0  # longer where processes are started again, which import torch
@@ -119,7 +123,7 @@ def orders(plain: Order, places: Sequence[Host]) -> list[Order]:
     """What each process of a system does. places: where they run, group by group"""
     if plain.system == ALONE:
         return [plain]
-    if plain.system == HSDP:
+    if plain.system in (HSDP, REPLICAS):
         meets = f"{places[0].address}:{free_port(HERE.address)}"
         return [replace(plain, meets=meets, rank=rank, size=len(places)) for rank in range(len(places))]
     found = []
@@ -326,26 +330,30 @@ def _ends(found: Mapping[str, Any]) -> list[float]:
 def equal(arguments: argparse.Namespace) -> list[Result]:
     """How far the weights of a system are from those of one process, and of HSDP."""
     found = []
-    tensor = {"tensor": True, "micro": 2}
-    ways: list[tuple[str, dict[str, Any]]] = [("AdamW", {}), ("SGD with momentum", {"sgd": True})]
-    ways += [(f"{name}, tensor parallel", way | tensor) for name, way in ways]
+    optimizers: list[tuple[str, dict[str, Any]]] = [("AdamW", {}), ("SGD with momentum", {"sgd": True})]
+    more = {"micro": 2, "clip": CLIP}
+    ways = optimizers + [(f"{name}, {cut}", way | more | {"cut": cut}) for cut in CUTS for name, way in optimizers]
     for name, way in ways:
         plain = replace(_plain(arguments), warmup=0, **way)
         with tempfile.TemporaryDirectory() as folder, servers([HERE] * arguments.shards) as cluster:
             ours = replace(plain, system="ours", server=cluster.address, job="equal")
-            systems = {ALONE: replace(plain, system=ALONE), HSDP: plain, "ours": ours}
+            peer = REPLICAS if plain.clip else HSDP
+            systems = {ALONE: replace(plain, system=ALONE), peer: replace(plain, system=peer), "ours": ours}
             for system, order in systems.items():
                 with contextlib.ExitStack() as stack:
                     group = processes(stack, {system: order})[system]
                     group.run(SECONDS, steps=arguments.equal_steps)
                     group.run(SECONDS, save=str(Path(folder) / system))
             weights = {system: load_file(Path(folder) / system) for system in systems}
-        for system in (HSDP, "ours"):
-            to = {f"to_{peer}": largest_difference(weights[system], weights[peer]) for peer in (ALONE, HSDP)}
-            more = {"difference": to[f"to_{ALONE}"], "steps": arguments.equal_steps}
-            more |= {"hsdp_difference": to[f"to_{HSDP}"]} if system != HSDP else {}
+        for system in (peer, "ours"):
+            figures = {"difference": largest_difference(weights[system], weights[ALONE])}
+            if system == "ours":
+                figures["hsdp_difference"] = largest_difference(weights[system], weights[peer])
             scenario = f"{arguments.equal_steps} steps of {name}"
-            found.append(_line(arguments, scenario, systems[system], None, not_measured="only weights count", **more))
+            figures |= {"steps": arguments.equal_steps}
+            found.append(
+                _line(arguments, scenario, systems[system], None, not_measured="only weights count", **figures)
+            )
     return found
 
 

@@ -9,7 +9,8 @@ flat:
     {NAME: tensor, "optimizer": {"state.NAME.KIND": tensor, "param_groups.NAME.SETTING": value}}
 
 This is the same with `flatten_optimizer_state_dict=True`, and the model's names at the top. torchtitan saves and loads
-this (`CheckpointManager` in its components/checkpoint.py).
+this (`CheckpointManager` in its components/checkpoint.py). The settings have `initial_lr`, too: torchtitan makes its
+schedules before it loads, and they add this to the groups of an optimizer.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def _flat(state: Mapping[str, Mapping[str, torch.Tensor]], groups: Sequence[Mapp
     flat: dict[str, Any] = {f"state.{name}.{kind}": each for name, own in state.items() for kind, each in own.items()}
     for group in groups:
         settings = {key: value for key, value in group.items() if key != "params"}
+        if "lr" in settings:  # a load needs the entry; the schedule has read its own rate by then
+            settings.setdefault("initial_lr", settings["lr"])
         flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
     return flat
 

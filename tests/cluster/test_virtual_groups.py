@@ -1,22 +1,26 @@
-"""Clusters in virtual time whose workers are groups of processes: members die, hang and are cut off."""
+"""Clusters in virtual time whose workers are groups: members die, hang, are cut off, and lose each other."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import pytest
 
+from ps_protocol.errors import PSError
 from ps_server.coordinator.worker_states import WorkerStates
 from tests.simulation.cluster import MODES, NARROW_MODES, QUORUM_MODES, Cluster
+from tests.simulation.members import Works
+from tests.simulation.worker import Place, Worker
 from tests.simulation.world import Log
 from tests.tools.cases import cases
 
 GROUP_MODES = (*MODES, *QUORUM_MODES, *NARROW_MODES)
 # The seeds of every run: sync, async, sync quorum all-1, local:4, sync int4 and local:4/2.
 FEW = [0, 3, 4, 7, 8, 10]
-MEMBERS = ("a member is killed", "a member hangs", "a member is cut off")
+MEMBERS = ("a member is killed", "a member hangs", "a member is cut off", "members lose each other")
 
 
 def in_turn(seed: int) -> str:
@@ -42,9 +46,12 @@ def test_members_that_fail_end_nothing_but_their_group(seeds: range) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_group_whose_member_hangs_loses_its_place() -> None:
+@pytest.mark.parametrize(("fault", "is_lost"), [("a member hangs", True), ("members lose each other", False)])
+def test_a_group_loses_its_place_where_a_member_hangs_and_not_where_members_wait_for_each_other(
+    fault: str, is_lost: bool
+) -> None:
     """Its first member sends heartbeats all the time."""
-    cluster = Cluster("sync", 3, tracing=True, faults=("a member hangs",), members=2)
+    cluster = Cluster("sync", 3, tracing=True, faults=(fault,), members=2)
     log, handler = logging.getLogger("ps_server"), Log(cluster.world)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -53,7 +60,7 @@ def test_a_group_whose_member_hangs_loses_its_place() -> None:
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
-    assert any("is gone: no sign of life" in event for event in map(str, cluster.world.events))
+    assert any("is gone: no sign of life" in event for event in map(str, cluster.world.events)) == is_lost
 
 
 def first_state(patch: pytest.MonkeyPatch) -> None:
@@ -72,3 +79,32 @@ def test_servers_that_take_the_state_of_one_member_for_the_groups_are_found_out(
 ) -> None:
     first_state(monkeypatch)
     assert any(each.kind == "wrong state" for seed in range(4) for each in Cluster("sync", seed, members=2).run())
+
+
+def first_member(patch: pytest.MonkeyPatch) -> None:
+    """A group goes on where its first member is through, although the push or the pull of another one has failed."""
+    usual = Worker.begun
+
+    def begun(self: Worker, place: Place, works: Sequence[Callable[[], object]]) -> Callable[[], None]:
+        return usual(self, place, [quiet(work) if isinstance(work, Works) and work.member else work for work in works])
+
+    patch.setattr(Worker, "begun", begun)
+
+
+def quiet(work: Works) -> Works:
+    def do() -> None:
+        with suppress(PSError):
+            work()
+
+    return Works(work.member, do)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("mode", "seed", "kind"), [("async", 2, "lost"), ("sync", 3, "wrong update")])
+def test_a_group_that_goes_on_where_the_push_of_one_member_has_failed_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, mode: str, seed: int, kind: str
+) -> None:
+    """As one whose members do not compare once they have pushed. Without that the seed finds nothing."""
+    assert Cluster(mode, seed, faults=MEMBERS, members=2).run() == []
+    first_member(monkeypatch)
+    assert kind in {each.kind for each in Cluster(mode, seed, faults=MEMBERS, members=2).run()}

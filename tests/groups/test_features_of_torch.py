@@ -64,7 +64,8 @@ def alone(options: Options, mesh: DeviceMesh) -> Tensors:
         [
             Options(groups=1, reduced="bfloat16"),
             Options(reduced="float32", optimizer="SGD"),
-            Options(norm=CLIPPED, optimizer="SGD"),
+            Options(norm=CLIPPED, optimizer="SGD", micro=2),
+            Options(norm=CLIPPED, micro=2),
             Options(groups=1, recomputes=True),
             Options(groups=1, compiled=True),
             Options(compiled=True, reduced="bfloat16", norm=CLIPPED),
@@ -78,6 +79,7 @@ def alone(options: Options, mesh: DeviceMesh) -> Tensors:
             "norm" * bool(each.norm),
             "recomputes" * each.recomputes,
             "compiled" * each.compiled,
+            each.optimizer * (each.micro > 1),
         )
         if word
     ),

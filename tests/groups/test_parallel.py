@@ -27,7 +27,7 @@ from tests.tools.groups import (
     same,
 )
 
-SHARDED = Options(groups=1, members=4, shards=True, even=True, clip=0.02, asks=True, loads=True)
+SHARDED = Options(groups=1, members=4, shards=True, even=True, micro=2, clip=0.02, asks=True, loads=True)
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,15 @@ SHARDED = Options(groups=1, members=4, shards=True, even=True, clip=0.02, asks=T
     [
         Options(),
         Options(groups=1, optimizer="SGD", micro=2, whole=True),
-        Options(clip=0.02, asks=True, loads=True),
+        Options(micro=2, clip=0.02, asks=True, loads=True),
         SHARDED,
+        pytest.param(Options(micro=2, clip=0.02, optimizer="SGD"), marks=pytest.mark.repeat),
+        pytest.param(replace(SHARDED, groups=2, optimizer="SGD"), marks=pytest.mark.repeat),
         pytest.param(
             Options(members=4, shards=True, even=True, whole=True, optimizer="SGD", micro=2), marks=pytest.mark.long
         ),
     ],
-    ids=["AdamW", "SGD", "clip", "sharded", "sharded SGD"],
+    ids=["AdamW", "SGD", "clip", "sharded", "clip SGD", "sharded clip SGD", "sharded SGD"],
 )
 def test_groups_of_tensor_parallel_members_end_as_one_process(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, options: Options

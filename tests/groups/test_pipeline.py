@@ -91,8 +91,8 @@ def begun_and_ended(
 @pytest.mark.parametrize(
     "options",
     [
-        Options(),
-        Options(groups=1, schedule="GPipe", optimizer="SGD"),
+        Options(clip=0.02),
+        Options(groups=1, schedule="GPipe", optimizer="SGD", clip=0.02),
         Options(groups=1, schedule="Interleaved1F1B", each=2, clip=0.02),
         Options(groups=1, members=3, micro=4),
         Options(groups=1, members=4, both=True),
@@ -102,7 +102,7 @@ def begun_and_ended(
 def test_stages_of_a_pipeline_end_as_one_process(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, options: Options
 ) -> None:
-    """With an embedding that the first and the last of them have, and a layer that is not trained."""
+    """With an embedding that the first and last have, and a frozen layer. A group clips the sum of its microbatches."""
     begin, end = begun_and_ended(nursery, shared.address, job, tmp_path, options)
     assert relative_distance(weights(end), one_process(options)) <= 1e-6
     assert same(weights(begin), dict(Model().named_parameters()))

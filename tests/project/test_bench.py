@@ -140,8 +140,9 @@ def check_groups(found: list[Result]) -> None:
     assert {*stopped["ratios"], *killed["ratios"]} == {"lease"}
     assert min(stopped["back_ms"], killed["back_ms"]) > 0
     optimizers = ("AdamW", "SGD with momentum")
-    for name in (*optimizers, *(f"{each}, tensor parallel" for each in optimizers)):
-        ours, peer = (systems[f"3 steps of {name}", system] for system in ("sync", "HSDP"))
+    cut = [f"{each}, {cut}" for each in optimizers for cut in ("tensor parallel", "pipeline")]
+    for name, other in [*((each, "HSDP") for each in optimizers), *((each, "replicas") for each in cut)]:
+        ours, peer = (systems[f"3 steps of {name}", system] for system in ("sync", other))
         assert ours["hsdp_difference"] <= 1e-6
         assert ours["difference"] <= max(1e-6, 1.1 * peer["difference"]) < 1e-3
 

@@ -8,6 +8,8 @@ share_alike.py            One of three members that share the parameters that th
 train_pipeline.py         One member of a group that trains a model in stages of a pipeline
 train_cut_anew.py         A process of a job whose checkpoint is restored with another cut of its groups
 train_with_dcp.py         A process that saves and loads by torch.distributed.checkpoint
+train_with_torchtitan.py  The same by torchtitan's own classes, without servers
+train_on_device.py        One member of a group whose members share a GPU
 train_with_state.py       Dropout, BatchNorm, shuffling, schedulers, noise: all that decides how a run ends
 train_two_stages.py       Two stages, each with an optimizer of its own
 train_with_frameworks.py  Trains with each framework under a launcher, in sync and in async

@@ -160,6 +160,17 @@ def loss(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(found, wanted)
 
 
+def gradients(model: Model, part: Iterable[torch.Tensor], clip: float) -> list[torch.Tensor]:
+    """The gradient of one group, which clips its own."""
+    model.zero_grad()
+    words, wanted = part
+    loss(model(words), wanted).backward()
+    own = [*trained(model).values()]
+    if clip:
+        assert nn.utils.clip_grad_norm_(own, clip) > clip
+    return [parameter.grad for parameter in own if parameter.grad is not None]
+
+
 def one_process(options: Options) -> dict[str, torch.Tensor]:
     """What one process ends with on the combined batches, without servers; not how often layers were called."""
     model = Model()
@@ -168,12 +179,11 @@ def one_process(options: Options) -> dict[str, torch.Tensor]:
     for step in range(options.steps):
         if step == options.poison and options.non_finite == "skip":
             continue
-        words, wanted = batch(step)
-        loss(model(words), wanted).backward()
-        if options.clip:
-            nn.utils.clip_grad_norm_(own.values(), options.clip)
+        parts = zip(*(each.chunk(options.groups) for each in batch(step)), strict=True)
+        of_groups = [gradients(model, part, options.clip) for part in parts]
+        for parameter, each in zip(own.values(), zip(*of_groups, strict=True), strict=True):
+            parameter.grad = torch.stack(each).mean(0)
         optimizer.step()
-        optimizer.zero_grad()
     return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
 
 

@@ -37,7 +37,8 @@ class Options:
     loads:   the folder that it begins with; empty: none
     saves:   the folder that it saves to; empty: none
     groups:  how many there are
-    flat:    the folder has the flat layout: names of the model at the top, settings by parameter
+    flat:    the folder has the flat layout: names of the model at the top, settings by parameter. The optimizer has a
+             schedule before it loads
     """
 
     members: int
@@ -49,6 +50,8 @@ class Options:
 
 def load(model: Any, optimizer: torch.optim.Optimizer, folder: str, flat: bool) -> None:
     """Loads what each process has of a model and its optimizer."""
+    if flat:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1000)
     layout = StateDictOptions(flatten_optimizer_state_dict=flat)
     of_model, of_optimizer = get_state_dict(model, optimizer, options=layout)
     found: dict[str, Any] = {**(of_model if flat else {"model": of_model}), "optimizer": of_optimizer}

@@ -41,7 +41,7 @@ READERS = {"a reader is killed": 2, "a reader hangs": 3, "a reader is cut off": 
 # What strikes relays, in clusters that have some.
 RELAYS = {"a relay is killed": 2, "a relay hangs": 2, "a relay is cut off": 2, "a relay dies in an edition": 2}
 # What strikes one member of a group, in clusters whose workers are groups.
-MEMBERS = {"a member is killed": 4, "a member hangs": 4, "a member is cut off": 3}
+MEMBERS = {"a member is killed": 4, "a member hangs": 4, "a member is cut off": 3, "members lose each other": 3}
 ALL_KINDS = KINDS | WHOLESALE | READERS | RELAYS | MEMBERS
 AT_AN_END = (
     *("a shard is killed", "a shard hangs", "the coordinator is killed", "the coordinator is cut off from a shard"),
@@ -95,7 +95,7 @@ class Faults:
             "a relay dies in an edition": self._kill_relay_in_an_edition,
         }
         self._do |= {"a member is killed": self._kill_member, "a member hangs": self._stop_member}
-        self._do |= {"a member is cut off": self._cut_member}
+        self._do |= {"a member is cut off": self._cut_member, "members lose each other": self._part_members}
         assert self._do.keys() == ALL_KINDS.keys()
         self._weights = {kind: weight * draw.choice([0, 0, 1, 3]) for kind, weight in KINDS.items()}
         self._pairs = draw.choice([0.0, 0.2, 0.6])  # of the faults: another one comes at once, or soon
@@ -224,6 +224,14 @@ class Faults:
                 self._disturb(host, seconds)
             for server in draw.choice([servers[:1], servers[1:], servers[1:2], servers]):
                 self._cluster.network.cut(found[1], server, seconds)
+
+    def _part_members(self) -> None:
+        found = self._member()
+        if found is not None:
+            seconds = self._hang_seconds()
+            for host in found[0].members.hosts:
+                self._disturb(host, seconds)
+            found[0].members.part(seconds)
 
     # -- readers -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The members of a worker that is a group of processes: each on a host of its own, with a part of the job's buckets.
 
 What one of them does for a step, it does on its host. The group goes on once all are through, as its collectives have
-it: a member that hangs holds all of them up, and one that dies ends them.
+it: a member that hangs or that the others do not reach holds all of them up, and one that dies ends them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Members:
 
     def __init__(self, worker: Worker, count: int) -> None:
         self._worker, self._world = worker, worker.world
+        self._apart_until = 0.0
         others = [Host(self._world, f"{worker.host.name}, member {number}") for number in range(1, count)]
         self.hosts = [worker.host, *others]
         for host in others:
@@ -52,9 +53,13 @@ class Members:
             host.spawn("heartbeat", partial(self._beat, number))
 
     def meet(self) -> None:
-        """Waits for a member that hangs, before what all do together."""
-        while any(host.stopped for host in self.hosts):
+        """Waits for a member that hangs, or that the others do not reach, before what all do together."""
+        while any(host.stopped for host in self.hosts) or self._world.now < self._apart_until:
             self._world.let_pass(MEET_SECONDS)
+
+    def part(self, seconds: float) -> None:
+        """Cuts members off from each other, and from no server: all keep the place, and none ends a step."""
+        self._apart_until = max(self._apart_until, self._world.now + seconds)
 
     def _beat(self, number: int) -> None:
         """Says that this member is there; the first one takes the next place where one is lost."""

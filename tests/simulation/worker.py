@@ -479,6 +479,7 @@ class Worker:
     def all(self, place: Place, works: Sequence[Callable[[], object]]) -> None:
         """Does several things at once. Raises the first error; PlaceLost where the loss of the place has caused it."""
         self.begun(place, works)()
+        self.members.meet()  # and compares
 
     def begun(self, place: Place, works: Sequence[Callable[[], object]]) -> Callable[[], None]:
         """Begins to do several things at once; returns what waits for them, as `all` does."""
