@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import http.client
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -25,28 +23,14 @@ from ps_server.ops import requests
 from tests.tools import launching
 from tests.tools.cluster import Cluster, until
 from tests.tools.launching import ROOT, Command, Commands, kill_family
+from tests.tools.served_model import SHAPE, TEXT, ask
 
 SCRIPT = ROOT / "examples" / "serve.py"
-SHAPE = {"layers": 1, "heads": 2, "width": 16, "block": 8}
 FLAGS = ["--heads=2", "--block=8", "--port=0"]
-TEXT = "import this; def text(self): return self.text"
 
 char_gpt = launching.load(ROOT / "examples" / "char_gpt.py")
 launching.load(ROOT / "examples" / "demo.py")  # serve.py imports both
 pytest.importorskip("fastapi", reason="needs the extra `examples`")
-
-
-def ask(address: str, path: str, body: Any = None) -> tuple[int, int, dict[str, Any]]:
-    """The status, the version in the header, and what is answered."""
-    there = urlsplit(address)
-    connection = http.client.HTTPConnection(there.hostname or "", there.port, timeout=60)
-    try:
-        text = None if body is None else body if isinstance(body, str) else json.dumps(body)
-        connection.request("GET" if body is None else "POST", path, text, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        return answer.status, int(answer.headers["x-model-version"]), json.loads(answer.read())
-    finally:
-        connection.close()
 
 
 def served(commands: Commands, server: str, *flags: str) -> str:
