@@ -248,15 +248,16 @@ def another_run(shared: Cluster, job: str, gate: Gate, width: int) -> Iterator[T
                 assert gate.entered.wait(TEST_SECONDS)
                 runs = {feed.wait_for().run: first}
                 away.close()
-            with shared.connect("sync", job=job) as session, relay(shared.address, later):
+            with shared.connect("sync", job=job) as session:
                 second = begun(session, width)
-                second.steps(2)
-                until(lambda: feed.wait_for().run not in runs, "the other run")
-                runs[feed.wait_for().run] = second
-                try:
-                    yield TwoRuns(feed, model, runs)
-                finally:
-                    gate.open.set()  # the end of the feed waits for the copies
+                second.steps(2)  # before the relay comes back: where there is no job, a feed has ended
+                with relay(shared.address, later):
+                    until(lambda: feed.wait_for().run not in runs, "the other run")
+                    runs[feed.wait_for().run] = second
+                    try:
+                        yield TwoRuns(feed, model, runs)
+                    finally:
+                        gate.open.set()  # the end of the feed waits for the copies
 
 
 def test_copies_are_of_one_run_where_another_one_takes_the_name(
