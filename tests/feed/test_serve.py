@@ -227,12 +227,15 @@ def test_a_demo_whose_workers_fail_says_so(commands: Commands, tmp_path: Path) -
     assert "--stepz" in (tmp_path / "workers.log").read_text()
 
 
-def test_flags_of_the_training_are_for_the_demo_alone(
+def test_flags_of_the_training_are_for_those_who_start_it_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve = launching.load(SCRIPT)
-    monkeypatch.setattr(sys, "argv", ["serve.py", "--demo", "--lr=0.01", "--mode=async"])
-    assert serve.parse_arguments().training == ["--lr=0.01", "--mode=async"]
+    for way in ("--demo", "--ray"):
+        monkeypatch.setattr(sys, "argv", ["serve.py", way, "--lr=0.01", "--mode=async", "--heads=2"])
+        arguments = serve.parse_arguments()
+        assert arguments.training == ["--lr=0.01", "--mode=async"]
+        assert {"--heads=2", "--lr=0.01"} <= {*serve.words(arguments)}
     monkeypatch.setattr(sys, "argv", ["serve.py", "--lr=0.01"])
     with pytest.raises(SystemExit):
         serve.parse_arguments()
