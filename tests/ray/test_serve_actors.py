@@ -20,6 +20,7 @@ pytestmark = needs_ray
 
 START_SECONDS = 240.0  # Ray, then servers, then actors, each of which imports torch
 SERVING = r"\(Service pid=(\d+)\)\S* serving version \d+ at (http://\S+)\n"
+COMES_BACK = r"job default: worker \d joins at clock [1-9]\d*"
 
 
 @pytest.fixture
@@ -59,4 +60,10 @@ def test_a_service_and_a_trainer_that_are_killed_come_back(commands: Commands, t
         added = list(services(command).values())[2]
         rises(added)
         until(lambda: ask(added, "/score", {"text": TEXT})[2]["loss"] < first["loss"] - 0.5, "what has learnt since")
+
+        trainers = [each for each in command.family() if each.cmdline()[:1] == ["ray::Trainer.train"]]
+        assert len(trainers) == 2
+        trainers[0].kill()
+        until(lambda: re.search(COMES_BACK, command.err), "the trainer's coming back", START_SECONDS)
+        rises(other)
         assert command.end(signal.SIGINT) == 130
