@@ -322,8 +322,11 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The defaults are those of the demo: 100 steps of two workers bring the loss to about 2.3 within a minute."""
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The defaults are those of the demo: 100 steps of two workers bring the loss to about 2.3 within a minute.
+
+    words: the arguments; None: those of the command line
+    """
     parser = argparse.ArgumentParser(description="Train a small GPT on the source of Python's standard library.")
     parser.add_argument("--steps", type=int, default=100, help="steps of each worker (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="blocks in one worker's batch (%(default)s)")
@@ -335,7 +338,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/char_gpt"), help="where to leave results (%(default)s)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if min(arguments.steps, arguments.batch_size, arguments.layers) < 1:
         parser.error("--steps, --batch-size and --layers must be at least 1")
     return arguments

@@ -6,6 +6,7 @@
     curl -si localhost:8000/generate --json '{"prompt": "def ", "length": 80}'
 
 `python examples/serve.py --demo` does all of this on one machine: it starts servers and workers, too, and ends them.
+With `--ray` all of it are actors of Ray: serve_actors.py.
 
 This process is no worker: training neither knows it nor waits for it. The lines marked (ps) are all that this takes.
 Every answer says in `x-model-version` how many updates its weights have. A request reads one version from its beginning
@@ -170,6 +171,12 @@ def application(served: Served, late: float, max_behind: int | None) -> FastAPI:
     return app
 
 
+def words(arguments: argparse.Namespace) -> list[str]:
+    """Returns the arguments of char_gpt.py with which --demo and --ray train."""
+    shape = f"--heads={arguments.heads}", f"--block={arguments.block}"
+    return ["--steps=2000", *shape, f"--out={arguments.out}", *arguments.training]
+
+
 @contextmanager
 def training(arguments: argparse.Namespace) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Starts servers of two shards, and two workers that train the model; gives the servers' address and the workers'
@@ -184,8 +191,7 @@ def training(arguments: argparse.Namespace) -> Iterator[tuple[str, subprocess.Po
         address, page = await_server(process, out / "server.log")
         print(f"the servers are ready; watch the job in a browser, while it trains: {page}", flush=True)
         job = ["--job", arguments.job] if arguments.job else []
-        workers = ["ps-worker", "run", "--server", address, "--workers", "2", *job, str(SCRIPT), "--out", str(out)]
-        workers += ["--steps=2000", f"--heads={arguments.heads}", f"--block={arguments.block}", *arguments.training]
+        workers = ["ps-worker", "run", "--server", address, "--workers", "2", *job, str(SCRIPT), *words(arguments)]
         share = os.environ | {"OMP_NUM_THREADS": threads(2)}
         with (
             (out / "workers.log").open("w") as said,
@@ -206,6 +212,17 @@ def await_weights(feed: ps.WeightFeed, workers: subprocess.Popen[bytes] | None, 
             sys.exit(f"serve: the workers ended with code {code}; their log is {arguments.out / 'workers.log'}")
 
 
+def serve(feed: ps.WeightFeed, arguments: argparse.Namespace) -> None:
+    """Answers requests until this process is told to end."""
+    served = Served(feed, arguments.models, arguments.heads, arguments.block, arguments.wait)
+    app = application(served, arguments.late, arguments.max_behind)
+    # Listens before the server runs, so that the line below tells the port and comes before the first request.
+    with socket.create_server((arguments.host, arguments.port), backlog=128) as listening:
+        host, port = listening.getsockname()[:2]
+        print(f"serving version {feed.version} at http://{host}:{port}", flush=True)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+
+
 def parse_arguments() -> argparse.Namespace:
     """Parses the arguments. Options that are not given come from PS_* variables, as for a training script."""
     parser = argparse.ArgumentParser(description="Serve the GPT of char_gpt.py while it trains.", allow_abbrev=False)
@@ -220,10 +237,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0: any (%(default)s)")
     parser.add_argument("--wait", type=float, default=600.0, help="seconds to wait for the weights (%(default)s)")
-    parser.add_argument("--demo", action="store_true", help="start servers, and workers with all other flags, too")
-    parser.add_argument("--out", type=Path, default=Path("runs/serve"), help="logs of --demo (%(default)s)")
+    started = parser.add_mutually_exclusive_group()
+    started.add_argument("--demo", action="store_true", help="start servers, and workers with all other flags, too")
+    started.add_argument(
+        "--ray", action="store_true", help="as --demo, as actors of Ray: of RAY_ADDRESS, or of its own"
+    )
+    parser.add_argument("--services", type=int, default=2, help="with --ray, at ports from --port on (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/serve"), help="for what training leaves (%(default)s)")
     arguments, arguments.training = parser.parse_known_args()
-    if arguments.training and not arguments.demo:
+    if arguments.training and not (arguments.demo or arguments.ray):
         parser.error(f"unrecognized arguments: {' '.join(arguments.training)}")
     return arguments
 
@@ -231,18 +253,19 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Runs the example; see the top of this file."""
     arguments = parse_arguments()
+    if arguments.ray:
+        # Ray would show one of several lines that differ in their numbers alone. It reads this when it is imported.
+        os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", "serving version")
+        from serve_actors import run
+
+        run(arguments, words(arguments))
+        return
     with (
         training(arguments) if arguments.demo else nullcontext((arguments.server, None)) as (server, workers),
         ps.subscribe(server, arguments.job, wire=arguments.wire) as feed,  # (ps)
     ):
         await_weights(feed, workers, arguments)
-        served = Served(feed, arguments.models, arguments.heads, arguments.block, arguments.wait)
-        app = application(served, arguments.late, arguments.max_behind)
-        # Listens before the server runs, so that the line below tells the port and comes before the first request.
-        with socket.create_server((arguments.host, arguments.port), backlog=128) as listening:
-            host, port = listening.getsockname()[:2]
-            print(f"serving version {feed.version} at http://{host}:{port}", flush=True)
-            uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+        serve(feed, arguments)
 
 
 if __name__ == "__main__":

@@ -10,25 +10,32 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import torch
 from torch import nn
 
 import ps_torch as ps
-from ps_protocol.errors import Unreachable
+from ps_protocol.errors import InvalidRequest, Unreachable
+from ps_server.config import ServerConfig
+from tests.chaos.cluster import free_ports
 from tests.tools.cluster import TEST_SECONDS, Cluster, until
+from tests.tools.followed_trainer import relay
 from tests.tools.remembering_trainer import RememberingTrainer, in_background
 
 Trainer = RememberingTrainer[nn.Linear]
+
+
+def begun(session: ps.Session, width: int = 8) -> Trainer:
+    return RememberingTrainer(session, nn.Linear(20, width), lambda model: model(torch.randn(4, 20)).square().mean())
 
 
 @pytest.fixture
 def trainer(shared: Cluster, job: str) -> Iterator[Trainer]:
     with shared.connect("sync", job=job) as session:
         torch.manual_seed(3)
-        yield RememberingTrainer(session, nn.Linear(20, 8), lambda model: model(torch.randn(4, 20)).square().mean())
+        yield begun(session)
 
 
 class Gate:
@@ -186,8 +193,7 @@ def test_the_end_of_a_job_is_waited_for(shared: Cluster, job: str, gate: Gate, m
     """Until the last edition is made, the model is behind, and may still come to it."""
     with ps.subscribe(shared.address, job, names=names(gate)) as feed:
         with shared.connect("sync", job=job) as session:
-            torch.manual_seed(3)
-            trainer = Trainer(session, nn.Linear(20, 8), lambda model: model(torch.randn(4, 20)).square().mean())
+            trainer = begun(session)
             model = feed.load(nn.Linear(20, 8))
             gate.close()
             trainer.steps(3)
@@ -202,6 +208,93 @@ def test_the_end_of_a_job_is_waited_for(shared: Cluster, job: str, gate: Gate, m
         monkeypatch.setattr(changed, "wait", waited)
         assert read(feed, model, max_behind=0)[0] == 3
         assert gate.open.is_set()
+
+
+class TwoRuns:
+    """A model of copies that follows a job by its name, of which another run begins.
+
+    runs: the trainer of each run, by the run's name
+    """
+
+    def __init__(self, feed: ps.WeightFeed, model: nn.Linear, runs: dict[str, Trainer]) -> None:
+        self.feed, self.model, self.runs = feed, model, runs
+
+    def read(self, max_behind: int | None = None, timeout: float = TEST_SECONDS) -> tuple[str, int]:
+        """Returns the run and the version of a block in which all of the model is of that version of that run."""
+        with self.feed.reading(self.model, max_behind, timeout) as version:
+            edition = self.feed._models[self.model].edition
+            assert edition is not None
+            past = self.runs[edition.run].past[version]
+            assert all(torch.equal(each, past[name]) for name, each in self.model.state_dict().items())
+            return edition.run, version
+
+
+@contextmanager
+def another_run(shared: Cluster, job: str, gate: Gate, width: int) -> Iterator[TwoRuns]:
+    """Its relay is away while the run ends and the other one begins. The copies of the last edition that the feed has
+    of the first run are under way for as long as the gate is closed. width: of the other run's model
+    """
+    later = ServerConfig(port=free_ports(1))
+    with ExitStack() as away:
+        near = away.enter_context(relay(shared.address))
+        addresses = f"{near.address},127.0.0.1:{later.port}"
+        with ps.subscribe(addresses, job, names=names(gate)) as feed:
+            with shared.connect("sync", job=job) as session:
+                first = begun(session, 8)
+                feed.wait_for(first.steps(3))
+                model = feed.load(nn.Linear(20, 8))
+                gate.close()
+                feed.wait_for(first.step())
+                assert gate.entered.wait(TEST_SECONDS)
+                runs = {feed.wait_for().run: first}
+                away.close()
+            with shared.connect("sync", job=job) as session:
+                second = begun(session, width)
+                second.steps(2)  # before the relay comes back: where there is no job, a feed has ended
+                with relay(shared.address, later):
+                    until(lambda: feed.wait_for().run not in runs, "the other run")
+                    runs[feed.wait_for().run] = second
+                    try:
+                        yield TwoRuns(feed, model, runs)
+                    finally:
+                        gate.open.set()  # the end of the feed waits for the copies
+
+
+def test_copies_are_of_one_run_where_another_one_takes_the_name(
+    shared: Cluster, job: str, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    with another_run(shared, job, gate, 8) as two:
+        first, second = two.runs
+        assert two.read() == (first, 3), "until there are copies of a newer edition"
+        with pytest.raises(Unreachable, match="the job has left these weights, for a checkpoint or another run"):
+            two.read(max_behind=10**6, timeout=0.1)
+        assert f"another run of job {job} has begun: version " in caplog.text
+        gate.open.set()
+        assert two.read(max_behind=0) == (second, 2), "a lower version than before, without a rollback"
+        assert two.feed.restores == 0
+        two.feed.wait_for(two.runs[second].step())
+        assert two.read(max_behind=0) == (second, 3)
+
+
+def test_a_model_that_does_not_fit_another_run_keeps_the_weights_that_it_has(
+    shared: Cluster, job: str, gate: Gate
+) -> None:
+    with another_run(shared, job, gate, 9) as two:
+        gate.open.set()
+        [first, _] = two.runs
+
+        def is_told() -> str | None:
+            try:
+                assert two.read()[0] == first
+            except InvalidRequest as error:
+                return str(error)
+            return None
+
+        told = until(is_told, "the reason")
+        assert "the shapes differ of weight [8, 20] for [9, 20], bias [8] for [9]" in told
+        version = two.feed._models[two.model].edition.version  # type: ignore[union-attr]
+        past = two.runs[first].past[version]
+        assert all(torch.equal(each, past[name]) for name, each in two.model.state_dict().items())
 
 
 def test_readers_are_told_why_a_tensor_cannot_be_made(shared: Cluster, job: str, trainer: Trainer, gate: Gate) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import http.client
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -25,28 +23,14 @@ from ps_server.ops import requests
 from tests.tools import launching
 from tests.tools.cluster import Cluster, until
 from tests.tools.launching import ROOT, Command, Commands, kill_family
+from tests.tools.served_model import SHAPE, TEXT, ask
 
 SCRIPT = ROOT / "examples" / "serve.py"
-SHAPE = {"layers": 1, "heads": 2, "width": 16, "block": 8}
 FLAGS = ["--heads=2", "--block=8", "--port=0"]
-TEXT = "import this; def text(self): return self.text"
 
 char_gpt = launching.load(ROOT / "examples" / "char_gpt.py")
 launching.load(ROOT / "examples" / "demo.py")  # serve.py imports both
 pytest.importorskip("fastapi", reason="needs the extra `examples`")
-
-
-def ask(address: str, path: str, body: Any = None) -> tuple[int, int, dict[str, Any]]:
-    """The status, the version in the header, and what is answered."""
-    there = urlsplit(address)
-    connection = http.client.HTTPConnection(there.hostname or "", there.port, timeout=60)
-    try:
-        text = None if body is None else body if isinstance(body, str) else json.dumps(body)
-        connection.request("GET" if body is None else "POST", path, text, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        return answer.status, int(answer.headers["x-model-version"]), json.loads(answer.read())
-    finally:
-        connection.close()
 
 
 def served(commands: Commands, server: str, *flags: str) -> str:
@@ -243,12 +227,15 @@ def test_a_demo_whose_workers_fail_says_so(commands: Commands, tmp_path: Path) -
     assert "--stepz" in (tmp_path / "workers.log").read_text()
 
 
-def test_flags_of_the_training_are_for_the_demo_alone(
+def test_flags_of_the_training_are_for_those_who_start_it_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve = launching.load(SCRIPT)
-    monkeypatch.setattr(sys, "argv", ["serve.py", "--demo", "--lr=0.01", "--mode=async"])
-    assert serve.parse_arguments().training == ["--lr=0.01", "--mode=async"]
+    for way in ("--demo", "--ray"):
+        monkeypatch.setattr(sys, "argv", ["serve.py", way, "--lr=0.01", "--mode=async", "--heads=2"])
+        arguments = serve.parse_arguments()
+        assert arguments.training == ["--lr=0.01", "--mode=async"]
+        assert {"--heads=2", "--lr=0.01"} <= {*serve.words(arguments)}
     monkeypatch.setattr(sys, "argv", ["serve.py", "--lr=0.01"])
     with pytest.raises(SystemExit):
         serve.parse_arguments()

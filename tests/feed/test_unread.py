@@ -1,7 +1,9 @@
-"""A crowd of readers that never read takes a bounded part of a shard's memory, and is cut off."""
+"""A crowd of readers that never read takes a bounded part of the memory of a shard or a relay, and is cut off."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +34,7 @@ SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_5
 OPTIONS = [*SMALL_WINDOW, ("grpc.use_local_subchannel_pool", 1)]  # each channel has a connection of its own
 SERVICE = f"/{feed_pb2.DESCRIPTOR.services_by_name['FeedService'].full_name}"
 A_READER_BYTES = 2 * BUCKET_BYTES + 256 * 1024  # a message, as it is made and as it is sent; the thread that sends it
+FLAGS = ["--port=0", "--metrics-port=0", f"--max-feeds={2 * READERS}", "--max-calls=4096", "--max-stall-seconds=45"]
 SLOWEST_STEP_SECONDS = 25.0  # less than a reader may stall: a step that waited for one would take longer
 
 
@@ -43,48 +46,72 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 
 
 def readers(server: str) -> int:
-    """How many the only shard has of the only job; -1: all that ask it keep it from answering `status` in time."""
+    """How many the only shard, or a relay, has of the only job; -1: all that ask it keep it from answering `status` in
+    time.
+    """
     jobs = requests.fetch(server)["shards"][0]["jobs"]
     if not jobs:
         return -1
     return jobs[0]["feed"]["reader_count"] if jobs[0]["feed"] else 0
 
 
+def held(pid: int) -> int:
+    """Bytes of a process' own memory, and of what it shares with readers: a relay's editions are there."""
+    shared = re.search(r"^RssShmem:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert shared
+    return resident(pid) + int(shared[1]) * 1024
+
+
+@contextlib.contextmanager
+def crowd(address: str, session: ps.Session, trainer: FollowedTrainer) -> Iterator[None]:
+    """Has so many readers ask for an edition, of which they read nothing. The second half of them wants a newer one."""
+    unread: list[Any] = []
+    channels = [grpc.insecure_channel(address, OPTIONS) for _ in range(READERS // OF_A_CONNECTION)]
+    try:
+        describe = channels[0].unary_unary(f"{SERVICE}/DescribeWeights")
+        run = read_weights_here(describe(write_weights_asked(WeightsAsked("default")))).run
+        for number, channel in enumerate(channels):
+            if number == len(channels) // 2:
+                trainer.step()
+            call = EditionCall("default", run, 0, session.clock, "float32", ())
+            pull = channel.unary_stream(f"{SERVICE}/PullEdition")
+            unread += [pull(write_edition_call(call), timeout=600) for _ in range(OF_A_CONNECTION)]
+        yield
+    finally:
+        for channel in channels:
+            channel.close()
+
+
 @pytest.mark.long
-def test_a_thousand_readers_that_never_read_take_two_editions_and_a_message_each(commands: Commands) -> None:
-    flags = ["--shards=1", "--port=0", "--metrics-port=0", f"--max-feeds={2 * READERS}", "--max-calls=4096"]
-    servers = commands.start("-m", "ps_server", "up", *flags, "--max-stall-seconds=45")
+@pytest.mark.parametrize(("place", "editions"), [("shard", 2), ("relay", 4)])
+def test_a_thousand_readers_that_never_read_take_a_few_editions_and_a_message_each(
+    commands: Commands, place: str, editions: int
+) -> None:
+    servers = commands.start("-m", "ps_server", "up", "--shards=1", *FLAGS)
     [server] = servers.says(r"ps-server: ready at (\S+) \(\d shards?\)\n")
     with ps.connect(server, "sync", rank=0, world_size=1) as session:
         trainer = FollowedTrainer(session, BUCKET_BYTES, WIDTH)
         trainer.step()
         [shard] = requests.fetch(server)["shards"]
+        pid, address, asked = shard["pid"], shard["address"], server
+        if place == "relay":
+            relay = commands.start("-m", "ps_server", "relay", f"--upstream={server}", *FLAGS)
+            [asked] = relay.says(r"ready at (\S+)")
+            pid, address = relay.process.pid, asked
+            with ps.subscribe(asked) as feed:
+                feed.wait_for(session.clock)
         size = sum(each.nbytes for each in trainer.model.state_dict().values())
-        before = resident(shard["pid"])
-        unread: list[Any] = []
-        channels = [grpc.insecure_channel(shard["address"], OPTIONS) for _ in range(READERS // OF_A_CONNECTION)]
-        try:
-            describe = channels[0].unary_unary(f"{SERVICE}/DescribeWeights")
-            run = read_weights_here(describe(write_weights_asked(WeightsAsked("default")))).run
-            for number, channel in enumerate(channels):
-                if number == len(channels) // 2:  # the second half holds another edition
-                    trainer.step()
-                call = EditionCall("default", run, 0, session.clock, "float32", ())
-                pull = channel.unary_stream(f"{SERVICE}/PullEdition")
-                unread += [pull(write_edition_call(call), timeout=600) for _ in range(OF_A_CONNECTION)]
-            until(lambda: readers(server) == READERS, "that all have an edition")
+        before, most = held(pid), editions * size + READERS * A_READER_BYTES
+        with crowd(address, session, trainer):
+            until(lambda: readers(asked) == READERS, "that all have an edition")
             for _ in range(3):
                 began = time.monotonic()
                 trainer.step()
                 assert time.monotonic() - began < SLOWEST_STEP_SECONDS
-            most = 2 * size + READERS * A_READER_BYTES
-            assert resident(shard["pid"]) - before < most
-            with ps.subscribe(server) as feed:  # it is served once those who hold both editions are cut off
+            assert held(pid) - before < most
+            with ps.subscribe(asked) as feed:  # it is served once those who hold both editions are cut off
                 last = trainer.step()
                 edition = feed.wait_for(last)
                 assert trainer.has(edition.state_dict(), edition.version)
-            until(lambda: readers(server) == 0, "that all are cut off")
-            assert resident(shard["pid"]) - before < most
-        finally:
-            for channel in channels:
-                channel.close()
+            until(lambda: readers(asked) == 0, "that all are cut off")
+            assert held(pid) - before < most

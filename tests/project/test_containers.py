@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,7 @@ class Deployment:
         return sorted((it["labels"]["role"], it["health"]) for it in found if "role" in it["labels"])
 
 
+PROFILES = ("tables", "rl", "serve", "relay")
 ENGINE_SECONDS = 900  # an engine without an overlay file system copies 1.5 GB for every layer and container
 
 
@@ -133,7 +135,7 @@ def deployed(compose: list[str]) -> Iterator[Deployment]:
     for image in (base, read(COMPOSE)["services"]["prometheus"]["image"]):
         if not answers("docker", "image", "inspect", image) and not answers("docker", "pull", "-q", image):
             pytest.skip(f"the image {image} is not here and cannot be pulled")
-    name, port = f"ps-test-{os.getpid()}-{len(compose)}", free_ports(4)
+    name, port = f"ps-test-{os.getpid()}-{len(compose)}", free_ports(6)
     settings = {
         "COMPOSE_PROJECT_NAME": name,
         "COMPOSE_HTTP_TIMEOUT": str(ENGINE_SECONDS),  # Compose 1.29 gives up after 60 s
@@ -144,6 +146,8 @@ def deployed(compose: list[str]) -> Iterator[Deployment]:
         "PS_PUBLISH_PORT": str(port + 1),
         "PS_PUBLISH_METRICS_PORT": str(port + 2),
         "PS_PUBLISH_PAGE_PORT": str(port + 3),
+        "PS_PUBLISH_SERVE_PORT": str(port + 4),
+        "PS_PUBLISH_RELAY_PORT": str(port + 5),
         "PS_PUBLISH_PROMETHEUS_PORT": str(port),
     }
     found = Deployment(compose, name, settings["PS_IMAGE"], port, {**os.environ, **settings})
@@ -151,7 +155,8 @@ def deployed(compose: list[str]) -> Iterator[Deployment]:
         found("up", "--build", "-d")
         yield found
     finally:
-        found("--profile", "tables", "down", "--volumes", check=False)
+        profiles = (word for name in PROFILES for word in ("--profile", name))
+        found(*profiles, "down", "--volumes", check=False)
         answers("docker", "image", "rm", "-f", found.image)
 
 
@@ -266,6 +271,75 @@ class TestDeployment:
             "--profile", "tables", "logs", "--no-color", "movielens"
         )
         assert deployment.all_advance(), "the first job goes on"
+
+    def test_rollout_processes_of_a_third_profile_come_and_go(self, deployment: Deployment, tmp_path: Path) -> None:
+        # More steps than anybody waits for. A second file replaces a command as a whole.
+        longer = [*read(COMPOSE)["services"]["rl-trainer"]["command"], "--steps=100000"]
+        overlay = tmp_path / "longer.yml"
+        overlay.write_text(json.dumps({"services": {"rl-trainer": {"command": longer}}}))
+        rl = ("-f", str(overlay), "--profile", "rl")
+        asks = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8100/counts').read().decode())"
+
+        def used() -> int:
+            """How many groups of texts the trainers have learnt from."""
+            counts = json.loads(deployment(*rl, "exec", "-T", "rl-pool", "python", "-c", asks))
+            return sum(counts["used"].values())
+
+        def begun() -> int:
+            said = deployment(*rl, "logs", "--no-color", "rl-rollout")
+            return len(re.findall(r"rollout-\d+ begins with version \d+", said))
+
+        def goes_on() -> bool:
+            before = used()
+            return eventually(lambda: used() > before + 8)
+
+        try:
+            deployment(*rl, "up", "-d")
+            assert eventually(lambda: begun() == 2), deployment(*rl, "logs", "--tail=50")
+            assert goes_on()
+            [killed, _] = deployment(*rl, "ps", "-q", "rl-rollout").split()
+            assert answers("docker", "kill", killed)
+            assert goes_on(), "with the other one"
+            deployment(*rl, "up", "-d", "--scale", "rl-rollout=3")
+            assert eventually(lambda: begun() == 4), deployment(*rl, "logs", "--tail=50", "rl-rollout")
+            assert goes_on()
+        finally:
+            deployment(*rl, "rm", "--stop", "--force", "rl-rollout", "rl-trainer", "rl-pool")
+        assert deployment.all_advance(), "the first job goes on"
+
+    def test_the_model_is_served_through_a_relay(self, deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(deployment.environment, "PS_FEED_SERVER", "relay:50051")
+        profiles = ("--profile", "relay", "--profile", "serve")
+        address = f"http://127.0.0.1:{deployment.environment['PS_PUBLISH_SERVE_PORT']}"
+
+        def version() -> int:
+            """The version in an answer to a request; -1: there is none yet."""
+            body, kind = b'{"prompt": "def ", "length": 8}', {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"{address}/generate", body, kind)
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    assert json.load(answer)["text"].startswith("def ")
+                    return int(answer.headers["x-model-version"])
+            except OSError:
+                return -1
+
+        def rises() -> bool:
+            before = version()
+            return eventually(lambda: version() > before + 2)
+
+        try:
+            deployment(*profiles, "up", "-d")
+            assert eventually(lambda: version() >= 0), deployment(*profiles, "logs", "--tail=50", "serve", "relay")
+            assert rises()
+            deployment(*profiles, "kill", "relay")
+            last = version()
+            assert last >= 0, "the last weights are served"
+            assert version() == last, "there is no other way to newer ones"
+            deployment(*profiles, "up", "-d")
+            assert rises()
+        finally:
+            deployment(*profiles, "rm", "--stop", "--force", "serve", "relay")
+        assert deployment.all_advance()
 
     @pytest.mark.parametrize("setting", ["PS_PUBLISH_PORT", "PS_PUBLISH_METRICS_PORT"])
     def test_nobody_gets_in_without_a_certificate(self, deployment: Deployment, setting: str) -> None:

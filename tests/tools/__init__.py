@@ -50,6 +50,7 @@ planted.py              A folder with modules that no program of this project is
 launching.py            Commands as processes, to their end or while they run; scripts as modules
 lines.py                An interrupt at a chosen line of a file
 learning_runs.py        What a run of examples/rl has left, compared with what it promises
+served_model.py         Asks examples/serve.py over HTTP, and the small model that it serves
 compose_files.py        The compose files as they stand, and who is who in them
 kubernetes.py           The files of deploy/kubernetes, as they stand and as kubectl renders them
 pods.py                 Runs the pods of Kubernetes objects: on loopback, or where a place says
