@@ -220,6 +220,36 @@ def test_a_script_goes_on_after_an_interrupt_while_the_rest_of_a_round_is_on_its
         assert sorted(-layer[0].item() for layer in net) == [first, first, second, second]
 
 
+@pytest.mark.parametrize("mode", cases(["local:4/2"], ["local:2"]))
+def test_weights_that_a_new_place_overwrites_when_the_interrupt_comes_are_not_returned(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Where they have memory of their own, as with fragments or narrow weights, and the round has just begun."""
+    settle, loops, interrupts = Participation.settle, list[JobTraining](), 0
+
+    def interrupted(participation: Participation) -> None:
+        nonlocal interrupts
+        if loops and loops[0]._left is not None and not interrupts:
+            interrupts += 1
+            raise KeyboardInterrupt
+        settle(participation)
+
+    monkeypatch.setattr(Participation, "settle", interrupted)
+    with shared.connect(mode, job=job, transport="tcp") as session:
+        net = nn.Linear(4, 4)
+        wire = {"weight_wire": "int8"} if mode == "local:2" else {}
+        session.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), outer={"warm_up": 0}, **wire)
+        loops.append(session._strategy._training)  # type: ignore[attr-defined]
+        assert session.global_weights()
+        hear_of_a_lost_place(session, shared, job)
+        with pytest.raises(KeyboardInterrupt):
+            session.barrier()
+        with pytest.raises(InvalidRequest, match=r"to fetch the weights in a new place"):
+            session.global_weights()
+        session.barrier()
+        assert session.global_weights()
+
+
 class Net(nn.Module):
     """Buckets and rows on both shards."""
 
