@@ -291,6 +291,50 @@ def test_a_step_that_shards_refuse_is_left_out_and_the_next_ones_count(
         assert all(values.abs().lt(10).all() for values in weights), "nothing of the refused step has come in"
 
 
+@pytest.mark.parametrize(("mode", "transport"), crossed(["sync", "async"], TRANSPORTS))
+def test_a_step_that_shards_refuse_after_it_was_interrupted_is_told_of_by_the_next_one(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, mode: str, transport: str
+) -> None:
+    """The refusal is there before the next step begins, which says so; those after it count."""
+    cluster, settle, number, interrupts = (
+        make_cluster(shards=2, limits=Limits(push_norm=100.0)),
+        Participation.settle,
+        0,
+        0,
+    )
+
+    def interrupted(participation: Participation) -> None:
+        nonlocal interrupts
+        if number == DISTURBED and not interrupts:
+            interrupts += 1
+            wait(participation.connection._last.pushed)
+            raise KeyboardInterrupt
+        settle(participation)
+
+    monkeypatch.setattr(Participation, "settle", interrupted)
+    errors: list[int] = []
+    with cluster.connect(mode, transport=transport) as session:
+        net: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+        for parameter in net.parameters():
+            nn.init.zeros_(parameter)
+        model, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0), bucket_bytes=64)
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            (
+                sum(parameter.sum() for parameter in model.parameters()) * (1e9 if number == DISTURBED else 1.0)
+            ).backward()
+            try:
+                optimizer.step()
+            except LimitExceeded:
+                errors.append(number)
+            except KeyboardInterrupt:
+                assert number == DISTURBED
+        assert (interrupts, errors) == (1, [DISTURBED + 1])
+        assert session.clock == STEPS - 1, "the step that was refused is left out, and the one that says so is none"
+        for parameter in net.parameters():
+            assert parameter.eq(-(STEPS - 2.0)).all()
+
+
 RATE, FALLS, MORE = 0.5, 0.9, 3
 # What a worker does on its way to the next place, in this order; and whether the interrupt comes before or after it.
 ON_THE_WAY: dict[str, tuple[type, str, bool]] = {
