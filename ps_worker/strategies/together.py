@@ -150,13 +150,19 @@ class StepsTogether:
         if self.assignments.send(self.participation.connection):
             self.participation.settle()
 
-    def push_failed(self, error: Exception, unfinished: Unfinished, clock: int) -> None:
+    def push_failed(self, error: BaseException, unfinished: Unfinished, clock: int) -> None:
         """Notes that the push of a clock has failed for one member or more: others may have pushed what is theirs. All
-        go on from that clock, and what shards have not had of it is left out, or pushed again from the next place."""
+        go on from that clock, and what shards have not had of it is left out, or pushed again from the next place. A
+        signal fails nothing that was sent; where it came before that, this member goes on from that clock, too."""
+        connection = self.participation.connection
+        if not isinstance(error, Exception):
+            if connection.clock < clock:
+                connection.fail(clock)
+            return
         unfinished.begun = unfinished.begun or clock
         if not isinstance(error, PlaceLost):
             self._has_failed = True
-            self.participation.connection.fail(clock)
+            connection.fail(clock)
 
     def fate(self, own: Fate) -> Fate:
         """Returns the fate of the current step in a new place, for all members. own: the fate on this one"""
