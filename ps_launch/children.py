@@ -72,6 +72,7 @@ class Children:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._streams: dict[int, list[Stream]] = {}
         self._pids: dict[int, int] = {}  # of each, of its last process
+        self._codes: dict[int, int] = {}  # of each that has ended
         self._begun: dict[int, float] = {}  # when each was started last
         self._due: dict[int, float] = {}  # by number, when a child that ended is started again
         self._selector = stack.enter_context(selectors.DefaultSelector())
@@ -112,6 +113,10 @@ class Children:
     def is_running(self, number: int) -> bool:
         """Whether a child runs; one that waits to be started again does not."""
         return number in self._running
+
+    def code(self, number: int) -> int | None:
+        """Returns the exit code of a child that has ended; None if it runs, or was never started."""
+        return None if number in self._running else self._codes.get(number)
 
     def seconds_run(self, number: int) -> float:
         """Returns how long ago a child was started."""
@@ -210,6 +215,7 @@ class Children:
                 stream.finish()
             if process.stdin is not None:
                 process.stdin.close()
+            self._codes[number] = code
             ended.append((number, code))
         return ended
 

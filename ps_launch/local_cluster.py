@@ -168,28 +168,34 @@ class _Shards:
 
     def stop(self) -> bool:
         """Stops the coordinator first, which makes the last checkpoints with the shards' help; then the shards. Returns
-        False if the coordinator had to be killed, or the only shard, which asks for last checkpoints itself.
+        False if the coordinator had to be killed or has failed, or the only shard, which asks for last checkpoints
+        itself.
         """
         if not self._was_ready:
             self.children.stop(STOP_UNREADY_SECONDS)
             return True
+        only = self._supervision.only
         seconds = self._supervision.drain_seconds + WRITE_SECONDS
-        if self._supervision.only == COORDINATOR:
+        if only == COORDINATOR:
             seconds += OTHERS_END_SECONDS
         deadline = time.monotonic() + seconds + SHARDS_STOP_SECONDS
         late = self.children.stop(seconds, [COORDINATOR])
-        if late:
-            self.say(
-                f"the coordinator did not end within {seconds:g} s and was killed: last checkpoints may be missing"
-            )
+        has_made = only is not None and only != COORDINATOR
+        has_made = has_made or self._has_made_last(COORDINATOR, "the coordinator", seconds, bool(late))
         left = max(SHARDS_STOP_SECONDS, deadline - time.monotonic())
         killed = self.children.stop(left)
-        if killed and self._supervision.only not in (None, COORDINATOR):
-            self.say(
-                f"shard {min(killed)} did not end within {left:g} s and was killed: last checkpoints may be missing"
-            )
+        if only is not None and only != COORDINATOR:
+            has_made = self._has_made_last(only, f"shard {only}", left, only in killed)
+        return has_made
+
+    def _has_made_last(self, index: int, who: str, seconds: float, was_killed: bool) -> bool:
+        """Returns whether a process that makes last checkpoints has ended in order; otherwise it says so."""
+        code = self.children.code(index)
+        how = f"did not end within {seconds:g} s and was killed" if was_killed else f"ended with code {code}"
+        if was_killed or (code and self._environment.get("PS_CHECKPOINT_DIR")):
+            self.say(f"{who} {how}: last checkpoints may be missing")
             return False
-        return not late
+        return True
 
     def say(self, text: str) -> None:
         """Writes a log line. Waits at most SAY_SECONDS for a reader that does not read."""

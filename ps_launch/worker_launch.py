@@ -271,8 +271,13 @@ class _Workers:
             self._console.say(said)
         if self._servers is not None:
             self._console.until = time.monotonic() + STOP_SECONDS
-            if self._children.stop(SERVERS_STOP_SECONDS, [SERVERS]):
+            late = self._children.stop(SERVERS_STOP_SECONDS, [SERVERS])
+            code = self._children.code(SERVERS)
+            if late:
                 self._console.say("the servers did not end in time and were killed: last checkpoints may be missing")
+            elif code and not self.code:  # they have said why
+                self._console.say(f"the servers ended with code {code}")
+            if late or code:
                 self.code = self.code or 1
 
     def _say_killed(self, ranks: Collection[int]) -> None:

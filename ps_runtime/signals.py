@@ -110,9 +110,13 @@ def await_all(futures: Collection[Future[Any]]) -> set[Future[Any]]:
 
 
 class Ending:
-    """Whether a signal ends this process, and when. Python runs signal handlers in the main thread alone."""
+    """Whether a signal ends this process, and when. Python runs signal handlers in the main thread alone.
+
+    at_exit: the process ends by itself
+    """
 
     def __init__(self) -> None:
+        self.at_exit = False
         self._signal: int | None = None
         self._is_due = False  # whether it has not acted yet
         self._acted_at = -math.inf  # when it has acted last
@@ -250,4 +254,13 @@ def is_held_back() -> bool:
 
 def is_cut_short() -> bool:
     """Whether the script is interrupted. Call it while an exception propagates, or after it has ended the script."""
-    return _ending.end_requested or sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
+    if _ending.end_requested or sys.exc_info()[1] is not None:
+        return True
+    # At a prompt, as in a notebook, an error ends no script: what ran since may have come to its end.
+    goes_on = hasattr(sys, "ps1") and not _ending.at_exit
+    return getattr(sys, "last_value", None) is not None and not goes_on
+
+
+def process_ends() -> None:
+    """Records that the process ends by itself. For exit handlers."""
+    _ending.at_exit = True

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from ps_protocol.errors import InvalidRequest, PSError, Unsupported
-from ps_runtime.signals import end_by_signal
+from ps_runtime.signals import end_by_signal, process_ends
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.session import Session
@@ -145,6 +145,7 @@ class _Opened:
         """Closes the session when its process ends. Python would ignore an error here when it sets the exit code. So an
         error is logged, and ends the process at once.
         """
+        process_ends()
         try:
             self.session.close()
         except PSError as error:

@@ -51,7 +51,7 @@ THROUGH, LOST, FAILED = range(3)
 _agreed: Counter[tuple[int, ...]] = Counter()  # how often these ranks have agreed on their number of groups
 _formed: Counter[tuple[int, ...]] = Counter()  # how often this process has formed a group of these ranks
 
-_NUMBERS = 4  # that members compare at once, at most
+_NUMBERS = 6  # that members compare at once, at most
 _NAME_BYTES = 64  # of a call
 _SIZE_BYTES = 8  # the space for a length
 

@@ -389,21 +389,23 @@ class Connection:
         """Ends the last step, if it has not ended, so that all shards are at its clock before the next one. Returns
         whether the caller must `settle` calls.
 
-        An interrupt has left pushes under way, which the next step must not overtake. If a call has failed, buckets
-        that have not had the step get a skip for it.
+        An interrupt has left pushes under way, which the next step must not overtake; `settle` raises the error of one
+        that has failed since. If a call is known to have failed, buckets that have not had the step get a skip for it.
         """
         if not self._last.has_failed:
-            under_way: list[Future[Any]] = [*self._last.pushed, *self._last.commits]
-            under_way = [call for call in under_way if not call.done()]
-            self._under_way += under_way
-            return bool(under_way)
+            calls: list[Future[Any]] = [*self._last.pushed, *self._last.commits]
+            calls = [call for call in calls if not _is_through(call)]
+            self._under_way += calls
+            self._last.has_failed = any(call.done() for call in calls)
+            return bool(calls)
         # Not for pulls: they wait for other workers, and those may wait for what this one sends in place of the step.
         await_done([push for push in self._last.pushed if not push.done()])
-        self._last.has_failed = False
         trained = [bucket for buckets in self._buckets.values() for bucket in buckets if not bucket.frozen]
         rows = self._rows.leave_out(self.clock)
-        self.push_apart([BucketPush(bucket, self.clock, empty=True, absent=(), groups={}) for bucket in trained])
-        self._note(rows)
+        skips = self.push_apart(
+            [BucketPush(bucket, self.clock, empty=True, absent=(), groups={}) for bucket in trained]
+        )
+        self._last = _LastStep([*skips, *self._note(rows)], left=self._last.left)
         return True
 
     @property
@@ -482,6 +484,11 @@ def _own_buckets(model: FlatModel, shard_map: ShardMap) -> dict[int, list[Bucket
         if model.layout.member in (None, bucket.member) or (has_some and not bucket.member):
             found[shard].append(bucket)
     return found
+
+
+def _is_through(call: Future[Any]) -> bool:
+    """Whether a call has succeeded."""
+    return call.done() and not call.cancelled() and call.exception() is None
 
 
 def _skip(push: BucketPush) -> BucketPush:

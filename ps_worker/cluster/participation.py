@@ -242,9 +242,11 @@ class Participation:
             connection.pull(frozen=True)
             self.settle()
         model.begin_pull()
+        model.base.is_overwritten = model.base.is_separate
         pulls = connection.pull()
         self.settle()
         model.end_pull()
+        model.base.is_overwritten = False
         self._begun = True
         self.membership.await_started(place)
         self._check(place)

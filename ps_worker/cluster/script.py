@@ -53,16 +53,17 @@ class ScriptTelling:
     @contextmanager
     def standing(self) -> Iterator[None]:
         """A `with` block in which the script stands still, inside a call of the session. For the training thread."""
-        with self._lock:
-            self._depth += 1
-            if self._request:
-                self._try()
-        try:
+        before = self._depth
+        try:  # from here on Ctrl-C may act in any line, and a notebook goes on
+            with self._lock:
+                self._depth = before + 1
+                if self._request:
+                    self._try()
             yield
         finally:
             with self._lock:
-                self._depth -= 1
-                self._moves &= self._depth > 0
+                self._depth = before
+                self._moves &= before > 0
 
     @contextmanager
     def moving(self) -> Iterator[None]:

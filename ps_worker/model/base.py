@@ -30,11 +30,12 @@ class Base:
 
     is_separate: the base lies where pulls land, and the weights have memory of their own
     is_there:    the memory has the complete base, and not a difference or a pull under way
+    is_overwritten: the pull of all weights in a new place, which lands there, is under way, or has been broken off
     alike:       the parameters that members of the group hold alike; None: there are none
     """
 
     def __init__(self, buffers: FlatBuffers, weights: Weights) -> None:
-        self.is_there = False
+        self.is_there = self.is_overwritten = False
         self._buffers = buffers
         self._weights = weights
         self.is_separate = buffers.spec.has_separate_base

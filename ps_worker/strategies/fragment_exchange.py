@@ -109,12 +109,11 @@ class FragmentExchange:
 
     @property
     def is_broken_off(self) -> bool:
-        """Whether an interrupt came while all that was left of the current round was on its way from a new place. Calls
-        under way write the weights after the round to the base, and no fragment may be pushed for it any more. Not in
-        a group: its members are told in their next call that one was interrupted.
+        """Whether all that was left of the current round was pushed from a new place, and an interrupt or an error has
+        come before the round was over. Calls under way may write the weights after the round to the base, and no
+        fragment may be pushed for it any more. The same in all members of a group.
         """
-        loop = self._loop
-        return loop.sent is not None and self.flight is None and loop.participation.group is None
+        return self.flight is None and self._loop.participation.connection.clock >= self._round.number
 
     def _leave_round_out(self, step: Callable[[], None]) -> None:
         """Begins a round with the weights after the one that was broken off. Between the two is one without a

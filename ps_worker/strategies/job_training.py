@@ -305,8 +305,6 @@ class JobTraining:
     def _exchange(self, index: int | None) -> None:
         """Pushes a step of one optimizer, or of none, and pulls all weights."""
         end_last_step(self.participation)
-        if self.sent is not None:  # it was interrupted, and is through
-            self._counted = self.sent.clock
         self.unfinished = self.kind.end(index)
         self._push()
 
@@ -332,7 +330,7 @@ class JobTraining:
         try:
             calls, is_wanted = self.participation.together_or(lambda: self._pushed(unfinished, through))
         except BaseException as error:
-            if self._together is not None and isinstance(error, Exception):
+            if self._together is not None:
                 self._together.push_failed(error, unfinished, clock + 1)
             if not isinstance(error, PlaceLost):
                 self.model.step_failed(self.sent.left if through and self.sent is not None else None)
@@ -347,7 +345,9 @@ class JobTraining:
         """Pushes the step at hand, and pulls. Once all is over it returns the calls, which it adds to `through`, with
         when it began to wait; and whether a checkpoint wants this worker's state after the step."""
         connection, step, begun = self.participation.connection, unfinished.step, unfinished.begun
-        self.model.count(() if self.sent is None else self.sent.through())  # of a step that was interrupted
+        if self.sent is not None:  # it was interrupted, and is through
+            self.model.count(self.sent.through())
+            self._counted = self.sent.clock
         if self._steps.stage.number:
             self.stages.tell()
         if self.assignments.are_some and self.assignments.send(connection, begun):
@@ -455,7 +455,7 @@ class JobTraining:
                 with self.participation.script.moving():
                     self._roll_back(place.state, counted)
             else:
-                self.sent = count_interrupted(unfinished, self.sent, place, self.model)
+                self.sent, self._counted = count_interrupted(unfinished, self.sent, place, self.model, self._counted)
             fate = self._fate(place, rolled_back, is_leased)
             fate = fate if self._together is None else self._together.fate(fate)  # an interrupt waits for `arrived`
             if fate is Fate.AGAIN and unfinished is not None:

@@ -179,8 +179,8 @@ class LocalRounds:
         """Returns the weights with which this round began, by the id of the parameter.
 
         With fragments: those last pulled of each fragment; waits for one that is under way. Raises InvalidRequest if
-        the round's push has failed, because the memory of the base then has the difference, or was interrupted on its
-        way from a new place, because pulls write to that memory then.
+        the round's push has failed, because the memory of the base then has the difference; or if that push, or the
+        pull in a new place, was broken off, because pulls write to that memory then.
         """
         base, fragments = self._model.base, self._fragments
         if fragments is not None and fragments.flight is not None:
@@ -189,10 +189,11 @@ class LocalRounds:
                 self._loop.in_place(fragments.await_flight)
             if fragments.flight is not None:
                 return base.values()
-        if not base.is_there or (fragments is not None and fragments.is_broken_off):
+        if not base.is_there or base.is_overwritten or (fragments is not None and fragments.is_broken_off):
             raise InvalidRequest(
                 f"the weights that round {self._round.number} began with are gone, as calls have failed, or were "
-                "interrupted, that were to push it: the next step pulls the servers' weights"
+                "interrupted, that were to push it, or to fetch the weights in a new place: the next step pulls the "
+                "servers' weights"
             )
         return base.values()
 

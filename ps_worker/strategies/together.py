@@ -11,6 +11,7 @@ push   Each member pushes what it holds. They compare again when all pushes are 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from ps_worker.group import Group
 from ps_worker.model.base import Base
 from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.unfinished import Fate, Unfinished
+
+log = logging.getLogger("ps_worker")
 
 T = TypeVar("T")
 
@@ -132,30 +135,47 @@ class StepsTogether:
         if error is None and not self.participation.has_place:
             error = PlaceLost()
         own_lowest = min(self.participation.ranks, default=self.participation.rank)
-        lost, (some_empty, lowest, some_assign) = self.group.compare(
-            error, is_empty, -own_lowest, self.assignments.has_some
+        clock = self.participation.connection.clock
+        lost, (some_empty, lowest, some_assign, highest, behind) = self.group.compare(
+            error, is_empty, -own_lowest, self.assignments.has_some, clock, -clock
         )
         if some_empty and not is_empty:
             self.leave_out()
         self.assignments.rely_on(-lowest, self.participation.rank)
         if lost is not None:
             raise lost
+        if highest != -behind:
+            self.group.all_through(partial(self._reach, highest))
         if not some_empty and self.base.alike is not None:
             self.base.alike.check()
         if some_assign:
             self.group.all_through(self._assign)
 
+    def _reach(self, clock: int) -> None:
+        """Leaves out what this member has not pushed of a step: it was interrupted before, and others have pushed."""
+        connection = self.participation.connection
+        if connection.clock < clock:
+            connection.fail(clock)
+            end_last_step(self.participation)
+            log.warning("step %d was interrupted before this member had pushed its part of it, which is lost", clock)
+
     def _assign(self) -> None:
         if self.assignments.send(self.participation.connection):
             self.participation.settle()
 
-    def push_failed(self, error: Exception, unfinished: Unfinished, clock: int) -> None:
+    def push_failed(self, error: BaseException, unfinished: Unfinished, clock: int) -> None:
         """Notes that the push of a clock has failed for one member or more: others may have pushed what is theirs. All
-        go on from that clock, and what shards have not had of it is left out, or pushed again from the next place."""
+        go on from that clock, and what shards have not had of it is left out, or pushed again from the next place. A
+        signal fails nothing that was sent; where it came before that, this member goes on from that clock, too."""
+        connection = self.participation.connection
+        if not isinstance(error, Exception):
+            if connection.clock < clock:
+                connection.fail(clock)
+            return
         unfinished.begun = unfinished.begun or clock
         if not isinstance(error, PlaceLost):
             self._has_failed = True
-            self.participation.connection.fail(clock)
+            connection.fail(clock)
 
     def fate(self, own: Fate) -> Fate:
         """Returns the fate of the current step in a new place, for all members. own: the fate on this one"""

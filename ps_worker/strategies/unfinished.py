@@ -115,19 +115,21 @@ def fate_in(
 
 
 def count_interrupted(
-    at_hand: Unfinished | None, sent: SentStep | None, now: JoinResult, model: FlatModel
-) -> SentStep | None:
+    at_hand: Unfinished | None, sent: SentStep | None, now: JoinResult, model: FlatModel, counted: int | None
+) -> tuple[SentStep | None, int | None]:
     """Ends the step under way if it counts and another one has ended since: the script was interrupted in it. What its
-    wire format has rounded off is added to the next push. Returns the step that is under way still; None: none is.
+    wire format has rounded off is added to the next push. Returns the step that is under way still, None if none is;
+    and the clock of the last step that counts.
 
     at_hand: the step that has ended; None: none has
     sent:    the step under way, which is the one at hand if any shard may have had that; None: there is none
     now:     the place that follows the lost one
+    counted: the clock of the last step that counts, before; None: there is none
     """
     if at_hand is None or at_hand.begun is not None or sent is None or not sent.has_counted(now):
-        return sent
+        return sent, counted
     model.count(sent.left)
-    return None
+    return None, sent.clock
 
 
 def has_all_before(
@@ -142,7 +144,7 @@ def has_all_before(
 
     now:     the place that follows the lost one
     done:    the clock of the last of them, if none is at hand
-    sent:    the step under way; without one at hand it was interrupted, and may be the last one
+    sent:    the step under way; unless it is the one at hand it was interrupted, and may be the last one
     counted: the clock of the last step of this process that counts; None: there is none
     """
     if at_hand is None and sent is not None:
@@ -151,6 +153,8 @@ def has_all_before(
         if at_hand.is_early:
             return False
         done = at_hand.done
+        if at_hand.begun is None and sent is not None:  # the last one was interrupted: the job may lack it alone
+            counted = sent.clock
     if rule.one_clock:
         return now.clock == done + (at_hand is not None and at_hand.counts(now))
     return counted is not None and now.pushed is not None and now.pushed >= counted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import ps_torch
+from ps_runtime import signals
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
 from ps_worker import InvalidRequest, Session, Unsupported
 from ps_worker.cluster.participation import Participation
@@ -333,6 +335,30 @@ def test_an_error_of_the_script_is_the_one_that_is_seen(loses: Loses) -> None:
         loses(session)
         session.barrier()
         raise ZeroDivisionError
+
+
+@pytest.fixture
+def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has a prompt, at which an error was seen, and the user has gone on."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr(sys, "last_value", NameError("name 'x' is not defined"), raising=False)
+
+
+@pytest.mark.usefixtures("prompt")
+def test_an_earlier_error_in_a_notebook_hides_no_lost_steps(loses: Loses) -> None:
+    session = loses.cluster.connect("sync")
+    run(session, loses.begun)
+    loses(session)
+    session.barrier()
+    with pytest.raises(InvalidRequest, match="no loop of this script has repeated that"):
+        session.close()
+
+
+@pytest.mark.usefixtures("prompt")
+def test_an_error_cuts_a_notebook_short_where_its_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not signals.is_cut_short()
+    monkeypatch.setattr(signals._ending, "at_exit", True)
+    assert signals.is_cut_short()
 
 
 def test_a_worker_that_leaves_before_it_is_rolled_back_says_that_the_servers_are_behind_it(

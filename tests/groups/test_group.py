@@ -31,6 +31,7 @@ from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.value_rounds import GroupRounds
 from ps_worker.group import Group, PlaceLost, RaisedByAll, unlike_calls
 from ps_worker.model.base import Base
+from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.job_training import JobTraining
 from tests.tools.cluster import Cluster, hear_of_a_lost_place, until
 from tests.tools.forkserver import Nursery
@@ -327,6 +328,68 @@ def test_an_interrupted_step_that_counts_keeps_its_residual_and_is_not_set_back(
         assert (interrupts, session.clock) == (1, len(rows))
         [left] = training.model.residuals.copy().values()
         torch.testing.assert_close(-model[0].weight.full_tensor().detach()[0] + left, sum(rows))
+
+
+class Layers(nn.Module):
+    """Layers side by side, whose gradient is 1 in each element for an input of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 1, bias=False) for _ in range(4))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return sum(layer(given).sum() for layer in self.layers)  # type: ignore[return-value]
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("comes", ["before it is pushed", "after that"])
+def test_a_group_goes_on_after_an_interrupt_while_the_rest_of_a_round_is_on_its_way_from_a_new_place(
+    make_cluster: Callable[..., Cluster], job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: str
+) -> None:
+    """In local:H/F. The step after the interrupt begins a round with the servers' weights."""
+    cluster = make_cluster(lease=600.0)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    net = Layers()
+    for layer in net.layers:
+        nn.init.zeros_(layer.weight)  # type: ignore[arg-type]
+    model: Any = fully_shard(net, mesh=mesh)
+    number, interrupts, loops = -1, 0, list[JobTraining]()
+    owner, name = (Participation, "settle") if comes == "after that" else (Assignments, "send")
+    method = getattr(owner, name)
+
+    def interrupted(*given: Any) -> Any:
+        nonlocal interrupts
+        made = method(*given)
+        is_early = bool(loops) and loops[0].unfinished is not None and loops[0].unfinished.is_early
+        if number == 7 and not interrupts and is_early and (loops[0].sent is not None) == (comes == "after that"):
+            interrupts += 1
+            raise KeyboardInterrupt
+        return made
+
+    monkeypatch.setattr(owner, name, interrupted)
+    outer = {"warm_up": 0, "lr": 1.0, "momentum": 0.0, "nesterov": False, "delay": 0}
+    with cluster.connect("local:4/2", job=job, transport="tcp") as session:
+        plain = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = session.prepare(model, plain, group=mesh, outer=outer, bucket_bytes=64)
+        loops.append(session._strategy._training)  # type: ignore[attr-defined]
+        for number in range(17):
+            if number == 6:
+                hear_of_a_lost_place(session, cluster, job)
+            if number == 8:
+                with pytest.raises(InvalidRequest, match=r"are gone, as calls have failed, or were interrupted"):
+                    session.global_weights()
+            with suppress(KeyboardInterrupt):
+                optimizer.zero_grad()
+                (2.0**number * model(torch.ones(1, 16))).backward()
+                optimizer.step()
+        assert interrupts == 1
+        before, others = 2.0**4 - 1, 2.0**17 - 2.0**9
+        first, second = before + 2.0**4 + 2.0**5 + others, before + others
+        if comes == "after that":
+            second += 2.0**4 + 2.0**5 + 2.0**6 + 2.0**7
+        weights = [-layer.weight.full_tensor()[0, 0].item() for layer in model.layers]
+        assert sorted(weights) == sorted([first, first, second, second])
 
 
 def test_a_signal_acts_in_a_wait_of_an_undisturbed_block_and_not_beside_it() -> None:

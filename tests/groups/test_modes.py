@@ -232,10 +232,13 @@ def test_members_that_make_unlike_calls_are_told_of_both_and_may_go_on(
 def test_a_step_after_one_in_which_a_member_was_interrupted_is_not_taken_for_a_part_of_that(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
 ) -> None:
-    """The other member is in the step before still, and compares for the second time."""
+    """The other member is in the step before still, and compares for the second time. It has pushed what is its own;
+    with the step after that both are at one clock again."""
     options = Options(groups=1, mode="async", interrupted=3)
     with Groups(nursery, shared.address, job, tmp_path, options) as groups:
-        groups.ended()
+        found = groups.ended()
+    assert [int(each["clock"]) for each in found] == [5, 5]
+    assert "step 4 was interrupted before this member had pushed its part of it, which is lost" in groups.logs()
     said = "member 0 of this worker's group is in part 1 of optimizer.step, and member 1 in part 2 of optimizer.step"
     assert all(said in (tmp_path / f"refused-0-{member}").read_text() for member in (0, 1))
 

@@ -91,6 +91,17 @@ def test_one_command_trains_and_leaves_nothing_but_a_checkpoint(start: Start, tm
 
 
 @pytest.mark.long
+def test_a_launch_whose_servers_fail_at_its_end_fails_too(tmp_path: Path) -> None:
+    """Its workers have come to their end, and the servers die before their last checkpoint."""
+    flags = ("--shards", "1", "--checkpoint-dir", str(tmp_path / "kept"))
+    done = run(*flags, script(tmp_path, "say(os.environ['PS_RANK'])"), PS_FAILPOINTS="drain-begun")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines() == ["0"]
+    assert "the coordinator ended with code -9: last checkpoints may be missing" in done.stderr
+    assert "ps-worker: the servers ended with code 1" in done.stderr
+
+
+@pytest.mark.long
 def test_local_steps_train_in_processes(start: Start, tmp_path: Path) -> None:
     command = start("--shards", "1", "--workers", "2", "--mode", "local:8", str(SCRIPT), str(tmp_path), "5")
     assert command.process.wait(START_SECONDS) == 0, command.err

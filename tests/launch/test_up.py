@@ -371,3 +371,15 @@ def test_shards_that_stand_still_are_killed_when_the_grace_is_over(tmp_path: Pat
         assert "the coordinator did not end within 2 s and was killed" in command.err
     finally:
         command.clean_up()
+
+
+@pytest.mark.long
+def test_a_coordinator_that_dies_while_it_stops_is_told_of(up: Start, tmp_path: Path) -> None:
+    """It would make the last checkpoints."""
+    command = up("--shards=2", f"--checkpoint-dir={tmp_path / 'kept'}", PS_FAILPOINTS="drain-begun")
+    ready(command)
+    family = command.family()
+    assert command.end(signal.SIGTERM) == 1
+    assert "the coordinator ended with code -9: last checkpoints may be missing" in command.err
+    _, left = psutil.wait_procs(family, timeout=END_SECONDS)
+    assert not left

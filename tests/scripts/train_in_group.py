@@ -75,7 +75,7 @@ class Options:
                 its gradients are its own
     baseless:   the clock at which member 1 of group 0 has lost the base of its round
     interrupted: the clock at which Ctrl-C comes to member 0 in a step that the others are in still. It goes on with the
-                next one, which is the last
+                next one, which fails for all. One more is the last; in local:H/F there is none
     cut_short:  "waiting" or "between": after its steps Ctrl-C comes to member 0 in a call of all members, in the first
                 of two collectives or between them. It makes the call once more
     unpushed:   the clock after which member 1 of group 0 fails before it has pushed anything
@@ -532,6 +532,8 @@ class Member:
             self.optimizer.step()
         except InvalidRequest as error:
             (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
+            if "/" not in self.options.mode:
+                self.optimizer.step()
 
     def part_ways(self, session: Session) -> None:
         """Makes another call than the other members."""

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from ps_server.core.limits import Limits
 from ps_server.storage.checkpoints import CheckpointStore
-from ps_worker import LimitExceeded
+from ps_worker import InvalidRequest, LimitExceeded
 from ps_worker.cluster.participation import Participation
 from ps_worker.model.local_round import LocalRound
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.local_rounds import LocalRounds
-from tests.tools.cluster import Cluster, until
+from tests.tools.cluster import Cluster, hear_of_a_lost_place, until
 from tests.tools.small_models import step
 from tests.tools.small_steps import adamw, batch, make_net, sgd
 
@@ -91,6 +93,36 @@ def test_what_was_decided_of_a_fragment_does_not_outlive_an_interrupt(
         until(lambda: hears(participation), "the worker to hear of it")
         step(model, optimizer, batch(0, 2))
         assert all(value.isfinite().all() for value in session.global_weights().values())
+
+
+def test_a_round_whose_rest_a_shard_refuses_from_a_new_place_is_left_out_there(
+    make_cluster: Callable[..., Cluster], job: str
+) -> None:
+    """The place is lost between two fragments of the second round. The step after the refusal begins a round with the
+    servers' weights: the first fragment had left before, and counts.
+    """
+    cluster = make_cluster(limits=Limits(push_norm=1e6))
+    outer = {"warm_up": 0, "lr": 1.0, "momentum": 0.0, "nesterov": False, "delay": 0}
+    with cluster.connect("local:4/2", job=job, transport="tcp") as session:
+        net = nn.ParameterList(nn.Parameter(torch.zeros(16)) for _ in range(4))
+        plain = torch.optim.SGD(net.parameters(), lr=1.0)
+        model, optimizer = session.prepare(net, plain, bucket_bytes=64, outer=outer)
+        refused: list[int] = []
+        for number in range(16):
+            if number == 6:
+                hear_of_a_lost_place(session, cluster, job)
+            optimizer.zero_grad()
+            (2.0 ** (30 if number == 6 else number) * sum(layer.sum() for layer in model)).backward()
+            try:
+                optimizer.step()
+            except LimitExceeded:
+                refused.append(number)
+                with pytest.raises(InvalidRequest, match=r"are gone, as calls have failed, or were interrupted"):
+                    session.global_weights()
+        assert refused == [6]
+        before, others = 2.0**4 - 1, 2.0**16 - 2.0**8
+        first = before + 2.0**4 + 2.0**5 + others
+        assert sorted(-layer[0].item() for layer in net) == [before + others] * 2 + [first] * 2
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -6,8 +6,10 @@ import pytest
 
 from ps_protocol.identity import Identity
 from ps_protocol.messages.workers import JoinResult, ShardPushed
+from ps_protocol.modes import parse_mode
 from ps_worker.model.step import EndedStep
-from ps_worker.strategies.unfinished import Fate, Unfinished
+from ps_worker.strategies.sent_step import SentStep
+from ps_worker.strategies.unfinished import Fate, Unfinished, has_all_before
 
 STEP = EndedStep(0, set(), {}, False, ())
 BEGUN = 8  # the clock for which the step was pushed first
@@ -74,3 +76,16 @@ def test_a_step_has_begun_where_any_shard_has_had_some_of_it(now: JoinResult, be
 def test_a_part_has_had_a_step_if_its_shard_has_or_it_is_ahead_of_its_shard() -> None:
     assert [HALF.has_had(shard, 0, BEGUN) for shard in (0, 1, 2)] == [True, False, False]
     assert [ONE_BUCKET.has_had(0, part, BEGUN) for part in (1, 2)] == [False, True]
+
+
+@pytest.mark.parametrize("mode", ["ssp:1", "async"])
+@pytest.mark.parametrize(("pushed", "has_all"), [(7, False), (8, True)])
+def test_a_member_keeps_its_state_only_if_the_job_has_the_step_in_which_it_was_interrupted(
+    mode: str, pushed: int, has_all: bool
+) -> None:
+    """Step 8 was interrupted, and the next one has ended, when the job goes back; 7 is the last step that is known to
+    count."""
+    now, rule = place(pushed, pushed), parse_mode(mode)
+    assert rule is not None
+    interrupted = SentStep(place(0, None), 8, (), (), ())
+    assert has_all_before(now, 9, Unfinished(STEP, 8), interrupted, 7, rule) is has_all

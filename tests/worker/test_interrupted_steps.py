@@ -220,6 +220,36 @@ def test_a_script_goes_on_after_an_interrupt_while_the_rest_of_a_round_is_on_its
         assert sorted(-layer[0].item() for layer in net) == [first, first, second, second]
 
 
+@pytest.mark.parametrize("mode", cases(["local:4/2"], ["local:2"]))
+def test_weights_that_a_new_place_overwrites_when_the_interrupt_comes_are_not_returned(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Where they have memory of their own, as with fragments or narrow weights, and the round has just begun."""
+    settle, loops, interrupts = Participation.settle, list[JobTraining](), 0
+
+    def interrupted(participation: Participation) -> None:
+        nonlocal interrupts
+        if loops and loops[0]._left is not None and not interrupts:
+            interrupts += 1
+            raise KeyboardInterrupt
+        settle(participation)
+
+    monkeypatch.setattr(Participation, "settle", interrupted)
+    with shared.connect(mode, job=job, transport="tcp") as session:
+        net = nn.Linear(4, 4)
+        wire = {"weight_wire": "int8"} if mode == "local:2" else {}
+        session.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), outer={"warm_up": 0}, **wire)
+        loops.append(session._strategy._training)  # type: ignore[attr-defined]
+        assert session.global_weights()
+        hear_of_a_lost_place(session, shared, job)
+        with pytest.raises(KeyboardInterrupt):
+            session.barrier()
+        with pytest.raises(InvalidRequest, match=r"to fetch the weights in a new place"):
+            session.global_weights()
+        session.barrier()
+        assert session.global_weights()
+
+
 class Net(nn.Module):
     """Buckets and rows on both shards."""
 
@@ -259,6 +289,50 @@ def test_a_step_that_shards_refuse_is_left_out_and_the_next_ones_count(
 
     for weights in in_parallel(2, work):
         assert all(values.abs().lt(10).all() for values in weights), "nothing of the refused step has come in"
+
+
+@pytest.mark.parametrize(("mode", "transport"), crossed(["sync", "async"], TRANSPORTS))
+def test_a_step_that_shards_refuse_after_it_was_interrupted_is_told_of_by_the_next_one(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, mode: str, transport: str
+) -> None:
+    """The refusal is there before the next step begins, which says so; those after it count."""
+    cluster, settle, number, interrupts = (
+        make_cluster(shards=2, limits=Limits(push_norm=100.0)),
+        Participation.settle,
+        0,
+        0,
+    )
+
+    def interrupted(participation: Participation) -> None:
+        nonlocal interrupts
+        if number == DISTURBED and not interrupts:
+            interrupts += 1
+            wait(participation.connection._last.pushed)
+            raise KeyboardInterrupt
+        settle(participation)
+
+    monkeypatch.setattr(Participation, "settle", interrupted)
+    errors: list[int] = []
+    with cluster.connect(mode, transport=transport) as session:
+        net: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+        for parameter in net.parameters():
+            nn.init.zeros_(parameter)
+        model, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0), bucket_bytes=64)
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            (
+                sum(parameter.sum() for parameter in model.parameters()) * (1e9 if number == DISTURBED else 1.0)
+            ).backward()
+            try:
+                optimizer.step()
+            except LimitExceeded:
+                errors.append(number)
+            except KeyboardInterrupt:
+                assert number == DISTURBED
+        assert (interrupts, errors) == (1, [DISTURBED + 1])
+        assert session.clock == STEPS - 1, "the step that was refused is left out, and the one that says so is none"
+        for parameter in net.parameters():
+            assert parameter.eq(-(STEPS - 2.0)).all()
 
 
 RATE, FALLS, MORE = 0.5, 0.9, 3

@@ -84,6 +84,26 @@ def test_a_worker_that_has_not_gone_back_yet_has_nothing_to_tell() -> None:
     assert (sent[2], telling.last()) == (SavedState(5, b"own"), SavedState(5, b"own"))
 
 
+def test_an_interrupt_as_a_call_begins_does_not_leave_the_script_standing() -> None:
+    """What it has set would be told in the middle of its own code from then on."""
+    sent: dict[int, SavedState | None] = {}
+
+    def interrupted(request: int, script: SavedState | None) -> None:
+        telling.send = sent.__setitem__
+        raise KeyboardInterrupt
+
+    telling = ScriptTelling()
+    telling.send = interrupted
+    telling.begin(lambda: SavedState(5, b"own"))
+    telling.want(1)
+    with pytest.raises(KeyboardInterrupt), telling.standing():
+        pass
+    telling.want(2)
+    assert sent == {}
+    with telling.standing():
+        assert sent == {2: SavedState(5, b"own")}
+
+
 @pytest.mark.parametrize("in_step", [True, False])
 def test_after_vain_questions_a_worker_asks_with_fewer_steps(in_step: bool) -> None:
     """A coordinator that is away would hold up each step, and in sync those of all workers."""
