@@ -26,12 +26,12 @@ from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
 from ps_runtime import signals
 from ps_runtime.credentials import PLAINTEXT
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.value_rounds import GroupRounds
 from ps_worker.group import Group, PlaceLost, RaisedByAll, unlike_calls
 from ps_worker.model.base import Base
-from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.job_training import JobTraining
 from tests.tools.cluster import Cluster, hear_of_a_lost_place, until
 from tests.tools.forkserver import Nursery
@@ -355,17 +355,17 @@ def test_a_group_goes_on_after_an_interrupt_while_the_rest_of_a_round_is_on_its_
         nn.init.zeros_(layer.weight)  # type: ignore[arg-type]
     model: Any = fully_shard(net, mesh=mesh)
     number, interrupts, loops = -1, 0, list[JobTraining]()
-    owner, name = (Participation, "settle") if comes == "after that" else (Assignments, "send")
+    owner, name = (Participation, "settle") if comes == "after that" else (Connection, "push_pull")
     method = getattr(owner, name)
 
-    def interrupted(*given: Any) -> Any:
+    def interrupted(*given: Any, **more: Any) -> Any:
         nonlocal interrupts
-        made = method(*given)
+        made = method(*given, **more) if comes == "after that" else None
         is_early = bool(loops) and loops[0].unfinished is not None and loops[0].unfinished.is_early
         if number == 7 and not interrupts and is_early and (loops[0].sent is not None) == (comes == "after that"):
             interrupts += 1
             raise KeyboardInterrupt
-        return made
+        return made if comes == "after that" else method(*given, **more)
 
     monkeypatch.setattr(owner, name, interrupted)
     outer = {"warm_up": 0, "lr": 1.0, "momentum": 0.0, "nesterov": False, "delay": 0}
