@@ -40,6 +40,8 @@ RESOLVE := .venv-lock/bin/uv pip compile --quiet --no-header --universal --pytho
 RANGE_TESTS := tests/protocol tests/project/test_supply_chain.py tests/security/test_tls.py tests/cluster/test_push_pull.py \
 	tests/tables/test_modules.py tests/tables/test_table.py
 FRAMEWORK_TESTS := tests/frameworks
+# Each file that has a long test has this text: tests/project/test_house.py.
+LONG_MARK := pytest.mark.long
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 4)
 
 # A .pth file that lets in the packages beside torch, after an environment's own.
@@ -69,9 +71,11 @@ test: .venv/dev.stamp .venv/library ## run the tests
 	  -m 'not (docker or frameworks or ray or browser or kubernetes or release or remote or repeat or slurm or long)' \
 	  -n 4 --dist worksteal $(ARGS)
 
-# These wait for processes and leases most of the time.
+# These wait for processes and leases much of the time. Only the files that have some are collected, one in six: all files would
+# take the three processes half a minute of CPU before the first test.
 test-long: .venv/dev.stamp .venv/library ## run the tests that start many processes one after the other, or wait for leases
-	@$(IN_VENV)/python -m pytest -q -m 'long and not repeat' -n 3 --dist worksteal $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'long and not (frameworks or repeat)' -n 3 --dist worksteal \
+	  $(or $(ARGS),$$(grep -rlF --include='test_*.py' $(LONG_MARK) tests | sort))
 
 test-repeats: .venv/dev.stamp ## run the further cases of claims that have one in test or test-long
 	@$(IN_VENV)/python -m pytest -q -m 'repeat and not (docker or kubernetes or remote)' -n 3 --dist worksteal $(ARGS)

@@ -210,6 +210,14 @@ def test_no_test_sleeps() -> None:
     assert offenders(tests, sleeps) == {}
 
 
+def test_long_tests_are_found_by_the_text_of_their_files() -> None:
+    """`make test-long` collects those that have the text: a mark that came from elsewhere would leave its test out."""
+    [text] = re.findall(r"^LONG_MARK := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    files = [path for path in sources("tests") if re.search(r"\bmark\.long\b", path.read_text())]
+    assert len(files) > 50
+    assert [name(path) for path in files if text not in path.read_text() or not path.name.startswith("test_")] == []
+
+
 def test_no_test_hides_another_of_the_same_name() -> None:
     def twice(names: list[str]) -> list[str]:
         return sorted({name for name in names if names.count(name) > 1})
