@@ -1,31 +1,17 @@
-"""Has a command that a test starts run torch without its compiler and its shapes, whose import is most of its start.
+"""Has a command that a test starts run torch without its compiler, whose import takes as long as torch's own each time.
 
 Python imports this module at its start, because its directory is on the path. torch imports its compiler with the first
 optimizer of a process and with the first step of one, and ps_worker with the first table, to have a compiled training
 loop leave such calls alone; these processes have none.
-
-A third of the import of torch itself is code that finds the shape of an operation's result without computing it.
-Only the modules of `_COMPUTES_SHAPES` use it, and it is imported with them.
 """
 
 import functools
-import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
-
-_SHAPES = "torch._meta_registrations"
-_COMPUTES_SHAPES = {
-    "torch.distributed.tensor",
-    "torch.distributed.pipelining",
-    "torch._dynamo",
-    "torch._export.serde",
-    "transformers",
-    "accelerate",
-}
 
 
 def _as_it_is(function: Any = None, recursive: bool = True, **_: Any) -> Any:
@@ -53,14 +39,7 @@ _REPLACED: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self) -> None:
-        self._computes_shapes = False
-
     def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name in _COMPUTES_SHAPES:
-            self._bring_shapes()
-        if name == _SHAPES and not self._computes_shapes:
-            return importlib.machinery.ModuleSpec(name, _Nothing())
         if name not in _REPLACED:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)  # type: ignore[arg-type]
@@ -74,20 +53,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
         return spec
-
-    def _bring_shapes(self) -> None:
-        """Imports what was left out, or has torch import it if it has not done so yet."""
-        self._computes_shapes = True
-        if isinstance(getattr(sys.modules.get(_SHAPES), "__loader__", None), _Nothing):
-            del sys.modules[_SHAPES]
-            importlib.import_module(_SHAPES)
-
-
-class _Nothing(importlib.abc.Loader):
-    """Loads a module without contents."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
 
 
 sys.meta_path.insert(0, _Finder())
