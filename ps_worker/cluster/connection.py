@@ -464,11 +464,13 @@ class Connection:
         patience: for so many seconds it waits for calls under way before that. A shard that has the model's memory
                   mapped may write the weights of such a call there even after the connection is closed.
         """
-        if patience:
-            if self._attending is not None:
-                self._attending.end()  # other threads receive
-            wait([*self._under_way, *self._last.left], patience)
-        self.close()
+        try:
+            if patience:
+                if self._attending is not None:
+                    self._attending.end()  # other threads receive
+                wait([*self._under_way, *self._last.left], patience)
+        finally:
+            self.close()
         self.drop_drafts()
         wait([*self._under_way, *self._last.left])
         self._under_way, self._last.left = [], []

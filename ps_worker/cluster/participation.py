@@ -54,7 +54,7 @@ SCRIPT_CALL_SECONDS = 2.0  # for one call
 # How long a worker that goes on for now waits for a coordinator that does not answer: training does not need it.
 AGAIN_SECONDS = 0.5
 AGAIN_CALL_SECONDS = 0.25
-LANDING_SECONDS = 5.0  # the longest wait for weights that are on their way when a move is broken off
+LANDING_SECONDS = 2.0  # the longest wait for weights that are on their way when a move is broken off
 CLOSED = "the session is closed: its calls have ended"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1
 
@@ -461,12 +461,18 @@ def break_off_move(participation: Participation, model: FlatModel) -> None:
     script's changes.
     """
     with undisturbed():
-        participation.connection.end(LANDING_SECONDS)
-        model.end_pull()
-        model.weights.mark()
+        try:
+            participation.connection.end(LANDING_SECONDS)
+        finally:
+            model.end_pull()
+            model.weights.mark()
 
 
 def end_last_step(participation: Participation) -> None:
     """Ends the last step, if it did not end: see Connection.resume. Raises as Participation.settle."""
     if participation.connection.resume():
-        participation.settle()
+        try:
+            participation.settle()
+        except Exception:
+            participation.connection.fail()  # what was sent in its place is sent once more
+            raise

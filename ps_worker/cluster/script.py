@@ -61,8 +61,8 @@ class ScriptTelling:
                     self._try()
             yield
         finally:
+            self._depth = before  # first: a wait for the lock may be interrupted
             with self._lock:
-                self._depth = before
                 self._moves &= before > 0
 
     @contextmanager

@@ -419,6 +419,7 @@ class LiveGroups:
         if groups != self._checked:
             for (name, _), values in zip(named, groups, strict=True):
                 check_hyper_parameters(name, values)
+            self._given = []  # first: an interrupt may come at any line
             self._checked = groups
         self._given = given if all(map(_is_constant, given)) else []
         return groups

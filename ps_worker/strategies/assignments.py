@@ -89,8 +89,8 @@ class Assignments:
     def note_weights(self, changed: Collection[int]) -> None:
         """Notes weights that the script has changed, by parameter."""
         if changed:
+            self.are_some = True  # first: an interrupt may come between the two
             self._weights.update(changed)
-            self.are_some = True
 
     def copies(self) -> dict[int, torch.Tensor]:
         """Returns copies of the weights that the script has set and that no step includes yet, by parameter."""

@@ -111,7 +111,8 @@ class FragmentExchange:
     def is_broken_off(self) -> bool:
         """Whether all that was left of the current round was pushed from a new place, and an interrupt or an error has
         come before the round was over. Calls under way may write the weights after the round to the base, and no
-        fragment may be pushed for it any more. The same in all members of a group.
+        fragment may be pushed for it any more. The same in all members of a group, unless Ctrl-C came to one of them
+        alone.
         """
         return self.flight is None and self._loop.participation.connection.clock >= self._round.number
 

@@ -305,6 +305,8 @@ class JobTraining:
     def _exchange(self, index: int | None) -> None:
         """Pushes a step of one optimizer, or of none, and pulls all weights."""
         end_last_step(self.participation)
+        if self.sent is not None:  # it was interrupted, and is through, whatever becomes of this one
+            self._counted = self.sent.clock
         self.unfinished = self.kind.end(index)
         self._push()
 
