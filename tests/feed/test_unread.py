@@ -22,7 +22,7 @@ from ps_protocol.messages.editions import (
 )
 from ps_protocol.v1 import feed_pb2
 from ps_server.ops import requests
-from tests.tools.cluster import until
+from tests.tools.cluster import TEST_SECONDS, until
 from tests.tools.followed_trainer import FollowedTrainer
 from tests.tools.launching import Commands, resident
 
@@ -126,7 +126,7 @@ def test_a_thousand_readers_that_never_read_take_a_few_editions_and_a_message_ea
             assert held(pid) - before < most
             with ps.subscribe(asked) as feed:  # it is served once those who hold both editions are cut off
                 last = trainer.step()
-                edition = feed.wait_for(last)
+                edition = feed.wait_for(last, timeout=TEST_SECONDS)
                 assert trainer.has(edition.state_dict(), edition.version)
             until(lambda: readers(asked) == 0, "that all are cut off")
             assert held(pid) - before < most
