@@ -22,7 +22,7 @@ from ps_protocol.messages.editions import (
 )
 from ps_protocol.v1 import feed_pb2
 from ps_server.ops import requests
-from tests.tools.cluster import until
+from tests.tools.cluster import TEST_SECONDS, until
 from tests.tools.followed_trainer import FollowedTrainer
 from tests.tools.launching import Commands, resident
 
@@ -62,23 +62,31 @@ def held(pid: int) -> int:
     return resident(pid) + int(shared[1]) * 1024
 
 
-@contextlib.contextmanager
-def crowd(address: str, session: ps.Session, trainer: FollowedTrainer) -> Iterator[None]:
-    """Has so many readers ask for an edition, of which they read nothing. The second half of them wants a newer one."""
-    unread: list[Any] = []
-    channels = [grpc.insecure_channel(address, OPTIONS) for _ in range(READERS // OF_A_CONNECTION)]
-    try:
-        describe = channels[0].unary_unary(f"{SERVICE}/DescribeWeights")
-        run = read_weights_here(describe(write_weights_asked(WeightsAsked("default")))).run
-        for number, channel in enumerate(channels):
-            if number == len(channels) // 2:
-                trainer.step()
-            call = EditionCall("default", run, 0, session.clock, "float32", ())
-            pull = channel.unary_stream(f"{SERVICE}/PullEdition")
-            unread += [pull(write_edition_call(call), timeout=600) for _ in range(OF_A_CONNECTION)]
-        yield
-    finally:
-        for channel in channels:
+class Crowd:
+    """So many readers, each of which asks for an edition and reads nothing of it. Half of them want a newer one."""
+
+    def __init__(self, address: str) -> None:
+        self._channels = [grpc.insecure_channel(address, OPTIONS) for _ in range(READERS // OF_A_CONNECTION)]
+        describe = self._channels[0].unary_unary(f"{SERVICE}/DescribeWeights")
+        self._run = read_weights_here(describe(write_weights_asked(WeightsAsked("default")))).run
+        self._calls: list[tuple[int, Any]] = []  # with the versions that they ask for
+
+    def add_half(self, version: int) -> None:
+        for _ in range(READERS // 2):
+            self._calls.append((version, self._pull(len(self._calls), version)))
+
+    def ask_again(self) -> None:
+        """Makes calls again that were cut off as their requests arrived: others may have a claim to their places."""
+        for number, (version, call) in enumerate(self._calls):
+            if not call.is_active():
+                self._calls[number] = version, self._pull(number, version)
+
+    def _pull(self, number: int, version: int) -> Any:
+        pull = self._channels[number // OF_A_CONNECTION].unary_stream(f"{SERVICE}/PullEdition")
+        return pull(write_edition_call(EditionCall("default", self._run, 0, version, "float32", ())), timeout=600)
+
+    def close(self) -> None:
+        for channel in self._channels:
             channel.close()
 
 
@@ -102,8 +110,15 @@ def test_a_thousand_readers_that_never_read_take_a_few_editions_and_a_message_ea
                 feed.wait_for(session.clock)
         size = sum(each.nbytes for each in trainer.model.state_dict().values())
         before, most = held(pid), editions * size + READERS * A_READER_BYTES
-        with crowd(address, session, trainer):
-            until(lambda: readers(asked) == READERS, "that all have an edition")
+        with contextlib.closing(Crowd(address)) as crowd:
+            crowd.add_half(session.clock)
+            crowd.add_half(trainer.step())
+
+            def all_have_one() -> bool:
+                crowd.ask_again()
+                return readers(asked) == READERS
+
+            until(all_have_one, "that all have an edition")
             for _ in range(3):
                 began = time.monotonic()
                 trainer.step()
@@ -111,7 +126,7 @@ def test_a_thousand_readers_that_never_read_take_a_few_editions_and_a_message_ea
             assert held(pid) - before < most
             with ps.subscribe(asked) as feed:  # it is served once those who hold both editions are cut off
                 last = trainer.step()
-                edition = feed.wait_for(last)
+                edition = feed.wait_for(last, timeout=TEST_SECONDS)
                 assert trainer.has(edition.state_dict(), edition.version)
             until(lambda: readers(asked) == 0, "that all are cut off")
             assert held(pid) - before < most
