@@ -219,7 +219,7 @@ def report(result: dict[str, Any], out: Path, arguments: argparse.Namespace) -> 
         f"bound    {result['used_beyond_bound']} used beyond {arguments.bound} updates; {result['dropped']} dropped",
         f"rollout  groups used, by who wrote them: {result['used_by_rollout']}",
         f"left in  {out}/: " + ", ".join(sorted(file.name for file in out.iterdir())),
-        "next     the same with --mode async; docs/feed.md; your own: rollout.py and train.py",
+        "next     the same with --mode async --steps 300; docs/feed.md; your own: rollout.py and train.py",
         sep="\n",
         flush=True,
     )
