@@ -97,7 +97,7 @@ class Stage(CharGPT):
             self.norm = self.head = None  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Bytes to what comes out of the first blocks, or that to logits."""
+        """Returns the activations after the first blocks for bytes of text, or the logits for such activations."""
         cos, sin = rotation(x.shape[1], self.shape.width // self.shape.heads, x.device)
         x = self.embedding(x) if self._is_first else x
         for block in self.blocks:

@@ -15,8 +15,8 @@ with the same batches. --parts takes some of four parts:
 * `equal`: the largest difference of a weight after --equal-steps steps, as a part of the largest element of its tensor:
   to one process with the batches of all, and to HSDP. Once more with two backwards in a step and clipping, of groups
   that cut the MLPs by tensor parallel, and of pipelines by 1F1B whose embedding is the head, too. A group clips its own
-  gradient, and HSDP the mean: beside these are one process that clips the gradient of one half of the batch after the
-  other, and two replicas of torch that are cut likewise and average the clipped gradients by all_reduce.
+  gradient, and HSDP the mean: two peers clip as groups do. One process clips the gradient of each half of the batch,
+  one after the other. Two replicas, which torch cuts in the same way, average their clipped gradients by all_reduce.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class ShardCalls:
         def again(error: Failure | None) -> Future[PullResult]:
             return pool.submit(partial(self._land, method, landing, error))
 
-        return self._soon(method, landing, PULL_SECONDS, again, pool)
+        return self._soon(self.data(), method, landing, PULL_SECONDS, again, pool)
 
     def pull_rows(self, landing: RowLanding, pool: DaemonPool, method: str = "PullRows") -> Future[PullResult]:
         """Pulls rows. A retry after a failure pulls all of them again.
@@ -219,7 +219,9 @@ class ShardCalls:
                 except FAILURES as failed:
                     retry.failed(failed)
 
-        return self._soon(method, landing, PULL_SECONDS, lambda error: pool.submit(partial(land, error)), pool)
+        return self._soon(
+            self.data(), method, landing, PULL_SECONDS, lambda error: pool.submit(partial(land, error)), pool
+        )
 
     def push_rows(self, request: Parts, result: Callable[[], T], pool: DaemonPool) -> Future[T]:
         """Pushes rows. The future's result is the return value of `result`, which is called after the push. pool: as in
@@ -231,7 +233,7 @@ class ShardCalls:
         def again(error: Failure | None) -> Future[T]:
             return self._push_again(request, result, pool, error)
 
-        return self._soon("PushRows", _Pushed(request, result), CALL_SECONDS, again, pool)
+        return self._soon(self.data(), "PushRows", _Pushed(request, result), CALL_SECONDS, again, pool)
 
     def _push_again(
         self, request: Parts, result: Callable[[], T], pool: DaemonPool, error: Failure | None
@@ -287,12 +289,12 @@ class ShardCalls:
             return landed
 
         data = self.data()
-        if data is None or not data.takes_row_payloads:
-            return again(None)
-        return self._soon_over(data, "ExchangeRows", landing, PULL_SECONDS, again, pushers)
+        takes = data is not None and data.takes_row_payloads
+        return self._soon(data if takes else None, "ExchangeRows", landing, PULL_SECONDS, again, pushers)
 
+    @staticmethod
     def _soon(
-        self,
+        data: ClientConnection | None,
         method: str,
         asked: Asked[T],
         seconds: float,
@@ -302,22 +304,12 @@ class ShardCalls:
         """Makes a call. Over a data connection no thread waits for its answer: it is sent in this thread, as far as
         that needs no waiting, otherwise in one of the pool.
 
+        data:  the connection to use; None if there is none
         again: makes the call with retries, over a data connection or gRPC, if the first attempt fails or there is none.
                Its argument is the error of the first attempt, or None
         """
-        data = self.data()
-        return again(None) if data is None else self._soon_over(data, method, asked, seconds, again, pool)
-
-    @staticmethod
-    def _soon_over(
-        data: ClientConnection,
-        method: str,
-        asked: Asked[T],
-        seconds: float,
-        again: Callable[[Failure | None], Future[T]],
-        pool: DaemonPool,
-    ) -> Future[T]:
-        """Makes a call as `_soon`, over this data connection."""
+        if data is None:
+            return again(None)
         kind, asks = KINDS[method], asked.request()
         request = asks if isinstance(asks, Parts) else Parts(asks)
         landed: Future[T] = Future()
